@@ -1,0 +1,1 @@
+"""Paceline: reinforcement-learning post-training with speculative rollouts."""

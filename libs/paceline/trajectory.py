@@ -1,0 +1,122 @@
+"""Nouns of a rollout as frozen dataclasses. Owns their invariants; not their wire formats (streams, v1)."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import InvalidInput
+
+NEAR_TIE_GAP = 1e-5
+"""A draw whose perturbed top-two gap is below this may flip with the batch composition (DESIGN 2.2)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VersionSet:
+    """Weights that serve together; only seq is monotone."""
+
+    seq: int = 0
+    policy: int = 0
+    drafter: int = 0
+
+    def __str__(self) -> str:
+        return f"p{self.policy}.d{self.drafter}"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) came from one policy version."""
+
+    start: int
+    end: int
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counters of draft, verify, accept; see proto SpeculationStats."""
+
+    target_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_round_tokens: int = 0
+    drafted_rounds: int = 0
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        return SpeculationStats(
+            self.target_steps + other.target_steps,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+            self.drafted_round_tokens + other.drafted_round_tokens,
+            self.drafted_rounds + other.drafted_rounds,
+        )
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens per drafted round, bonus token included; 0 when nothing was drafted."""
+        return self.drafted_round_tokens / self.drafted_rounds if self.drafted_rounds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BranchKey:
+    """A branch is appended once under this key."""
+
+    run_id: str
+    session_id: str
+    branch_id: str = "0"
+
+    def __str__(self) -> str:
+        return f"{self.session_id}/{self.branch_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """One finished branch. T = prompt and response tokens together."""
+
+    key: BranchKey
+    step: int
+    task_id: str
+    group_id: str
+    group_size: int
+    task_index: int
+    sample_index: int
+    token_ids: tuple[int, ...]  # [T]
+    loss_mask: tuple[int, ...]  # [T] 1 where generated
+    behavior_logprobs: tuple[float, ...]  # [T] 0 where the mask is 0
+    version_spans: tuple[VersionSpan, ...]
+    reward: float | None
+    seed: int
+    temperature: float
+    finish_reason: str = "stop"  # "stop" | "length"
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def __post_init__(self) -> None:
+        lengths = (len(self.token_ids), len(self.loss_mask), len(self.behavior_logprobs))
+        if len(set(lengths)) != 1:
+            raise InvalidInput(
+                "token_ids, loss_mask and behavior_logprobs of a trajectory must be equally long",
+                seen=lengths,
+            )
+        if any(bit not in (0, 1) for bit in self.loss_mask):
+            raise InvalidInput("loss_mask holds 0 and 1 only", seen=sorted(set(self.loss_mask))[:4])
+
+    @property
+    def trained_tokens(self) -> int:
+        """Tokens with loss."""
+        return sum(self.loss_mask)
+
+
+def request_seed(run_seed: int, step: int, task_id: str, sample_index: int) -> int:
+    """Seed of one request: a hash of (run seed, step, task, sample), never of time or request id.
+
+    Returns an unsigned 63-bit integer.
+    """
+    text = f"{run_seed}/{step}/{task_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def tokens_hash(token_ids: Sequence[int]) -> str:
+    """sha256 over little-endian int32 token ids, hex, first 16 characters."""
+    return hashlib.sha256(struct.pack(f"<{len(token_ids)}i", *token_ids)).hexdigest()[:16]

@@ -1,0 +1,139 @@
+from paceline.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ActivateRequest(_message.Message):
+    __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    deadline_s: float
+    versions: _trajectory_pb2.VersionSet
+    max_steps: int
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ...) -> None: ...
+
+class ActivateResponse(_message.Message):
+    __slots__ = ("activated", "gate", "detached")
+    ACTIVATED_FIELD_NUMBER: _ClassVar[int]
+    GATE_FIELD_NUMBER: _ClassVar[int]
+    DETACHED_FIELD_NUMBER: _ClassVar[int]
+    activated: Activated
+    gate: GateDecision
+    detached: Detached
+    def __init__(self, activated: _Optional[_Union[Activated, _Mapping]] = ..., gate: _Optional[_Union[GateDecision, _Mapping]] = ..., detached: _Optional[_Union[Detached, _Mapping]] = ...) -> None: ...
+
+class Activated(_message.Message):
+    __slots__ = ("attach_s", "world_size")
+    ATTACH_S_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    attach_s: float
+    world_size: int
+    def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
+
+class GateDecision(_message.Message):
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SERVING_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    promoted: bool
+    candidate_accept_length: float
+    serving_accept_length: float
+    noise: float
+    policy_version: int
+    positions: int
+    optimizer_steps: int
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ...) -> None: ...
+
+class Detached(_message.Message):
+    __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped")
+    class DroppedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    steps: int
+    micro_batches: int
+    tokens: int
+    loss: float
+    busy_s: float
+    total_steps: int
+    dropped: _containers.ScalarMap[str, int]
+    def __init__(self, reason: _Optional[str] = ..., steps: _Optional[int] = ..., micro_batches: _Optional[int] = ..., tokens: _Optional[int] = ..., loss: _Optional[float] = ..., busy_s: _Optional[float] = ..., total_steps: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class PreemptRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ...) -> None: ...
+
+class PreemptResponse(_message.Message):
+    __slots__ = ("stopped_after_s", "was_active")
+    STOPPED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    WAS_ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    stopped_after_s: float
+    was_active: bool
+    def __init__(self, stopped_after_s: _Optional[float] = ..., was_active: _Optional[bool] = ...) -> None: ...
+
+class GetDrafterStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDrafterStatusResponse(_message.Message):
+    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids")
+    DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LM_HEAD_HASHES_FIELD_NUMBER: _ClassVar[int]
+    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    drafter_version: int
+    total_steps: int
+    total_tokens: int
+    buffer_samples: int
+    buffer_bytes: int
+    active_epoch: int
+    lm_head_hashes: _containers.RepeatedScalarFieldContainer[str]
+    rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SaveDrafterCheckpointRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ...) -> None: ...
+
+class SaveDrafterCheckpointResponse(_message.Message):
+    __slots__ = ("path", "total_steps")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    total_steps: int
+    def __init__(self, path: _Optional[str] = ..., total_steps: _Optional[int] = ...) -> None: ...

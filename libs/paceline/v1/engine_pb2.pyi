@@ -1,0 +1,278 @@
+from paceline.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PauseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PAUSE_MODE_UNSPECIFIED: _ClassVar[PauseMode]
+    PAUSE_MODE_IN_PLACE: _ClassVar[PauseMode]
+    PAUSE_MODE_RETRACT: _ClassVar[PauseMode]
+    PAUSE_MODE_ABORT: _ClassVar[PauseMode]
+
+class WeightTarget(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WEIGHT_TARGET_UNSPECIFIED: _ClassVar[WeightTarget]
+    WEIGHT_TARGET_POLICY: _ClassVar[WeightTarget]
+    WEIGHT_TARGET_DRAFTER: _ClassVar[WeightTarget]
+    WEIGHT_TARGET_POLICY_HEAD: _ClassVar[WeightTarget]
+PAUSE_MODE_UNSPECIFIED: PauseMode
+PAUSE_MODE_IN_PLACE: PauseMode
+PAUSE_MODE_RETRACT: PauseMode
+PAUSE_MODE_ABORT: PauseMode
+WEIGHT_TARGET_UNSPECIFIED: WeightTarget
+WEIGHT_TARGET_POLICY: WeightTarget
+WEIGHT_TARGET_DRAFTER: WeightTarget
+WEIGHT_TARGET_POLICY_HEAD: WeightTarget
+
+class WorkerCommand(_message.Message):
+    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown")
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    ENQUEUE_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
+    CONTINUE_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ABORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SET_SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SET_CAPTURE_FIELD_NUMBER: _ClassVar[int]
+    GET_HEALTH_FIELD_NUMBER: _ClassVar[int]
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    command_id: int
+    traceparent: str
+    enqueue: EnqueueRequests
+    abort: AbortRequests
+    pause: PauseGeneration
+    prepare_weights: PrepareWeights
+    commit_weights: CommitWeights
+    abort_weights: AbortWeights
+    set_speculation: SetSpeculation
+    set_capture: SetCapture
+    get_health: GetHealth
+    shutdown: Shutdown
+    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., **kwargs) -> None: ...
+
+class WorkerEvent(_message.Message):
+    __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
+    COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    command_id: int
+    ready: WorkerReady
+    tokens: TokensEmitted
+    done: CommandDone
+    failed: CommandFailed
+    health: WorkerHealth
+    def __init__(self, command_id: _Optional[int] = ..., ready: _Optional[_Union[WorkerReady, _Mapping]] = ..., tokens: _Optional[_Union[TokensEmitted, _Mapping]] = ..., done: _Optional[_Union[CommandDone, _Mapping]] = ..., failed: _Optional[_Union[CommandFailed, _Mapping]] = ..., health: _Optional[_Union[WorkerHealth, _Mapping]] = ...) -> None: ...
+
+class EngineRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "sampling", "stream", "capture", "forced_arm")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_FIELD_NUMBER: _ClassVar[int]
+    FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _trajectory_pb2.SamplingParams
+    stream: bool
+    capture: bool
+    forced_arm: str
+    def __init__(self, request_id: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., stream: _Optional[bool] = ..., capture: _Optional[bool] = ..., forced_arm: _Optional[str] = ...) -> None: ...
+
+class EnqueueRequests(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[EngineRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[EngineRequest, _Mapping]]] = ...) -> None: ...
+
+class AbortRequests(_message.Message):
+    __slots__ = ("request_ids",)
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PauseGeneration(_message.Message):
+    __slots__ = ("mode",)
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    mode: PauseMode
+    def __init__(self, mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class ContinueGeneration(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrepareWeights(_message.Message):
+    __slots__ = ("target", "version", "path")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    target: WeightTarget
+    version: int
+    path: str
+    def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class CommitWeights(_message.Message):
+    __slots__ = ("versions", "mode")
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    versions: _trajectory_pb2.VersionSet
+    mode: PauseMode
+    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., mode: _Optional[_Union[PauseMode, str]] = ...) -> None: ...
+
+class AbortWeights(_message.Message):
+    __slots__ = ("target", "version")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    target: WeightTarget
+    version: int
+    def __init__(self, target: _Optional[_Union[WeightTarget, str]] = ..., version: _Optional[int] = ...) -> None: ...
+
+class SetSpeculation(_message.Message):
+    __slots__ = ("forced_arm",)
+    FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    forced_arm: str
+    def __init__(self, forced_arm: _Optional[str] = ...) -> None: ...
+
+class SetCapture(_message.Message):
+    __slots__ = ("enabled",)
+    ENABLED_FIELD_NUMBER: _ClassVar[int]
+    enabled: bool
+    def __init__(self, enabled: _Optional[bool] = ...) -> None: ...
+
+class GetHealth(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Shutdown(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerReady(_message.Message):
+    __slots__ = ("worker_index", "pid", "versions", "vocab_size", "hidden_size", "max_sequence_tokens", "arms", "capabilities", "lm_head_hash")
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    worker_index: int
+    pid: int
+    versions: _trajectory_pb2.VersionSet
+    vocab_size: int
+    hidden_size: int
+    max_sequence_tokens: int
+    arms: _containers.RepeatedScalarFieldContainer[str]
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    lm_head_hash: str
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ...) -> None: ...
+
+class TokenChunk(_message.Message):
+    __slots__ = ("request_id", "token_ids", "behavior_logprobs", "version_spans", "finish_reason", "error", "speculation", "cached_prompt_tokens", "smallest_gap", "top_logprobs", "time_to_first_token_s", "matched_stop")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SMALLEST_GAP_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TIME_TO_FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    version_spans: _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.VersionSpan]
+    finish_reason: _trajectory_pb2.FinishReason
+    error: str
+    speculation: _trajectory_pb2.SpeculationStats
+    cached_prompt_tokens: int
+    smallest_gap: float
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    time_to_first_token_s: float
+    matched_stop: str
+    def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[_trajectory_pb2.VersionSpan, _Mapping]]] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., error: _Optional[str] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., cached_prompt_tokens: _Optional[int] = ..., smallest_gap: _Optional[float] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., time_to_first_token_s: _Optional[float] = ..., matched_stop: _Optional[str] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class TokensEmitted(_message.Message):
+    __slots__ = ("chunks", "rows_written", "rows_dropped")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    chunks: _containers.RepeatedCompositeFieldContainer[TokenChunk]
+    rows_written: int
+    rows_dropped: int
+    def __init__(self, chunks: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., rows_written: _Optional[int] = ..., rows_dropped: _Optional[int] = ...) -> None: ...
+
+class CommandDone(_message.Message):
+    __slots__ = ("versions",)
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    versions: _trajectory_pb2.VersionSet
+    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+
+class CommandFailed(_message.Message):
+    __slots__ = ("reason", "message")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    message: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+
+class ArmStats(_message.Message):
+    __slots__ = ("arm", "batch_group", "pulls", "explorations", "mean_tokens_per_s", "mean_accept_length")
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
+    PULLS_FIELD_NUMBER: _ClassVar[int]
+    EXPLORATIONS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    MEAN_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    arm: str
+    batch_group: int
+    pulls: int
+    explorations: int
+    mean_tokens_per_s: float
+    mean_accept_length: float
+    def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ...) -> None: ...
+
+class WorkerHealth(_message.Message):
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_EMITTED_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    waiting: int
+    versions: _trajectory_pb2.VersionSet
+    tokens_emitted: int
+    busy_s: float
+    speculation: _trajectory_pb2.SpeculationStats
+    arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
+    rows_dropped: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,127 @@
+from paceline.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExpectedGroup(_message.Message):
+    __slots__ = ("group_id", "size")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    size: int
+    def __init__(self, group_id: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class TrainStepRequest(_message.Message):
+    __slots__ = ("context", "policy_version", "groups", "slots", "group_deadline_s")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    policy_version: int
+    groups: _containers.RepeatedCompositeFieldContainer[ExpectedGroup]
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    group_deadline_s: float
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., policy_version: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[ExpectedGroup, _Mapping]]] = ..., slots: _Optional[_Iterable[int]] = ..., group_deadline_s: _Optional[float] = ...) -> None: ...
+
+class TrainStepResponse(_message.Message):
+    __slots__ = ("batch", "stepped", "prepared")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    STEPPED_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
+    batch: BatchReady
+    stepped: PolicyStepped
+    prepared: PolicyPrepared
+    def __init__(self, batch: _Optional[_Union[BatchReady, _Mapping]] = ..., stepped: _Optional[_Union[PolicyStepped, _Mapping]] = ..., prepared: _Optional[_Union[PolicyPrepared, _Mapping]] = ...) -> None: ...
+
+class BatchReady(_message.Message):
+    __slots__ = ("trajectories", "dropped", "tokens")
+    class DroppedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    TRAJECTORIES_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    trajectories: int
+    dropped: _containers.ScalarMap[str, int]
+    tokens: int
+    def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ...) -> None: ...
+
+class PolicyStepped(_message.Message):
+    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    REWARD_MEAN_FIELD_NUMBER: _ClassVar[int]
+    REWARD_STD_FIELD_NUMBER: _ClassVar[int]
+    ENTROPY_FIELD_NUMBER: _ClassVar[int]
+    BEHAVIOR_GAP_FIELD_NUMBER: _ClassVar[int]
+    TRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_HASH_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    loss: float
+    grad_norm: float
+    reward_mean: float
+    reward_std: float
+    entropy: float
+    behavior_gap: float
+    train_s: float
+    world_size: int
+    batch_hash: str
+    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ...) -> None: ...
+
+class PolicyPrepared(_message.Message):
+    __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUSH_S_FIELD_NUMBER: _ClassVar[int]
+    LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    bytes: int
+    push_s: float
+    lm_head_hash: str
+    def __init__(self, policy_version: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ..., lm_head_hash: _Optional[str] = ...) -> None: ...
+
+class SavePolicyCheckpointRequest(_message.Message):
+    __slots__ = ("context",)
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ...) -> None: ...
+
+class SavePolicyCheckpointResponse(_message.Message):
+    __slots__ = ("path", "policy_version")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    policy_version: int
+    def __init__(self, path: _Optional[str] = ..., policy_version: _Optional[int] = ...) -> None: ...
+
+class GetPolicyStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetPolicyStatusResponse(_message.Message):
+    __slots__ = ("policy_version", "step", "checkpoint_version", "trajectories_trained", "ranks", "rank_pids")
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORIES_TRAINED_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    policy_version: int
+    step: int
+    checkpoint_version: int
+    trajectories_trained: int
+    ranks: int
+    rank_pids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, policy_version: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_version: _Optional[int] = ..., trajectories_trained: _Optional[int] = ..., ranks: _Optional[int] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...

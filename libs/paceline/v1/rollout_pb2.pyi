@@ -1,0 +1,280 @@
+from paceline.v1 import engine_pb2 as _engine_pb2
+from paceline.v1 import trajectory_pb2 as _trajectory_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SessionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SESSION_STATE_UNSPECIFIED: _ClassVar[SessionState]
+    SESSION_STATE_OPEN: _ClassVar[SessionState]
+    SESSION_STATE_FINAL: _ClassVar[SessionState]
+    SESSION_STATE_UNSCORED: _ClassVar[SessionState]
+    SESSION_STATE_ABORTED: _ClassVar[SessionState]
+SESSION_STATE_UNSPECIFIED: SessionState
+SESSION_STATE_OPEN: SessionState
+SESSION_STATE_FINAL: SessionState
+SESSION_STATE_UNSCORED: SessionState
+SESSION_STATE_ABORTED: SessionState
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("session_id", "text", "token_ids", "sampling", "forced_arm")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    text: str
+    token_ids: TokenIds
+    sampling: _trajectory_pb2.SamplingParams
+    forced_arm: str
+    def __init__(self, session_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., forced_arm: _Optional[str] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("chunk", "text", "prompt_tokens", "versions")
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    chunk: _engine_pb2.TokenChunk
+    text: str
+    prompt_tokens: int
+    versions: _trajectory_pb2.VersionSet
+    def __init__(self, chunk: _Optional[_Union[_engine_pb2.TokenChunk, _Mapping]] = ..., text: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("context", "task_id", "group_id", "group_size", "sample_index", "trainable")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TRAINABLE_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    task_id: str
+    group_id: str
+    group_size: int
+    sample_index: int
+    trainable: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., sample_index: _Optional[int] = ..., trainable: _Optional[bool] = ...) -> None: ...
+
+class OpenSessionResponse(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class PostRewardRequest(_message.Message):
+    __slots__ = ("session_id", "reward")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reward: _trajectory_pb2.Reward
+    def __init__(self, session_id: _Optional[str] = ..., reward: _Optional[_Union[_trajectory_pb2.Reward, _Mapping]] = ...) -> None: ...
+
+class PostRewardResponse(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: SessionState
+    def __init__(self, state: _Optional[_Union[SessionState, str]] = ...) -> None: ...
+
+class CloseSessionRequest(_message.Message):
+    __slots__ = ("session_id", "abort")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    abort: bool
+    def __init__(self, session_id: _Optional[str] = ..., abort: _Optional[bool] = ...) -> None: ...
+
+class CloseSessionResponse(_message.Message):
+    __slots__ = ("state",)
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    state: SessionState
+    def __init__(self, state: _Optional[_Union[SessionState, str]] = ...) -> None: ...
+
+class GetSessionRequest(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    def __init__(self, session_id: _Optional[str] = ...) -> None: ...
+
+class GetSessionResponse(_message.Message):
+    __slots__ = ("state", "trajectory")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    state: SessionState
+    trajectory: _trajectory_pb2.Trajectory
+    def __init__(self, state: _Optional[_Union[SessionState, str]] = ..., trajectory: _Optional[_Union[_trajectory_pb2.Trajectory, _Mapping]] = ...) -> None: ...
+
+class TaskSpec(_message.Message):
+    __slots__ = ("task_id", "prompt", "answer", "group_id", "task_index", "metadata")
+    class MetadataEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    METADATA_FIELD_NUMBER: _ClassVar[int]
+    task_id: str
+    prompt: str
+    answer: str
+    group_id: str
+    task_index: int
+    metadata: _containers.ScalarMap[str, str]
+    def __init__(self, task_id: _Optional[str] = ..., prompt: _Optional[str] = ..., answer: _Optional[str] = ..., group_id: _Optional[str] = ..., task_index: _Optional[int] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class RunTasksRequest(_message.Message):
+    __slots__ = ("context", "purpose", "tasks", "samples_per_task", "sampling", "run_seed", "environment", "reward", "forced_arm", "capture")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_PER_TASK_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    RUN_SEED_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    purpose: _trajectory_pb2.Purpose
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskSpec]
+    samples_per_task: int
+    sampling: _trajectory_pb2.SamplingParams
+    run_seed: int
+    environment: str
+    reward: str
+    forced_arm: str
+    capture: bool
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., purpose: _Optional[_Union[_trajectory_pb2.Purpose, str]] = ..., tasks: _Optional[_Iterable[_Union[TaskSpec, _Mapping]]] = ..., samples_per_task: _Optional[int] = ..., sampling: _Optional[_Union[_trajectory_pb2.SamplingParams, _Mapping]] = ..., run_seed: _Optional[int] = ..., environment: _Optional[str] = ..., reward: _Optional[str] = ..., forced_arm: _Optional[str] = ..., capture: _Optional[bool] = ...) -> None: ...
+
+class RunTasksResponse(_message.Message):
+    __slots__ = ("sample", "share", "finished")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    sample: SampleFinished
+    share: ShareDone
+    finished: TasksFinished
+    def __init__(self, sample: _Optional[_Union[SampleFinished, _Mapping]] = ..., share: _Optional[_Union[ShareDone, _Mapping]] = ..., finished: _Optional[_Union[TasksFinished, _Mapping]] = ...) -> None: ...
+
+class SampleFinished(_message.Message):
+    __slots__ = ("task_id", "group_id", "sample_index", "worker_index", "reward", "prompt_tokens", "response_tokens", "finish_reason", "speculation", "smallest_gap", "tokens_hash", "session_id")
+    TASK_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    REWARD_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SMALLEST_GAP_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_HASH_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    task_id: str
+    group_id: str
+    sample_index: int
+    worker_index: int
+    reward: _trajectory_pb2.Reward
+    prompt_tokens: int
+    response_tokens: int
+    finish_reason: _trajectory_pb2.FinishReason
+    speculation: _trajectory_pb2.SpeculationStats
+    smallest_gap: float
+    tokens_hash: str
+    session_id: str
+    def __init__(self, task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., sample_index: _Optional[int] = ..., worker_index: _Optional[int] = ..., reward: _Optional[_Union[_trajectory_pb2.Reward, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., response_tokens: _Optional[int] = ..., finish_reason: _Optional[_Union[_trajectory_pb2.FinishReason, str]] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., smallest_gap: _Optional[float] = ..., tokens_hash: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class ShareDone(_message.Message):
+    __slots__ = ("worker_index", "samples", "response_tokens", "elapsed_s")
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_S_FIELD_NUMBER: _ClassVar[int]
+    worker_index: int
+    samples: int
+    response_tokens: int
+    elapsed_s: float
+    def __init__(self, worker_index: _Optional[int] = ..., samples: _Optional[int] = ..., response_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
+
+class TasksFinished(_message.Message):
+    __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions")
+    SCORED_FIELD_NUMBER: _ClassVar[int]
+    UNSCORED_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_S_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    ARMS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    scored: int
+    unscored: int
+    response_tokens: int
+    rollout_s: float
+    speculation: _trajectory_pb2.SpeculationStats
+    arms: _containers.RepeatedCompositeFieldContainer[_engine_pb2.ArmStats]
+    versions: _trajectory_pb2.VersionSet
+    def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+
+class SetArmRequest(_message.Message):
+    __slots__ = ("context", "arm")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    context: _trajectory_pb2.CommandContext
+    arm: str
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., arm: _Optional[str] = ...) -> None: ...
+
+class SetArmResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_index", "pid", "ready", "health")
+    WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    worker_index: int
+    pid: int
+    ready: bool
+    health: _engine_pb2.WorkerHealth
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., ready: _Optional[bool] = ..., health: _Optional[_Union[_engine_pb2.WorkerHealth, _Mapping]] = ...) -> None: ...
+
+class GetStatusResponse(_message.Message):
+    __slots__ = ("workers", "versions", "open_sessions", "unsent_bytes", "feature_batches", "feature_rows_dropped", "model")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    OPEN_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    UNSENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    versions: _trajectory_pb2.VersionSet
+    open_sessions: int
+    unsent_bytes: int
+    feature_batches: int
+    feature_rows_dropped: int
+    model: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., open_sessions: _Optional[int] = ..., unsent_bytes: _Optional[int] = ..., feature_batches: _Optional[int] = ..., feature_rows_dropped: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...

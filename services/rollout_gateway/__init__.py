@@ -1,0 +1,1 @@
+"""Paceline service: rollout gateway."""

@@ -1,0 +1,229 @@
+"""What an engine worker can do, whatever engine runs inside. Owns the contract, no behaviour.
+
+An engine lives in the worker process and is driven by engines/worker.py: the worker turns WorkerCommands into these
+calls and what `step` returns into WorkerEvents. An engine never blocks on Redis, gRPC or the gateway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+
+
+class Capability(StrEnum):
+    """What an engine may declare; a caller asking for a missing one gets MissingCapability."""
+
+    STREAMING = "streaming"
+    CAPTURE = "capture"
+    SPECULATION = "speculation"
+    FORCED_ARM = "forced_arm"
+    POLICY_UPDATE = "policy_update"
+    DRAFTER_UPDATE = "drafter_update"
+    PAUSE_IN_PLACE = "pause_in_place"
+    PAUSE_RETRACT = "pause_retract"
+    PAUSE_ABORT = "pause_abort"
+    TOP_LOGPROBS = "top_logprobs"
+
+
+class PauseMode(StrEnum):
+    """What happens to running requests while weights change."""
+
+    IN_PLACE = "in_place"
+    RETRACT = "retract"
+    ABORT = "abort"
+
+
+class Target(StrEnum):
+    """Which weights."""
+
+    POLICY = "policy"
+    DRAFTER = "drafter"
+
+
+class Finish(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw, see proto SamplingParams; seed always set."""
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request as the engine sees it."""
+
+    request_id: int
+    prompt: tuple[int, ...]  # [T] token ids
+    sampling: Sampling
+    stream: bool = False
+    capture: bool = False
+    forced_arm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of one request; finish is set on its last chunk."""
+
+    request_id: int
+    token_ids: tuple[int, ...]  # [n]
+    behavior_logprobs: tuple[float, ...]  # [n]
+    version_spans: tuple[VersionSpan, ...]  # indices from the first response token of the request
+    finish: Finish | None = None
+    error: str = ""
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    cached_prompt_tokens: int = 0
+    smallest_gap: float = float("inf")
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # [n][k] (token id, log-prob)
+    time_to_first_token_s: float = 0.0
+    matched_stop: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmReport:
+    """Statistics of one arm in one batch-size group."""
+
+    arm: str
+    batch_group: int
+    pulls: int
+    explorations: int
+    mean_tokens_per_s: float
+    mean_accept_length: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load and statistics since start."""
+
+    running: int
+    waiting: int
+    tokens_emitted: int
+    busy_s: float
+    speculation: SpeculationStats
+    arms: tuple[ArmReport, ...]
+    rows_dropped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Facts that do not change while the engine lives, and the capabilities it declares."""
+
+    vocab_size: int
+    hidden_size: int
+    max_sequence_tokens: int
+    arms: tuple[str, ...]
+    capabilities: frozenset[Capability]
+
+
+class RowSink(Protocol):
+    """Takes hidden rows of verified tokens without ever waiting; what finds no room is dropped and counted."""
+
+    def write(
+        self,
+        request_ids: npt.NDArray[np.uint64],  # [n]
+        positions: npt.NDArray[np.uint32],  # [n] absolute position of the token
+        token_ids: npt.NDArray[np.uint32],  # [n] token at that position; the row is the state at this token
+        policy_version: int,
+        hidden: npt.NDArray[np.uint8],  # [n, row bytes]
+    ) -> int:
+        """Rows written, at most n."""
+        ...
+
+
+class Engine(Protocol):
+    """Generates tokens; driven round by round by one thread."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """Fixed facts."""
+        ...
+
+    @property
+    def versions(self) -> VersionSet:
+        """Serving set."""
+        ...
+
+    @property
+    def lm_head_hash(self) -> str:
+        """sha256 of the serving lm_head bytes, hex, first 16 characters; empty when the engine has none."""
+        ...
+
+    def enqueue(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises InvalidInput (prompt empty, token out of range, too long, unknown arm) or MissingCapability.
+        """
+        ...
+
+    def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
+        """End requests (None: all); returns their last chunks with what was generated and not yet reported."""
+        ...
+
+    def step(self) -> list[Chunk]:
+        """One round: admit, draft, verify, accept. Returns news: every round for streaming requests, else the end."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """True while a call of `step` would do something."""
+        ...
+
+    def pause(self, mode: PauseMode) -> list[Chunk]:
+        """Stop decoding; returns chunks of requests ended by mode ABORT."""
+        ...
+
+    def resume(self) -> None:
+        """Decode again."""
+        ...
+
+    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
+        """Load a spooled version beside the serving one. Raises WeightsError when names or shapes differ."""
+        ...
+
+    def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
+        """Serve a set from the next round on; returns chunks of requests ended by mode ABORT. Raises WeightsError."""
+        ...
+
+    def abort_weights(self, target: Target, version: int) -> None:
+        """Forget a prepared version; unknown ones are ignored."""
+        ...
+
+    def force_arm(self, arm: str) -> None:
+        """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        ...
+
+    def set_capture(self, enabled: bool) -> None:
+        """Hidden-state capture on or off; needs CAPTURE to switch on."""
+        ...
+
+    @property
+    def load(self) -> Load:
+        """Load and statistics."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...
