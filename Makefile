@@ -1,0 +1,18 @@
+# Every target is one line; `make help` lists them. Nothing but Python 3.11 or 3.12 and pip is needed.
+SHELL := /bin/bash
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup proto format check test test-sglang test-gpu chaos demo up bench
+
+help: ; @awk -F': *[^#]*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
+proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
+format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
+check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, proto lint and diff, size budgets
+test: setup ; @$(BIN)/python -m pytest -m "not slow and not gpu and not sglang"  ## every test but the slow ones
+test-sglang: setup ; @$(BIN)/python -m pytest -m sglang  ## tests that need the sglang extra
+test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
+chaos: setup ; @$(BIN)/python -m pytest -m chaos  ## tests that kill processes and connections
+demo: setup ; @$(BIN)/paceline demo  ## train a policy and its drafter from start to report (minutes on 2 cores)
+up: setup ; @$(BIN)/paceline up --config $(or $(CONFIG),examples/demo/demo.toml)  ## start and supervise all services; CONFIG=file
+bench: setup ; @$(BIN)/paceline bench $(or $(NAME),transport)  ## run a benchmark; NAME=transport|e2e
