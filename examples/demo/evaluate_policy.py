@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from paceline.tasks import Task, gcd_chain, read_tasks
 from tokenizers import Tokenizer
 from transformers import DynamicCache, LlamaForCausalLM
+
+from paceline.tasks import Task, gcd_chain, read_tasks
 
 HERE = Path(__file__).parent
 MAX_NEW_TOKENS = 224

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paceline.tasks import gcd_chain, read_tasks
 from tokenizers import Tokenizer
+
+from paceline.tasks import gcd_chain, read_tasks
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "policy_start" / "tokenizer.json"))

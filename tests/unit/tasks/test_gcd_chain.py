@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+
 from paceline.errors import InvalidInput
 from paceline.tasks import gcd_chain
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paceline.errors import InvalidInput
 from paceline.tasks import Task, TaskCursor, TaskFileError, read_tasks, write_tasks
 
