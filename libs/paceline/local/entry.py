@@ -1,0 +1,102 @@
+"""How a service process starts and ends: arguments, config, telemetry, signals, exit status. It owns no service."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import uvloop
+from rich.console import Console
+
+from paceline import telemetry
+from paceline.config import ServiceConfig, load_config, print_config
+from paceline.errors import ConfigError, PacelineError
+from paceline.local.ports import require_free
+from paceline.local.processes import die_with_parent
+from paceline.local.services import service
+from paceline.rpc import set_malloc_thresholds
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+
+C = TypeVar("C", bound=ServiceConfig)
+Serve = Callable[[C, asyncio.Event], Awaitable[None]]
+
+
+def run_service(name: str, config_class: type[C], serve: Serve[C], argv: Sequence[str] | None = None) -> None:
+    """Run one service until it ends by itself or a signal stops it; leaves the process.
+
+    Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a config error,
+    1 for any other error of Paceline, told in one line on stderr.
+    """
+    die_with_parent()
+    try:
+        code = _run(name, config_class, serve, _arguments(name).parse_args(argv))
+    except PacelineError as error:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{name}: {error}", style="red", markup=False)
+        code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    raise SystemExit(code)
+
+
+def _arguments(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m {service(name).module}", allow_abbrev=False)
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE", help="TOML; may be repeated"
+    )
+    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that outrank the files")
+    return parser
+
+
+def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.Namespace) -> int:
+    config = load_config(config_class, name, arguments.config, arguments.overrides)
+    if arguments.print_config:
+        sys.stdout.write(print_config(config))
+        return EXIT_FINISHED
+    _require_free_ports(name, config)
+    set_malloc_thresholds()
+    telemetry.setup(name, config.telemetry)
+    pid_file = Path(config.run.dir) / "pids" / f"{name}.pid"
+    pid_file.parent.mkdir(parents=True, exist_ok=True)
+    pid_file.write_text(str(os.getpid()))
+    try:
+        stopped_by = uvloop.run(_serve_until_signal(config, serve))
+    finally:
+        pid_file.unlink(missing_ok=True)
+        telemetry.shutdown()
+    return 128 + stopped_by if stopped_by else EXIT_FINISHED
+
+
+def _require_free_ports(name: str, config: ServiceConfig) -> None:
+    spec = service(name)
+    for key in (spec.address_key, *spec.more_address_keys):
+        require_free(getattr(config.addresses, key), f"addresses.{key}")
+
+
+async def _serve_until_signal(config: C, serve: Serve[C]) -> int:
+    """Run serve(); returns the number of the signal that stopped it, 0 when it ended by itself."""
+    stop = asyncio.Event()
+    received: list[int] = []
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, number, received, stop)
+    try:
+        await serve(config, stop)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with suppress(ValueError):
+                loop.remove_signal_handler(number)
+    return received[0] if received else 0
+
+
+def _stop(number: int, received: list[int], stop: asyncio.Event) -> None:
+    received.append(number)
+    stop.set()

@@ -1,0 +1,43 @@
+"""Ports of a local run: find a free one, refuse a taken one by name. It holds no port open."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from paceline.errors import ConfigError, Unavailable
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def split_address(address: str, setting: str = "address") -> tuple[str, int]:
+    """Host and port of "host:port" or "tcp://host:port"; ConfigError naming `setting` otherwise."""
+    host, _, port = address.rsplit("//", 1)[-1].rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{setting} is not an address", seen=address, allowed="host:port")
+    return host.strip("[]"), int(port)
+
+
+def require_free(address: str, setting: str) -> None:
+    """Raise Unavailable naming port and setting when something listens on `address`; port 0 is always free."""
+    host, port = split_address(address, setting)
+    if port == 0:
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(f"{setting} cannot be bound: {error.strerror}", seen=address) from error
+            raise Unavailable(
+                f"port {port} is in use; stop what listens there or set {setting} to another address",
+                reason="PORT_IN_USE",
+                seen=address,
+            ) from error

@@ -1,0 +1,268 @@
+"""Trainer ranks: a parent without torch spawns one process per rank and talks to each over one ipc socket.
+
+Owns the processes, their environment (torchrun's contract) and the byte messages; not what the messages mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from paceline.local.ports import free_port
+from paceline.local.processes import child_environment, describe_exit, die_with_parent, last_lines
+
+SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
+_READY, _DATA = b"r", b"d"
+_MESSAGES_QUEUED = 64
+_SEND_S = 10.0
+
+
+class RankLost(Unavailable):
+    """A rank's process has ended; the group is to be stopped and started again."""
+
+    reason = "RANK_LOST"
+
+
+class RankGroup:
+    """Parent side of the ranks of one trainer; made once per membership."""
+
+    def __init__(
+        self,
+        module: str,
+        world_size: int,
+        threads_per_rank: int = 1,
+        argv: Sequence[str] = (),
+        log_dir: Path = Path("logs"),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._module = module
+        self._world_size = world_size
+        self._threads = threads_per_rank
+        self._argv = list(argv)
+        self._log_dir = log_dir
+        self._env = dict(env or {})
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._lost: asyncio.Future[RankLost] | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._folder = ""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._world_size
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids, by rank; [] before start and after stop."""
+        return [process.pid for process in self._processes]
+
+    async def start(self, deadline_s: float) -> None:
+        """Spawn all ranks and wait until each said it is ready.
+
+        Raises RankLost when one ends first, DeadlineExceeded when one is not ready in time; then none is left running.
+        """
+        if self._processes:
+            raise FailedPrecondition("the ranks run already", seen=self.pids)
+        self._bind()
+        try:
+            for rank, master_port in enumerate([free_port()] * self._world_size):
+                await self._spawn(rank, master_port)
+            await self._all_ready(deadline_s)
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    async def send(self, message: bytes) -> None:
+        """Send one message to every rank. Raises RankLost when one is gone."""
+        for rank in range(self._world_size):
+            self._raise_if_lost()
+            try:
+                async with asyncio.timeout(_SEND_S):
+                    await self._open.send_multipart([b"%d" % rank, _DATA, message])
+            except zmq.ZMQError as error:
+                raise RankLost(f"rank {rank} of {self._module} is not connected") from error
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"rank {rank} of {self._module} takes no messages for {_SEND_S} s") from error
+
+    async def receive(self, deadline_s: float) -> tuple[int, bytes]:
+        """The next message of any rank, as (rank, bytes).
+
+        Raises RankLost when a rank dies meanwhile, DeadlineExceeded when none speaks in time.
+        """
+        rank, _, payload = await self._receive(deadline_s)
+        return rank, payload
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no rank runs and the group can start again."""
+        self.signal(signal.SIGTERM)
+        if self._watches:
+            await asyncio.wait(self._watches, timeout=grace_s)
+        self.kill()
+        await asyncio.gather(*self._watches)
+        self._processes, self._watches, self._lost = [], [], None
+        if self._socket is not None and self._context is not None:
+            self._socket.close(linger=0)
+            self._context.term()
+            self._socket = self._context = None
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL every rank, without waiting; stop() cleans up."""
+        self.signal(signal.SIGKILL)
+
+    async def __aenter__(self) -> RankGroup:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    @property
+    def _open(self) -> zmq.asyncio.Socket:
+        if self._socket is None:
+            raise FailedPrecondition(f"the ranks of {self._module} do not run; start() them")
+        return self._socket
+
+    def _bind(self) -> None:
+        # A path of an ipc socket is limited to about 100 characters: it cannot lie in the run directory.
+        self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set_hwm(_MESSAGES_QUEUED)
+        self._socket.bind(f"ipc://{self._folder}/ranks")
+        self._lost = asyncio.get_running_loop().create_future()
+
+    async def _spawn(self, rank: int, master_port: int) -> None:
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        environment = child_environment(
+            {
+                **self._env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(self._world_size),
+                "LOCAL_WORLD_SIZE": str(self._world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(master_port),
+                "OMP_NUM_THREADS": str(self._threads),
+                SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
+            }
+        )
+        with self._log(rank).open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self._module, *self._argv,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+            )  # fmt: skip
+        self._processes.append(process)
+        self._watches.append(asyncio.create_task(self._watch(rank, process)))
+
+    def _log(self, rank: int) -> Path:
+        return self._log_dir / f"{self._module}-rank{rank}.log"
+
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if self._lost is not None and not self._lost.done():
+            log = self._log(rank)
+            self._lost.set_result(
+                RankLost(f"rank {rank} of {self._module} {describe_exit(code)}; its log {log} ends:\n{last_lines(log)}")
+            )
+
+    async def _all_ready(self, deadline_s: float) -> None:
+        end = asyncio.get_running_loop().time() + deadline_s
+        waiting = set(range(self._world_size))
+        while waiting:
+            rank, kind, _ = await self._receive(end - asyncio.get_running_loop().time())
+            if kind == _READY:
+                waiting.discard(rank)
+
+    async def _receive(self, deadline_s: float) -> tuple[int, bytes, bytes]:
+        self._raise_if_lost()
+        lost = self._lost
+        if lost is None:
+            raise FailedPrecondition(f"the ranks of {self._module} do not run; start() them")
+        message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
+        waits: set[asyncio.Future[Any]] = {message, lost}
+        try:
+            done, _ = await asyncio.wait(waits, timeout=max(deadline_s, 0), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not message.done():
+                message.cancel()
+        if message in done:
+            identity, kind, payload = message.result()
+            return int(identity), kind, payload
+        self._raise_if_lost()
+        raise DeadlineExceeded(f"no rank of {self._module} spoke in time", seen=f"{deadline_s:.1f} s")
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None and self._lost.done():
+            raise self._lost.result()
+
+
+class RankLink:
+    """Rank side: blocking, for one thread. Dies with its parent; leaves Ctrl-C to it."""
+
+    def __init__(self, address: str, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
+        self._socket.set_hwm(_MESSAGES_QUEUED)
+        self._socket.connect(address)
+
+    @classmethod
+    def from_environment(cls) -> RankLink:
+        """Connect to the parent that RankGroup named in the environment; FailedPrecondition without one."""
+        if SOCKET_VARIABLE not in os.environ:
+            raise FailedPrecondition("a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}")
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def ready(self) -> None:
+        """Tell the parent that this rank takes messages."""
+        self._socket.send_multipart([_READY, b""])
+
+    def receive(self, timeout_s: float) -> bytes | None:
+        """The next message; None when none came within `timeout_s` seconds."""
+        if not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        return bytes(self._socket.recv_multipart()[1])
+
+    def poll(self) -> bytes | None:
+        """The next message if it is there already, else None; never waits."""
+        return self.receive(0.0)
+
+    def send(self, message: bytes) -> None:
+        """Send one message to the parent. Raises Unavailable when it takes none for 10 s."""
+        if not self._socket.poll(int(_SEND_S * 1000), zmq.POLLOUT):
+            raise Unavailable(f"the parent of rank {self.rank} takes no messages for {_SEND_S} s")
+        self._socket.send_multipart([_DATA, message])
+
+    def close(self) -> None:
+        """Send what is queued and disconnect."""
+        self._socket.close(linger=1000)
+        self._context.term()

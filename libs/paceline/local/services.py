@@ -1,0 +1,47 @@
+"""The service table: every process of a run, once, in data order. `up`, `serve` and the Tiltfile's test read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import NotFound
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSpec:
+    """One service and how to start it: `python -m <module> [--config FILE] [key=value ...]`."""
+
+    name: str  # also its config section and its log file
+    module: str
+    address_key: str  # key of [addresses] it listens on; "" for Redis, whose URL stands in [redis]
+    depends_on: tuple[str, ...]  # services that must be healthy first
+    label: str  # group in a dashboard
+    more_address_keys: tuple[str, ...] = ()  # further keys of [addresses] it binds
+    links: tuple[str, ...] = ()  # keys of [addresses] that are pages
+    ends_run: bool = False  # the run is over when it exits with status 0
+
+    @property
+    def command_name(self) -> str:
+        """Name on the command line: `paceline serve <command_name>`."""
+        return self.name.replace("_", "-")
+
+
+SERVICES: tuple[ServiceSpec, ...] = (
+    ServiceSpec("redis", "paceline.local.redis", "", (), "data"),
+    ServiceSpec("redis_features", "paceline.local.redis", "", (), "data"),
+    ServiceSpec("gateway", "rollout_gateway", "gateway", ("redis", "redis_features"), "rollout", ("http",), ("http",)),
+    ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
+    ServiceSpec("drafter_trainer", "drafter_trainer", "drafter_trainer", ("redis_features",), "training"),
+    ServiceSpec(
+        "coordinator", "coordinator", "coordinator", ("gateway", "policy_trainer", "drafter_trainer"), "control",
+        ("events",), ends_run=True,
+    ),
+)  # fmt: skip
+
+
+def service(name: str) -> ServiceSpec:
+    """The service of this name, with - or _; NotFound names the others."""
+    for spec in SERVICES:
+        if spec.name == name.replace("-", "_"):
+            return spec
+    raise NotFound("no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES))

@@ -1,0 +1,30 @@
+"""Streams of batches with consumer groups, in memory and in Redis, and the ledger of finished branches.
+
+Names within a run: "trajectories" (group "policy"), "features" (group "drafter"), "journal".
+"""
+
+from paceline.streams.base import Depth, Entry, Stream
+from paceline.streams.connection import connect, run_key
+from paceline.streams.features import FeatureBatch, decode_features, encode_features
+from paceline.streams.ledger import Ledger, LedgerCount
+from paceline.streams.memory import MemoryStream
+from paceline.streams.redis_stream import RedisStream
+from paceline.streams.trajectories import decode_trajectory, encode_trajectory, trajectory_key
+
+__all__ = [
+    "Depth",
+    "Entry",
+    "FeatureBatch",
+    "Ledger",
+    "LedgerCount",
+    "MemoryStream",
+    "RedisStream",
+    "Stream",
+    "connect",
+    "decode_features",
+    "decode_trajectory",
+    "encode_features",
+    "encode_trajectory",
+    "run_key",
+    "trajectory_key",
+]

@@ -1,0 +1,114 @@
+"""Connections to Redis: one place for protocol, timeouts, retries and names of keys. It owns no data."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
+
+DEFAULT_URL = "redis://127.0.0.1:7410/0"
+OUTAGE_S = 10.0
+"""Seconds a server may stay away before a call fails with Unavailable."""
+
+OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
+_BACKOFF_CAP_S = 0.25
+_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
+
+
+def run_key(run_id: str, name: str) -> str:
+    """Key `paceline:{<run>}:<name>`; the braces keep one run's keys together on a cluster. Raises InvalidInput."""
+    if not _RUN_ID.fullmatch(run_id):
+        raise InvalidInput("a run id cannot be part of a key", seen=run_id, allowed=_RUN_ID.pattern)
+    return f"paceline:{{{run_id}}}:{name}"
+
+
+def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
+    """Client that outlives an outage of `outage_s` seconds; "" means $REDIS_URL, else the port of a local run.
+
+    Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a URL that is none.
+    """
+    retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
+    chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_URL
+    try:
+        client = redis.asyncio.Redis.from_url(
+            chosen,
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=max(5.0, outage_s / 2),
+            socket_connect_timeout=2.0,
+            socket_keepalive=True,
+            health_check_interval=0,
+            max_connections=64,
+            retry=Retry(ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries),
+            retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
+        )
+    except ValueError as error:
+        raise ConfigError("not a Redis URL", seen=chosen, allowed="redis://host:port/db") from error
+    return cast("redis.asyncio.Redis", client)
+
+
+def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """A client of the same server for blocking reads: no answer timeout and no silent repeat.
+
+    A repeat inside the client would hide that a delivery was lost on its way; the reader has to know.
+    """
+    pool = client.connection_pool
+    settings: dict[str, Any] = {
+        **pool.connection_kwargs,
+        "socket_timeout": None,
+        "retry": Retry(NoBackoff(), 0),
+        "retry_on_error": [],
+    }
+    twin = redis.asyncio.ConnectionPool(connection_class=pool.connection_class, max_connections=64, **settings)
+    return redis.asyncio.Redis(connection_pool=twin, single_connection_client=False)
+
+
+def address_of(client: redis.asyncio.Redis) -> str:
+    """Where a client points, without its password: for error messages."""
+    settings = client.connection_pool.connection_kwargs
+    return str(settings.get("path") or f"{settings.get('host')}:{settings.get('port')}")
+
+
+@contextmanager
+def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
+    """Raise errors of the Redis client as Unavailable or ResourceExhausted that say `what` was tried and where."""
+    try:
+        yield
+    except OUTAGE_ERRORS as error:
+        raise Unavailable(f"Redis at {address_of(client)} does not answer: {what}: {error}") from error
+    except OutOfMemoryError as error:
+        raise ResourceExhausted(f"Redis at {address_of(client)} has no memory left: {what}") from error
+    except ResponseError as error:
+        raise InvalidInput(f"Redis at {address_of(client)} refused: {what}: {error}") from error
+
+
+class Outage:
+    """Paces the tries of one call while the server is away, up to a deadline."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._began_s: float | None = None
+        self._pause_s = 0.01
+
+    async def pause(self, error: BaseException) -> None:
+        """Wait before the next try; raises `error` when the server has been away for too long."""
+        now = asyncio.get_running_loop().time()
+        if self._began_s is None:
+            self._began_s = now
+        if now - self._began_s > self._limit_s:
+            raise error
+        await asyncio.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 2, _BACKOFF_CAP_S)

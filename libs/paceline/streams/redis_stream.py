@@ -1,0 +1,232 @@
+"""A stream in Redis: consumer groups, appends that happen once, reads that survive an outage. It owns no server."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import ResponseError
+
+from paceline.errors import ResourceExhausted
+from paceline.streams import scripts
+from paceline.streams.base import DEAD_LETTERS_KEPT, Depth, Entry, entry_bytes
+from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blocking_twin, redis_errors
+
+_PAYLOAD = b"payload"
+_NONCE_MS = 120_000
+"""How long an append without a key can be repeated safely; longer than any outage."""
+
+_ANSWER_S = 5.0
+"""Seconds beyond its blocking time after which a read without an answer counts as an outage."""
+
+
+class RedisStream:
+    """Stream over one Redis key; see Stream for the contract. `client` comes from connect() and stays the caller's."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, key: str, byte_budget: int | None = None, *, outage_s: float = OUTAGE_S
+    ) -> None:
+        self._client = client
+        self._reader = blocking_twin(client)
+        self._key = key
+        self._budget = byte_budget
+        self._outage_s = outage_s
+        self._sizes = f"{key}:sizes"
+        self._dead = f"{key}:dead"
+        self._append = client.register_script(scripts.APPEND)
+        self._ack = client.register_script(scripts.ACK)
+        self._bury = client.register_script(scripts.DEAD_LETTER)
+        self._held: dict[tuple[str, str], set[str]] = {}
+        self._doubtful: set[tuple[str, str]] = set()
+
+    @property
+    def name(self) -> str:
+        """Key of the stream."""
+        return self._key
+
+    async def create_group(self, group: str) -> None:
+        """Make a group that reads from the first entry, before anything is appended if need be."""
+        with redis_errors(self._client, f"create group {group} on {self._key}"):
+            try:
+                await self._client.xgroup_create(self._key, group, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):
+                    raise
+
+    async def append(self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None) -> str | None:
+        """Append once by key, also when the answer of a first try was lost."""
+        size = entry_bytes(fields, payload)
+        if self._budget is not None and size > self._budget:
+            raise ResourceExhausted(
+                f"one entry exceeds the byte budget of {self._key}", seen=size, allowed=self._budget
+            )
+        nonce = uuid.uuid4().hex
+        keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
+        head = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
+        with redis_errors(self._client, f"append to {self._key}"):
+            entry_id, mine = await self._append(keys=keys, args=[*head, *flat(fields, payload)])
+        return bytes(entry_id).decode() if mine else None
+
+    async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
+        """New entries; may take `block_s` plus the outage allowed."""
+        deadline = asyncio.get_running_loop().time() + block_s
+        outage = Outage(self._outage_s)
+        with redis_errors(self._client, f"read {self._key} as {group}/{consumer}"):
+            while True:
+                try:
+                    return await self._read_once(group, consumer, count, deadline)
+                except (*OUTAGE_ERRORS, asyncio.CancelledError) as error:
+                    # What the server delivered into the lost connection is ours and was never seen.
+                    self._doubtful.add((group, consumer))
+                    if isinstance(error, asyncio.CancelledError):
+                        raise
+                    await outage.pause(error)
+                except ResponseError as error:
+                    # A server without persistence comes back empty.
+                    if not str(error).startswith("NOGROUP"):
+                        raise
+                    await self.create_group(group)
+
+    async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
+        """Acknowledge, and delete on request, in one script."""
+        if not ids:
+            return
+        with redis_errors(self._client, f"acknowledge on {self._key}"):
+            await self._ack(keys=[self._key, self._sizes], args=[group, int(delete), *ids])
+        for held in self._held.values():
+            held.difference_update(ids)
+
+    async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
+        """Take over what idles, oldest first."""
+        claimed: list[Entry] = []
+        cursor: Any = "0-0"
+        with redis_errors(self._client, f"claim on {self._key} as {group}/{consumer}"):
+            while len(claimed) < count:
+                reply = await self._client.execute_command(
+                    "XAUTOCLAIM",
+                    self._key,
+                    group,
+                    consumer,
+                    int(min_idle_s * 1000),
+                    cursor,
+                    "COUNT",
+                    count - len(claimed),
+                )
+                cursor, entries = autoclaimed(reply)
+                claimed += entries
+                if cursor == "0-0":
+                    break
+        self._hold(group, consumer, claimed)
+        return claimed
+
+    async def unacked(self, group: str, consumer: str) -> list[Entry]:
+        """Entries this consumer holds, from the first on."""
+        with redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
+            entries = await self._pending(group, consumer)
+        self._hold(group, consumer, entries)
+        return entries
+
+    async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
+        """Entries that follow an id, read without a group."""
+        with redis_errors(self._client, f"read history of {self._key}"):
+            rows = await self._client.xrange(self._key, f"({after}" if after else "-", "+", count=count)
+        return entries_of(rows)
+
+    async def depth(self) -> Depth:
+        """How full; counted by the server."""
+        with redis_errors(self._client, f"measure {self._key}"):
+            pipe = self._client.pipeline(transaction=False)
+            pipe.xlen(self._key).hmget(self._sizes, ["total", "trimmed"]).xlen(self._dead)
+            entries, (total, trimmed), dead = await pipe.execute()
+            try:
+                groups = await self._client.xinfo_groups(self._key)
+            except ResponseError:  # the stream does not exist yet
+                groups = []
+        return Depth(entries, int(total or 0), sum(group["pending"] for group in groups), int(trimmed or 0), dead)
+
+    async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
+        """Move an entry aside in one script."""
+        fields = {**entry.fields, "dead_reason": reason, "dead_id": entry.id, "dead_group": group}
+        args = [group, entry.id, DEAD_LETTERS_KEPT, *flat(fields, entry.payload)]
+        with redis_errors(self._client, f"dead-letter on {self._key}"):
+            await self._bury(keys=[self._key, self._sizes, self._dead], args=args)
+        for held in self._held.values():
+            held.discard(entry.id)
+
+    async def dead_letters(self, count: int = 100) -> list[Entry]:
+        """The newest dead letters, oldest first."""
+        with redis_errors(self._client, f"read dead letters of {self._key}"):
+            rows = await self._client.xrevrange(self._dead, count=count)
+        return entries_of(rows)[::-1]
+
+    async def close(self) -> None:
+        """Close the reading connections; the client stays the caller's."""
+        await self._reader.aclose()
+
+    async def _read_once(self, group: str, consumer: str, count: int, deadline: float) -> list[Entry]:
+        if (group, consumer) in self._doubtful:
+            held = self._held.get((group, consumer), set())
+            missed = [entry for entry in await self._pending(group, consumer) if entry.id not in held][:count]
+            if missed:
+                self._hold(group, consumer, missed)
+                return missed
+            self._doubtful.discard((group, consumer))
+        left_s = deadline - asyncio.get_running_loop().time()
+        block = ["BLOCK", max(1, int(left_s * 1000))] if left_s > 0 else []
+        async with asyncio.timeout(max(left_s, 0) + _ANSWER_S):
+            reply = await self._reader.execute_command(
+                "XREADGROUP", "GROUP", group, consumer, "COUNT", count, *block, "STREAMS", self._key, ">"
+            )
+        entries = entries_of(reply[0][1]) if reply else []
+        self._hold(group, consumer, entries)
+        return entries
+
+    async def _pending(self, group: str, consumer: str) -> list[Entry]:
+        found: list[Entry] = []
+        after = "0"
+        while True:
+            reply = await self._client.execute_command(
+                "XREADGROUP", "GROUP", group, consumer, "COUNT", 256, "STREAMS", self._key, after
+            )
+            rows = reply[0][1] if reply else []
+            if not rows:
+                return found
+            found += entries_of(rows)
+            gone = [row[0] for row in rows if not row[1]]
+            if gone:
+                await self._client.xack(self._key, group, *gone)
+            after = bytes(rows[-1][0]).decode()
+
+    def _hold(self, group: str, consumer: str, entries: Sequence[Entry]) -> None:
+        self._held.setdefault((group, consumer), set()).update(entry.id for entry in entries)
+
+
+def flat(fields: Mapping[str, str], payload: bytes) -> list[str | bytes]:
+    """Fields and payload as Redis takes them: name, value, ..."""
+    return [part for pair in fields.items() for part in pair] + [_PAYLOAD, payload]
+
+
+def entries_of(rows: Sequence[Any]) -> list[Entry]:
+    """Entries from rows of (id, fields); rows whose entry was deleted are left out.
+
+    Fields are a flat list or a mapping, as the client's parser for the command has it.
+    """
+    return [_entry(row) for row in rows if row is not None and row[0] is not None and row[1]]
+
+
+def _entry(row: Any) -> Entry:
+    raw = row[1]
+    fields = dict(raw) if isinstance(raw, Mapping) else dict(zip(raw[::2], raw[1::2], strict=True))
+    payload = fields.pop(_PAYLOAD, b"")
+    return Entry(row[0].decode(), {k.decode(): v.decode(errors="replace") for k, v in fields.items()}, payload)
+
+
+def autoclaimed(reply: Sequence[Any]) -> tuple[str, list[Entry]]:
+    """Cursor and entries of an XAUTOCLAIM reply.
+
+    Redis 6.2 answers (cursor, entries) with nothing in place of a deleted entry; 7.0 adds a list of the deleted ids.
+    """
+    return bytes(reply[0]).decode(), entries_of(reply[1])
