@@ -1,0 +1,37 @@
+"""Advantages as pure functions. Owns formulas; not which algorithm uses which.
+
+Shape letters: B trajectories of a batch, G groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def group_relative(
+    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, normalize_std: bool = True, eps: float = 1e-6
+) -> Float[Tensor, " B"]:
+    """A_i = (r_i - mean(r of i's group)) / (std(r of i's group) + eps), GRPO (arXiv 2402.03300, section 4.1.2).
+
+    std is the sample standard deviation (n - 1). With normalize_std off the division is left out (Dr. GRPO,
+    arXiv 2503.20783). A group whose rewards are all equal, and a group of one, get exactly 0.
+    `groups` holds the group number of each trajectory, counted from 0.
+    """
+    count = int(groups.max().item()) + 1 if groups.numel() else 0
+    sizes = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, torch.ones_like(rewards))
+    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, rewards) / sizes.clamp(min=1)
+    centred = torch.where(_equal_in_group(rewards, groups, count), 0.0, rewards - mean[groups])
+    if not normalize_std:
+        return centred
+    squares = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, centred.square())
+    std = (squares / (sizes - 1).clamp(min=1)).sqrt()
+    return centred / (std[groups] + eps)
+
+
+def _equal_in_group(rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], count: int) -> Tensor:
+    """True for members of groups without reward variance; exact, because a rounded mean would leave 1e-8 noise."""
+    low = torch.full((count,), torch.inf, dtype=rewards.dtype).scatter_reduce_(0, groups, rewards, "amin")
+    high = torch.full((count,), -torch.inf, dtype=rewards.dtype).scatter_reduce_(0, groups, rewards, "amax")
+    return (low == high)[groups]

@@ -1,0 +1,77 @@
+"""One rank of the equality test: gradients and weights of the same step, gathered and written by rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from policy_trainer.batch import make_batch
+from policy_trainer.config import OptimizerConfig, PolicyTrainerConfig
+from policy_trainer.learner import Learner
+from policy_trainer.model import load_policy
+from policy_trainer.parallel import broadcast_batch, gather_full, join_ranks, shard
+from safetensors.torch import save_file
+
+from paceline.trajectory import BranchKey, Trajectory
+
+
+def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
+    """Random token ids, lengths from 4 to 60, a third of each a prompt."""
+    draw = torch.Generator().manual_seed(5)
+    made = []
+    for i in range(count):
+        length = int(torch.randint(4, 60, (1,), generator=draw))
+        ids = torch.randint(0, vocabulary, (length,), generator=draw).tolist()
+        mask = [0] * (length // 3) + [1] * (length - length // 3)
+        made.append(
+            Trajectory(
+                key=BranchKey("r", f"s{i}"),
+                step=0,
+                task_id=f"t{i // 4}",
+                group_id=f"g{i // 4}",
+                group_size=4,
+                task_index=i // 4,
+                sample_index=i % 4,
+                token_ids=tuple(ids),
+                loss_mask=tuple(mask),
+                behavior_logprobs=tuple(-1.0 * bit for bit in mask),
+                version_spans=(),
+                reward=float(torch.randint(0, 2, (1,), generator=draw)),
+                seed=i,
+                temperature=1.0 if i % 3 else 0.7,
+            )
+        )
+    return made
+
+
+def main(model: Path, out: Path) -> None:
+    """Steps once on the fixed batch."""
+    torch.set_num_threads(1)
+    mesh = join_ranks("cpu", 60)
+    config = PolicyTrainerConfig(
+        tokens_per_micro_batch=192, row_tokens=64, optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5)
+    )
+    policy = shard(load_policy(model), mesh, reshard_after_forward=True)
+    learner = Learner(config, policy, mesh)
+    own = None
+    if dist.get_rank() == 0:
+        own = make_batch(trajectories(), torch.linspace(-1.5, 2.0, 24))
+    batch = broadcast_batch(own, mesh)
+    assert batch is not None
+    micro_batches = learner._micro_batches(batch)
+    sums = learner._accumulate(micro_batches, [], batch.trained_tokens)
+    gradients = gather_full((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
+    norm = learner._update()
+    weights = gather_full(policy.named_parameters())
+    if dist.get_rank() == 0:
+        figures = torch.tensor([*sums.tolist(), norm, float(len(micro_batches))], dtype=torch.float64)
+        save_file({**gradients, **weights, "figures": figures}, out)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

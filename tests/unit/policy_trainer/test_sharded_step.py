@@ -1,0 +1,95 @@
+"""One step on one rank and on two ranks is the same step."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RANK_FILE = Path(__file__).with_name("sharded_step.py")
+trajectories = runpy.run_path(str(RANK_FILE))["trajectories"]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def step(model: Path, out: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """Runs the step in `world_size` real gloo processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(RANK_FILE), str(model), str(out)],
+            env={**os.environ, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)},
+        )
+        for r in range(world_size)
+    ]
+    try:
+        assert [rank.wait(timeout=90) for rank in ranks] == [0] * world_size
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return load_file(out)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|a - b| / |b| in the 2-norm."""
+    return float((a - b).double().norm() / b.double().norm())
+
+
+def reference(model: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of the same batch by plain transformers: one sequence per forward, float64, no packing."""
+    lm = LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
+    batch, advantages = trajectories(), torch.linspace(-1.5, 2.0, 24).double()
+    total = torch.zeros((), dtype=torch.float64)
+    trained = 0
+    for trajectory, advantage in zip(batch, advantages, strict=True):
+        ids = torch.tensor([trajectory.token_ids])
+        logprobs = (lm(ids).logits[0] / trajectory.temperature).log_softmax(-1)
+        for t in range(1, ids.shape[1]):
+            if trajectory.loss_mask[t]:
+                policy = logprobs[t - 1, ids[0, t]]
+                total = total - advantage * (policy - policy.detach()).exp()
+                trained += 1
+    (total / trained).backward()
+    return float(total.detach()), {f"grad.lm.{n}": p.grad for n, p in lm.named_parameters()}
+
+
+def test_loss_gradients_and_weights_are_equal_on_one_and_two_ranks(model_dir: Path, tmp_path: Path) -> None:
+    one = step(model_dir, tmp_path / "one.safetensors", 1)
+    two = step(model_dir, tmp_path / "two.safetensors", 2)
+    loss, gradients = reference(model_dir)
+    assert one["figures"][5] > 1
+    assert relative(two["figures"][:5], one["figures"][:5]) < 1e-6
+    assert abs(float(two["figures"][0]) - loss) < 1e-4
+    assert set(one) == set(two)
+    for name in gradients:
+        assert relative(two[name], one[name]) < 1e-5, name
+        assert relative(two[name].double(), gradients[name]) < 1e-5, name
+    for name in set(one) - set(gradients) - {"figures"}:
+        assert relative(two[name], one[name]) < 1e-5, name
