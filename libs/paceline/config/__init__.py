@@ -1,0 +1,30 @@
+"""Settings: one frozen tree per service, read from TOML files and `key=value` overrides. Owns no service's own keys."""
+
+from paceline.config.base import Config, known_keys
+from paceline.config.load import load_config
+from paceline.config.render import print_config
+from paceline.config.shared import (
+    SERVICE_SECTIONS,
+    SHARED_SECTIONS,
+    AddressesConfig,
+    RedisConfig,
+    RunConfig,
+    SecurityConfig,
+    ServiceConfig,
+    TelemetryConfig,
+)
+
+__all__ = [
+    "SERVICE_SECTIONS",
+    "SHARED_SECTIONS",
+    "AddressesConfig",
+    "Config",
+    "RedisConfig",
+    "RunConfig",
+    "SecurityConfig",
+    "ServiceConfig",
+    "TelemetryConfig",
+    "known_keys",
+    "load_config",
+    "print_config",
+]

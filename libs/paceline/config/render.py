@@ -1,0 +1,84 @@
+"""A settings tree as TOML text. Owns the masking of secrets in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from paceline.config.base import Config
+from paceline.config.shared import SHARED_SECTIONS
+from paceline.errors import ConfigError
+
+MASK = "****"
+_URL_PASSWORD = re.compile(r"(?<=://)([^/@\s]*):([^/@\s]*)@")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def print_config(config: Config, section: str | None = None) -> str:
+    """TOML that `load_config` reads back to an equal tree; passwords in URLs and secret fields are masked.
+
+    `section` heads the service's own keys; by default the class name says it (PolicyTrainerConfig: policy_trainer).
+    Settings without a value (None) appear as comments, since TOML has no null.
+    """
+    section = section or re.sub(r"(?<!^)(?=[A-Z])", "_", type(config).__name__.removesuffix("Config")).lower()
+    shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
+    lines: list[str] = []
+    for name in shared:
+        lines += _table(name, getattr(config, name))
+    lines += _table(section, config, skip=shared)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[str]:
+    """Lines of one table: plain values first, then the tables below it, as TOML demands."""
+    fields = [name for name in type(node).model_fields if name not in (skip or ())]
+    values = [name for name in fields if not isinstance(getattr(node, name), Config)]
+    if values:
+        yield ""
+        yield f"[{path}]"
+    for name in values:
+        description = type(node).model_fields[name].description
+        if description:
+            yield f"# {' '.join(description.split())}"
+        value = getattr(node, name)
+        yield f"# {name} has no value" if value is None else f"{name} = {_value(value)}"
+    for name in fields:
+        if name not in values:
+            yield from _table(f"{path}.{name}", getattr(node, name))
+
+
+def _value(value: Any) -> str:
+    match value:
+        case Config():
+            return _value({name: getattr(value, name) for name in type(value).model_fields})
+        case SecretStr():
+            return f'"{MASK}"'
+        case Enum():
+            return _value(value.value)
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str() | Path():
+            return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", str(value)))
+        case dict():
+            return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
+        case list() | tuple() | set() | frozenset():
+            return "[" + ", ".join(_value(item) for item in value) + "]"
+    raise ConfigError("a setting of this type has no TOML form", seen=type(value).__name__)
+
+
+def _key(key: object) -> str:
+    text = str(key.value if isinstance(key, Enum) else key)
+    return text if _BARE_KEY.fullmatch(text) else _text(text)
+
+
+def _text(text: str) -> str:
+    """A basic TOML string. JSON escapes are a subset of TOML's but for DEL, which TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,103 @@
+"""The sections that all services read: run, redis, telemetry, security, addresses. Owns no service's own keys."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config.base import Config
+
+SHARED_SECTIONS = ("run", "redis", "telemetry", "security", "addresses")
+SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
+
+DEFAULT_REDIS_URL = "redis://127.0.0.1:7410/0"
+
+
+class RunConfig(Config):
+    """Which run this is."""
+
+    id: str = Field(default="local", pattern=r"^[a-z0-9-]{1,64}$")
+    """Name of the run: prefix of its Redis keys, part of every message."""
+    dir: str = "runs/local"
+    """Directory of the run's files."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed from which all request seeds follow."""
+
+
+class RedisConfig(Config):
+    """Where the two roles of Redis are served."""
+
+    durable_url: str = ""
+    """Trajectories, ledger and journal; empty is redis://127.0.0.1:7410/0."""
+    features_url: str = ""
+    """Hidden-state batches; empty is the durable one."""
+
+    @property
+    def durable(self) -> str:
+        """URL of the durable role."""
+        return self.durable_url or DEFAULT_REDIS_URL
+
+    @property
+    def features(self) -> str:
+        """URL of the features role."""
+        return self.features_url or self.durable
+
+
+class TelemetryConfig(Config):
+    """What a process says about itself. OTLP export follows the standard OTEL_* variables."""
+
+    spans_dir: str = ""
+    """Directory of the local span files; empty writes none."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log line that is written."""
+    log_json: bool = False
+    """One JSON object per log line instead of console text."""
+
+
+class SecurityConfig(Config):
+    """Who may talk to the services. All off is right on loopback and refused elsewhere."""
+
+    token_env: str = "PACELINE_TOKEN"  # noqa: S105  the name of a variable, not a secret
+    """Environment variable that holds the bearer token; unset or empty means no token."""
+    tls_cert: str = ""
+    """PEM file of this process's certificate chain."""
+    tls_key: str = ""
+    """PEM file of its private key."""
+    tls_ca: str = ""
+    """PEM file of the authority that peers' certificates must come from."""
+    allow_insecure: bool = False
+    """Listen and connect beyond loopback without token and TLS."""
+
+    @property
+    def token(self) -> str:
+        """The bearer token, read from the environment at each use; empty when there is none."""
+        return os.environ.get(self.token_env, "") if self.token_env else ""
+
+
+class AddressesConfig(Config):
+    """Where each service listens: host:port for gRPC and HTTP, a ZeroMQ endpoint for events."""
+
+    coordinator: str = "127.0.0.1:7400"
+    """gRPC of the coordinator."""
+    gateway: str = "127.0.0.1:7401"
+    """gRPC of the rollout gateway."""
+    policy_trainer: str = "127.0.0.1:7402"
+    """gRPC of the policy trainer."""
+    drafter_trainer: str = "127.0.0.1:7403"
+    """gRPC of the drafter trainer."""
+    events: str = "tcp://127.0.0.1:7405"
+    """ZeroMQ endpoint on which the coordinator publishes facts."""
+    http: str = "127.0.0.1:7408"
+    """OpenAI-compatible HTTP of the gateway."""
+
+
+class ServiceConfig(Config):
+    """Base of a service's tree: the shared sections beside the service's own keys."""
+
+    run: RunConfig = RunConfig()
+    redis: RedisConfig = RedisConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    security: SecurityConfig = SecurityConfig()
+    addresses: AddressesConfig = AddressesConfig()
