@@ -1,0 +1,61 @@
+"""Structured log lines to stderr with the trace they belong to. Owns format and level, not what is logged."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+from opentelemetry.trace import get_current_span
+from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A logger whose lines carry `logger=name`; usable before `configure_log`."""
+    logger: FilteringBoundLogger = structlog.get_logger(logger=name)
+    return logger
+
+
+def configure_log(service: str, level: str, as_json: bool) -> None:
+    """Send our lines, and those of libraries from warning on, to stderr in one format."""
+
+    def add_service(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+        event["service"] = service
+        return event
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        add_service,
+        add_trace_ids,
+    ]
+    rendering: list[Processor] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if as_json
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+    numeric = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[*shared, *rendering],
+        wrapper_class=structlog.make_filtering_bound_logger(numeric),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    strip: Any = structlog.stdlib.ProcessorFormatter.remove_processors_meta
+    formatter = structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name], processors=[strip, *rendering]
+    )
+    output = logging.StreamHandler(sys.stderr)
+    output.setFormatter(formatter)
+    logging.basicConfig(handlers=[output], level=max(numeric, logging.WARNING), force=True)
+
+
+def add_trace_ids(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Name the current trace and span, where there is one."""
+    context = get_current_span().get_span_context()
+    if context.is_valid:
+        event["trace_id"] = f"{context.trace_id:032x}"
+        event["span_id"] = f"{context.span_id:016x}"
+    return event

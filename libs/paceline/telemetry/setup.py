@@ -1,0 +1,111 @@
+"""Start and end of a process's telemetry. Owns the providers; OTLP export follows the standard OTEL_* variables."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from paceline.telemetry.log import configure_log
+from paceline.telemetry.trace import use_providers
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+
+
+class TelemetrySettings(Protocol):
+    """What `setup` reads; paceline.config.TelemetryConfig fits."""
+
+    @property
+    def spans_dir(self) -> str:
+        """Directory of the span file, or empty."""
+
+    @property
+    def log_level(self) -> str:
+        """debug, info, warning or error."""
+
+    @property
+    def log_json(self) -> bool:
+        """JSON lines instead of console text."""
+
+
+class _Running:
+    """Providers between `setup` and `shutdown`."""
+
+    providers: tuple[TracerProvider, MeterProvider] | None = None
+
+
+def setup(service: str, config: TelemetrySettings) -> None:
+    """Start logs, spans and metrics of this process; a second call ends the first one's providers.
+
+    Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to OTEL_EXPORTER_OTLP_ENDPOINT when
+    that is set (OTLP over gRPC); otherwise they exist for their ids only.
+    """
+    from opentelemetry.sdk.resources import Resource
+
+    shutdown()
+    configure_log(service, config.log_level, config.log_json)
+    resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
+    _Running.providers = (_traces(service, config, resource), _metrics(resource))
+    use_providers(*_Running.providers)
+
+
+def shutdown() -> None:
+    """Write out what is queued and stop the exporters; nothing happens without a `setup` before."""
+    if _Running.providers is None:
+        return
+    from opentelemetry.metrics import NoOpMeterProvider
+    from opentelemetry.trace import NoOpTracerProvider
+
+    traces, metrics = _Running.providers
+    _Running.providers = None
+    use_providers(NoOpTracerProvider(), NoOpMeterProvider())
+    traces.shutdown()
+    metrics.shutdown()
+
+
+def _traces(service: str, config: TelemetrySettings, resource: Resource) -> TracerProvider:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.id_generator import IdGenerator
+
+    class SystemIds(IdGenerator):
+        """Ids from the operating system: seeding `random` for a run must not make two processes' ids equal."""
+
+        def generate_trace_id(self) -> int:
+            return secrets.randbelow(2**128 - 1) + 1
+
+        def generate_span_id(self) -> int:
+            return secrets.randbelow(2**64 - 1) + 1
+
+    provider = TracerProvider(resource=resource, id_generator=SystemIds())
+    if config.spans_dir:
+        from paceline.telemetry.span_file import SpanFile
+
+        provider.add_span_processor(SpanFile(Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl", service))
+    if _otlp_wanted("TRACES"):
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _metrics(resource: Resource) -> MeterProvider:
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+
+    readers: list[MetricReader] = []
+    if _otlp_wanted("METRICS"):
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    return MeterProvider(metric_readers=readers, resource=resource)
+
+
+def _otlp_wanted(signal: str) -> bool:
+    return bool(
+        os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    )

@@ -1,0 +1,84 @@
+"""Making spans and instruments. Owns the process's tracer and meter, no exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from opentelemetry.context import Context
+from opentelemetry.metrics import Meter, MeterProvider, NoOpMeterProvider
+from opentelemetry.trace import (
+    Link,
+    NoOpTracerProvider,
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    TracerProvider,
+)
+from opentelemetry.util.types import AttributeValue
+
+from paceline.telemetry.context import span_context
+
+Kind = Literal["internal", "server", "client", "producer", "consumer"]
+_SCOPE = "paceline"
+
+
+class _Current:
+    """The process's tracer and meter: they do nothing before `setup`."""
+
+    tracer: Tracer = NoOpTracerProvider().get_tracer(_SCOPE)
+    meter: Meter = NoOpMeterProvider().get_meter(_SCOPE)
+
+
+def use_providers(traces: TracerProvider, metrics: MeterProvider) -> None:
+    """Make spans and instruments with these from now on."""
+    _Current.tracer = traces.get_tracer(_SCOPE)
+    _Current.meter = metrics.get_meter(_SCOPE)
+
+
+def tracer() -> Tracer:
+    """The process's tracer. Ask at each use: `setup` replaces it."""
+    return _Current.tracer
+
+
+def meter() -> Meter:
+    """The process's meter. Make instruments after `setup`."""
+    return _Current.meter
+
+
+@contextmanager
+def span(
+    name: str,
+    *,
+    kind: Kind = "internal",
+    parent: Context | None = None,
+    links: Sequence[str] = (),
+    **attributes: AttributeValue,
+) -> Iterator[Span]:
+    """A span that is current inside the block; an exception marks it as failed and passes through.
+
+    `parent` None is the current span; `links` are traceparent strings, invalid ones are left out.
+    """
+    linked = [Link(found) for traceparent in links if (found := span_context(traceparent)) is not None]
+    with tracer().start_as_current_span(
+        name,
+        context=parent,
+        kind=SpanKind[kind.upper()],
+        links=linked,
+        attributes=attributes,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as opened:
+        try:
+            yield opened
+        except Exception as error:
+            mark_failed(opened, error)
+            raise
+
+
+def mark_failed(failed: Span, error: BaseException) -> None:
+    """Set the span's status and the kind of error."""
+    failed.set_attribute("error.type", type(error).__name__)
+    failed.set_status(StatusCode.ERROR, str(error))
