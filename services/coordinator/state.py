@@ -1,0 +1,214 @@
+"""The coordinator's state: slots, leases, phase, versions. Owns the nouns and the transitions of workers and slots.
+
+Does not decide anything (machine.py) and does no I/O. Standard library only, no clock, no randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class MachineError(Exception):
+    """An event that is illegal in this state; names the event and the state."""
+
+    def __init__(self, event: str, state: str) -> None:
+        self.event = event
+        self.state = state
+        super().__init__(f"event {event} is illegal in state {state}")
+
+
+class Holder(StrEnum):
+    """Who may compute on a slot."""
+
+    NONE = "none"
+    ENGINE = "engine"
+    POLICY = "policy"
+    DRAFTER = "drafter"
+
+
+class WorkerState(StrEnum):
+    """What an engine worker does, as far as its slots are concerned."""
+
+    IDLE = "idle"
+    GENERATING = "generating"
+    RELEASED = "released"
+    TRAINING = "training"
+    COMPLETED = "completed"
+
+
+class Cause(StrEnum):
+    """What moves a worker from one state to the next."""
+
+    STEP_BEGAN = "StepBegan"
+    SHARE_DONE = "ShareDone"
+    LEASE_GRANTED = "LeaseGranted"
+    DRAFTER_DONE = "DrafterDone"
+    PREEMPTED = "Preempted"
+
+
+WORKER_TRANSITIONS: dict[tuple[WorkerState, Cause], WorkerState] = {
+    (WorkerState.IDLE, Cause.STEP_BEGAN): WorkerState.GENERATING,
+    (WorkerState.GENERATING, Cause.SHARE_DONE): WorkerState.RELEASED,
+    (WorkerState.RELEASED, Cause.LEASE_GRANTED): WorkerState.TRAINING,
+    (WorkerState.RELEASED, Cause.STEP_BEGAN): WorkerState.GENERATING,
+    (WorkerState.TRAINING, Cause.DRAFTER_DONE): WorkerState.COMPLETED,
+    (WorkerState.TRAINING, Cause.PREEMPTED): WorkerState.COMPLETED,
+    (WorkerState.COMPLETED, Cause.STEP_BEGAN): WorkerState.GENERATING,
+}
+
+
+class Phase(StrEnum):
+    """What the run waits for."""
+
+    NEW = "new"
+    READY = "ready"
+    EVALUATE = "evaluate"
+    ROLLOUT = "rollout"
+    PREEMPT = "preempt"
+    POLICY = "policy"
+    COMMIT = "commit"
+    CLOSING = "closing"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+class Service(StrEnum):
+    """Peers that are commanded."""
+
+    GATEWAY = "gateway"
+    POLICY_TRAINER = "policy_trainer"
+    DRAFTER_TRAINER = "drafter_trainer"
+
+
+class Evaluation(StrEnum):
+    """Kinds of evaluation; the values are the keys of StepRecord.evaluations."""
+
+    ACCURACY = "accuracy"
+    PROBE = "accept_length_probe"
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """Weights that serve together; only seq is monotone."""
+
+    seq: int = 0
+    policy: int = 0
+    drafter: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the machine decides by; journaled with RunStarted so that a replay needs no config."""
+
+    workers: int = 1
+    slots_per_worker: int = 1
+    total_steps: int = 1
+    training_interval_steps: int = 10
+    min_workers_for_training: int = 1
+    max_drafter_slots: int = 1
+    drafter_enabled: bool = True
+    activation_deadline_s: float = 30.0
+    preempt_deadline_s: float = 2.0
+    accuracy_enabled: bool = False
+    accuracy_every: int = 0  # RL steps; 0: at start and end only
+    probe_enabled: bool = False
+    probe_every: int = 10  # RL steps; 0: at start and end only
+    call_attempts: int = 3  # times that a phase's call may begin again because of a failure of its service
+
+    @property
+    def slots(self) -> int:
+        """Number of slots; worker w lives on [w * slots_per_worker, (w + 1) * slots_per_worker)."""
+        return self.workers * self.slots_per_worker
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A GPU, on CPU a core: one holder at a time, fenced by the epoch of its newest lease."""
+
+    holder: Holder = Holder.NONE
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLease:
+    """Slots that the drafter trainer holds now."""
+
+    epoch: int
+    slots: tuple[int, ...]
+    preempting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Everything a decision depends on."""
+
+    settings: Settings = Settings()
+    phase: Phase = Phase.NEW
+    step: int = 0  # step running, or the next one in phases READY and EVALUATE
+    epoch: int = 0  # highest epoch given out
+    phase_epoch: int = 0  # epoch of the call that the phase waits for
+    slots: tuple[Slot, ...] = ()
+    workers: tuple[WorkerState, ...] = ()
+    lease: DrafterLease | None = None
+    lease_epoch: int = 0  # epoch of the newest drafter lease, live or ended
+    versions: Versions = Versions()
+    previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
+    promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
+    rollback: bool = False  # serve the previous drafter again at the end of this step
+    committing: Versions | None = None
+    evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
+    rollout_restart: bool = False  # run the tasks again as soon as the drafter is off its slots
+    seq: int = 0  # highest number of a set that was tried
+    attempts: int = 0  # times the phase's call began again because of a failure of its service
+    lost: frozenset[Service] = frozenset()
+    failure: str = ""
+    failed_phase: Phase | None = None
+
+    def describe(self) -> str:
+        """One line for errors."""
+        workers = ",".join(self.workers)
+        return f"{self.phase} (step {self.step}, epoch {self.phase_epoch}, workers {workers or 'none'})"
+
+
+def worker_slots(settings: Settings, worker: int) -> tuple[int, ...]:
+    """Slots of one worker."""
+    first = worker * settings.slots_per_worker
+    return tuple(range(first, first + settings.slots_per_worker))
+
+
+def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
+    """The workers after `cause`. Raises MachineError where DESIGN's table has no such transition."""
+    moved = list(state.workers)
+    for worker in workers:
+        target = WORKER_TRANSITIONS.get((moved[worker], cause))
+        if target is None:
+            raise MachineError(cause.value, f"worker {worker} {moved[worker]} in {state.describe()}")
+        moved[worker] = target
+    return replace(state, workers=tuple(moved))
+
+
+def lease_slots(state: State, slots: Iterable[int], holder: Holder) -> State:
+    """Free slots leased to `holder` under the next epoch. Raises MachineError when one is held."""
+    epoch = state.epoch + 1
+    leased = list(state.slots)
+    for slot in slots:
+        if leased[slot].holder is not Holder.NONE:
+            raise MachineError(f"lease of slot {slot} to {holder}", f"held by {leased[slot].holder}")
+        leased[slot] = Slot(holder, epoch)
+    return replace(state, slots=tuple(leased), epoch=epoch)
+
+
+def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
+    """Slots held by nobody; `fence` gives them a new epoch because their holder has not confirmed."""
+    epoch = state.epoch + 1 if fence else state.epoch
+    freed = list(state.slots)
+    for slot in slots:
+        freed[slot] = Slot(Holder.NONE, epoch if fence else freed[slot].epoch)
+    return replace(state, slots=tuple(freed), epoch=epoch)
+
+
+def held_by(state: State, holder: Holder) -> tuple[int, ...]:
+    """Slots of one holder."""
+    return tuple(i for i, slot in enumerate(state.slots) if slot.holder is holder)
