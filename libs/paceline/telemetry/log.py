@@ -12,8 +12,8 @@ from structlog.typing import EventDict, FilteringBoundLogger, Processor, Wrapped
 
 
 def get_logger(name: str) -> FilteringBoundLogger:
-    """A logger whose lines carry `logger=name`; usable before `configure_log`."""
-    logger: FilteringBoundLogger = structlog.get_logger(logger=name)
+    """A logger whose lines carry `source=name`; usable before `configure_log`."""
+    logger: FilteringBoundLogger = structlog.get_logger(source=name)
     return logger
 
 
@@ -45,11 +45,17 @@ def configure_log(service: str, level: str, as_json: bool) -> None:
     )
     strip: Any = structlog.stdlib.ProcessorFormatter.remove_processors_meta
     formatter = structlog.stdlib.ProcessorFormatter(
-        foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name], processors=[strip, *rendering]
+        foreign_pre_chain=[*shared, add_source], processors=[strip, *rendering]
     )
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(formatter)
     logging.basicConfig(handlers=[output], level=max(numeric, logging.WARNING), force=True)
+
+
+def add_source(_: WrappedLogger, __: str, event: EventDict) -> EventDict:
+    """Name the library that logged."""
+    event["source"] = event["_record"].name
+    return event
 
 
 def add_trace_ids(_: WrappedLogger, __: str, event: EventDict) -> EventDict:

@@ -1,0 +1,20 @@
+"""gRPC servers and channels as all services use them. Owns transport, security, errors and fencing, no service."""
+
+from paceline.rpc.channel import channel, wait_healthy, wait_ready
+from paceline.rpc.epochs import EpochGuard
+from paceline.rpc.malloc import set_malloc_thresholds
+from paceline.rpc.security import is_loopback
+from paceline.rpc.server import Server
+from paceline.rpc.status import error_from_rpc, rpc_errors
+
+__all__ = [
+    "EpochGuard",
+    "Server",
+    "channel",
+    "error_from_rpc",
+    "is_loopback",
+    "rpc_errors",
+    "set_malloc_thresholds",
+    "wait_healthy",
+    "wait_ready",
+]

@@ -1,0 +1,193 @@
+"""Channels to other services, and waiting for them. Owns retry, keepalive, and what each call carries: trace and token.
+
+Calls are wrapped where the channel makes them, not by grpc.aio's client interceptors: those put a queue between the
+caller's `write` and the wire, which costs a weight push its backpressure and its speed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
+
+from paceline.config import SecurityConfig
+from paceline.errors import Unavailable
+from paceline.rpc.security import AUTHORIZATION, channel_credentials, check_security
+from paceline.rpc.server import MESSAGE_CAP
+from paceline.rpc.status import error_from_rpc
+from paceline.telemetry import inject, tracer
+from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
+
+_RETRY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+
+
+def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
+    """A channel to `host:port`; make it on the running event loop.
+
+    Calls carry the current trace and the token and have a client span. Unary calls of paceline's services that end
+    in UNAVAILABLE are retried up to 3 times. Raises ConfigError where `Server` would for the same address.
+    """
+    check_security(address, security)
+    credentials = channel_credentials(security)
+    options = _options()
+    if credentials is None:
+        inner = grpc.aio.insecure_channel(address, options=options)
+    else:
+        inner = grpc.aio.secure_channel(address, credentials, options=options)
+    return _TracedChannel(inner, address, security.token)
+
+
+async def wait_ready(to: grpc.aio.Channel, deadline_s: float) -> None:
+    """Wait until the channel is connected. Raises Unavailable when it is not in time."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await to.channel_ready()
+    except TimeoutError as error:
+        address = getattr(to, "address", "the peer")
+        raise Unavailable(f"no connection to {address} in time", allowed=f"{deadline_s} s") from error
+
+
+async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float) -> None:
+    """Wait until all services of that server serve. Raises Unavailable when they do not in time."""
+    seen = "no answer"
+    peer = channel(address, security)
+    try:
+        async with asyncio.timeout(deadline_s):
+            while True:
+                # The connection is awaited by gRPC; the loop turns only when a server went away in the middle.
+                watch = HealthStub(peer).Watch(HealthCheckRequest(), wait_for_ready=True)
+                try:
+                    async for response in watch:
+                        seen = HealthCheckResponse.ServingStatus.Name(response.status)
+                        if response.status == HealthCheckResponse.SERVING:
+                            watch.cancel()
+                            return
+                except grpc.aio.AioRpcError as error:
+                    if error.code() != grpc.StatusCode.UNAVAILABLE:
+                        raise error_from_rpc(error) from error
+                await peer.wait_for_state_change(grpc.ChannelConnectivity.READY)
+    except TimeoutError as error:
+        raise Unavailable(f"{address} was not healthy in {deadline_s} s", seen=seen, allowed="SERVING") from error
+    finally:
+        await peer.close()
+
+
+def _options() -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_CAP),
+        ("grpc.max_send_message_length", MESSAGE_CAP),
+        ("grpc.keepalive_time_ms", 15_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A restarted peer is found again within seconds.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.service_config", _service_config()),
+    ]
+
+
+@cache
+def _service_config() -> str:
+    """Retry for unary methods alone: a stream may have done half its work."""
+    modules = (coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2)
+    names = [
+        {"service": service.full_name, "method": method.name}
+        for module in modules
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if not (method.client_streaming or method.server_streaming)
+    ]
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": _RETRY}]})
+
+
+class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
+    """A channel whose calls carry trace and token."""
+
+    def __init__(self, inner: grpc.aio.Channel, address: str, token: str) -> None:
+        self.address = address
+        self._inner = inner
+        self._authorization = ((AUTHORIZATION, f"Bearer {token}"),) if token else ()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> _TracedChannel:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._inner.close(grace)
+        if self._ending:
+            await asyncio.wait(tuple(self._ending), timeout=1)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._inner.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._inner.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._inner.channel_ready()
+
+    def unary_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._traced(method, self._inner.unary_unary(method, *args, **kwargs))
+
+    def unary_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._traced(method, self._inner.unary_stream(method, *args, **kwargs))
+
+    def stream_unary(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._traced(method, self._inner.stream_unary(method, *args, **kwargs))
+
+    def stream_stream(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self._traced(method, self._inner.stream_stream(method, *args, **kwargs))
+
+    def _traced(self, method: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        if method.startswith("/grpc."):
+            return self._plain(start)
+        service, _, name = method.lstrip("/").partition("/")
+        title = f"{service.rpartition('.')[2]}.{name}"
+        facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name, "server.address": self.address}
+
+        def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+            opened = tracer().start_span(title, kind=SpanKind.CLIENT, attributes=facts)
+            carrier = inject(set_span_in_context(opened))
+            started = start(*args, metadata=(*(metadata or ()), *carrier.items(), *self._authorization), **kwargs)
+            started.add_done_callback(lambda done: self._ended(opened, done))
+            return started
+
+        return call
+
+    def _plain(self, start: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
+            return start(*args, metadata=(*(metadata or ()), *self._authorization), **kwargs)
+
+        return call
+
+    def _ended(self, opened: Span, call: Any) -> None:
+        task = asyncio.get_running_loop().create_task(_end_span(opened, call, time.time_ns()))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+async def _end_span(opened: Span, call: Any, end_ns: int) -> None:
+    code = await call.code()
+    opened.set_attribute("rpc.grpc.status_code", code.value[0])
+    if code is not grpc.StatusCode.OK:
+        opened.set_status(StatusCode.ERROR, await call.details())
+    opened.end(end_ns)

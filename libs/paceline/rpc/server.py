@@ -1,0 +1,103 @@
+"""A gRPC server as every service runs it. Owns its port, health and reflection, not the services it carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+
+from paceline.config import SecurityConfig
+from paceline.errors import ConfigError
+from paceline.rpc.health import OVERALL, Health
+from paceline.rpc.security import check_security, server_credentials
+from paceline.rpc.server_calls import GuardedCalls
+
+MESSAGE_CAP = 8 << 20
+UNARY_CAP_S = 60.0
+_CONCURRENT_CALLS = 4096
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_CAP),
+    ("grpc.max_send_message_length", MESSAGE_CAP),
+    # A second server on the same port fails instead of sharing it silently.
+    ("grpc.so_reuseport", 0),
+    # Below the clients' keepalive interval, else they are sent away with "too many pings".
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+]
+
+
+class Server:
+    """Make it on the running event loop, `add` services, `start`, at the end `stop`.
+
+    Raises ConfigError at once when the address may not be served with this security.
+    """
+
+    def __init__(self, address: str, security: SecurityConfig, *, unary_cap_s: float = UNARY_CAP_S) -> None:
+        check_security(address, security)
+        self._address = address
+        self._credentials = server_credentials(security)
+        self._health = Health()
+        self._names: list[str] = []
+        self._server = grpc.aio.server(
+            interceptors=[GuardedCalls(security.token, unary_cap_s)],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=_CONCURRENT_CALLS,
+        )
+
+    def add(self, add_fn: Callable[[Any, Any], None], servicer: Any, full_service_name: str) -> None:
+        """Add a service by its generated `add_XServicer_to_server`, or anything called as (servicer, grpc server)."""
+        add_fn(servicer, self._server)
+        self._names.append(full_service_name)
+
+    def add_generic_handlers(self, handlers: grpc.GenericRpcHandler, full_service_name: str) -> None:
+        """Add methods that bring their own (de)serializers, e.g. for raw bytes."""
+        self._server.add_generic_rpc_handlers((handlers,))
+        self._names.append(full_service_name)
+
+    async def start(self) -> int:
+        """Listen; returns the port. Services whose flag nobody set serve from now on.
+
+        Raises ConfigError when the address cannot be bound.
+        """
+        add_HealthServicer_to_server(self._health, self._server)
+        names = (*dict.fromkeys(self._names), "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        port = self._bind()
+        for name in self._names:
+            if not self._health.known(name):
+                self._health.set(name, True)
+        await self._server.start()
+        return port
+
+    def set_serving(self, name: str, serving: bool) -> None:
+        """Say whether a service takes calls; the overall flag (empty name) follows from all of them."""
+        if name == OVERALL:
+            for each in self._names:
+                self._health.set(each, serving)
+        else:
+            self._health.set(name, serving)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let running ones finish for `grace_s` seconds, then cancel them."""
+        self._health.close()
+        await self._server.stop(grace_s)
+
+    def _bind(self) -> int:
+        try:
+            if self._credentials is None:
+                port = self._server.add_insecure_port(self._address)
+            else:
+                port = self._server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(
+                "cannot listen there: the port is in use or not ours",
+                reason="ADDRESS",
+                seen=self._address,
+                allowed="host:port that is free; port 0 takes any",
+            ) from error
+        return int(port)

@@ -1,0 +1,134 @@
+"""What happens around every call a server answers: trace, token, deadline, errors. Owns no method."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+from opentelemetry.trace import Span
+
+from paceline.errors import DeadlineExceeded, InternalError, MissingCapability, PacelineError
+from paceline.rpc.security import check_token
+from paceline.rpc.status import code_of, error_from_rpc, status_of
+from paceline.telemetry import current_trace_id, extract_metadata, get_logger, span
+
+HEALTH = "/grpc.health.v1.Health/"
+_FACTORIES = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+_log = get_logger("rpc")
+
+
+class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps every method of a server.
+
+    The call runs in a server span below the caller's; without the token it is refused (health answers anyone); a
+    PacelineError becomes its status; any other exception is logged and becomes INTERNAL; cancellation passes through.
+    A unary call that came without a deadline gets `unary_cap_s`; calls that stream either way may last.
+    """
+
+    def __init__(self, token: str, unary_cap_s: float) -> None:
+        self._token = token
+        self._unary_cap_s = unary_cap_s
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
+        """The method found, wrapped; its own (de)serializers are kept, None (raw bytes) included."""
+        found = await continuation(call)
+        if found is None or call.method.startswith(HEALTH):
+            return found
+        behavior = found.stream_unary if found.request_streaming else found.unary_unary
+        answer = self._unary(call, behavior, found.request_streaming)
+        if found.response_streaming:
+            behavior = found.stream_stream if found.request_streaming else found.unary_stream
+            answer = self._stream(call, behavior)
+        factory = _FACTORIES[bool(found.request_streaming), bool(found.response_streaming)]
+        return factory(answer, found.request_deserializer, found.response_serializer)
+
+    def _unary(self, call: Any, behavior: Any, request_streaming: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def answer(request: Any, context: Any) -> Any:
+            async with self._around(call, context):
+                if request_streaming or context.time_remaining() is not None:
+                    return await behavior(request, context)
+                return await self._capped(behavior(request, context))
+
+        return answer
+
+    def _stream(self, call: Any, behavior: Any) -> Callable[[Any, Any], Awaitable[None]]:
+        # A coroutine that writes, not a generator: it unwinds in its own task when the caller goes away, so the
+        # method's `finally` blocks run at once and the trace context is restored where it was set.
+        async def answer(request: Any, context: Any) -> None:
+            async with self._around(call, context):
+                outcome = behavior(request, context)
+                if not hasattr(outcome, "__aiter__"):
+                    await outcome
+                    return
+                async with aclosing(outcome) as responses:
+                    async for response in responses:
+                        await context.write(response)
+
+        return answer
+
+    async def _capped(self, answer: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._unary_cap_s) as cap:
+                return await answer
+        except TimeoutError as error:
+            if not cap.expired():
+                raise
+            raise DeadlineExceeded(
+                "the call came without a deadline and ran into the server's own", allowed=f"{self._unary_cap_s} s"
+            ) from error
+
+    @asynccontextmanager
+    async def _around(self, call: Any, context: Any) -> AsyncIterator[None]:
+        metadata = tuple(call.invocation_metadata or ())
+        service, _, method = call.method.lstrip("/").partition("/")
+        facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
+        parent = extract_metadata(metadata)
+        with span(f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts) as opened:
+            try:
+                check_token(self._token, metadata)
+                yield
+            except grpc.aio.AbortError:
+                raise
+            except asyncio.CancelledError:
+                _record(opened, grpc.StatusCode.CANCELLED)
+                raise
+            except Exception as error:  # noqa: BLE001  the last frame of ours: it is logged or told to the caller
+                known = _known(error, call.method)
+                _record(opened, code_of(known))
+                await _abort(context, known)
+            else:
+                _record(opened, grpc.StatusCode.OK)
+
+
+def _known(error: Exception, method: str) -> PacelineError:
+    """The error as one of ours; what nobody foresaw is logged here."""
+    match error:
+        case InternalError():
+            _log.error("a call failed by our own fault", method=method, exc_info=error)
+            return error
+        case PacelineError():
+            return error
+        case grpc.aio.AioRpcError():
+            return error_from_rpc(error)
+        case NotImplementedError():
+            return MissingCapability("this server does not have that method", reason="UNIMPLEMENTED", seen=method)
+    _log.error("a call failed unexpectedly", method=method, exc_info=error)
+    message = f"{type(error).__name__} in {method}: {error}; see the server's log, trace {current_trace_id()}"
+    return InternalError(message, reason="UNEXPECTED")
+
+
+def _record(opened: Span, code: grpc.StatusCode) -> None:
+    opened.set_attribute("rpc.grpc.status_code", code.value[0])
+
+
+async def _abort(context: Any, error: PacelineError) -> None:
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))

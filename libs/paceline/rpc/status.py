@@ -1,0 +1,128 @@
+"""Errors on the wire: google.rpc.Status with one ErrorInfo, both ways. Owns the table of classes, reasons and codes.
+
+ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class (so that an error
+with a reason of its own comes back as the same class), `seen`, `allowed`, and `trace_id` of the failed call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.status_pb2 import Status
+
+from paceline import errors
+from paceline.errors import PacelineError
+from paceline.telemetry import current_trace_id
+
+DOMAIN = "paceline"
+UNAUTHENTICATED = "UNAUTHENTICATED"
+_DETAILS_KEY = "grpc-status-details-bin"
+# A status rides in HTTP/2 headers, 8 KiB in all, twice, and percent-encoded.
+_MESSAGE_CHARACTERS, _VALUE_CHARACTERS = 700, 300
+
+_CODES: dict[type[PacelineError], grpc.StatusCode] = {
+    errors.InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.NotFound: grpc.StatusCode.NOT_FOUND,
+    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.DataLoss: grpc.StatusCode.DATA_LOSS,
+    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    PacelineError: grpc.StatusCode.INTERNAL,
+}
+_FAMILIES: dict[str, type[PacelineError]] = {
+    cls.reason: cls
+    for cls in (
+        errors.InvalidInput,
+        errors.ConfigError,
+        errors.TrainabilityError,
+        errors.NotFound,
+        errors.FailedPrecondition,
+        errors.StaleEpoch,
+        errors.MissingCapability,
+        errors.WeightsError,
+        errors.ResourceExhausted,
+        errors.DataLoss,
+        errors.Unavailable,
+        errors.DeadlineExceeded,
+        errors.InternalError,
+    )
+}
+# What gRPC itself says, or a server that is not ours.
+_FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
+    **{code: cls for cls, code in _CODES.items() if cls is not PacelineError},
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidInput,
+    grpc.StatusCode.UNAUTHENTICATED: errors.ConfigError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.ConfigError,
+    grpc.StatusCode.UNIMPLEMENTED: errors.MissingCapability,
+    grpc.StatusCode.ABORTED: errors.FailedPrecondition,
+    grpc.StatusCode.ALREADY_EXISTS: errors.FailedPrecondition,
+    grpc.StatusCode.CANCELLED: errors.Unavailable,
+    grpc.StatusCode.UNKNOWN: errors.InternalError,
+}
+
+
+def code_of(error: PacelineError) -> grpc.StatusCode:
+    """The gRPC code of an error: that of its nearest class in the table."""
+    if error.reason == UNAUTHENTICATED:
+        return grpc.StatusCode.UNAUTHENTICATED
+    return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
+
+
+def status_of(error: PacelineError) -> Status:
+    """The error as a google.rpc.Status; long texts are cut to fit the headers."""
+    family = next((cls.reason for cls in type(error).__mro__ if _FAMILIES.get(getattr(cls, "reason", "")) is cls), "")
+    facts = {"family": family, "seen": error.seen, "allowed": error.allowed, "trace_id": current_trace_id()}
+    info = ErrorInfo(reason=error.reason, domain=DOMAIN)
+    for name, value in facts.items():
+        if value or (value is not None and name in ("seen", "allowed")):
+            info.metadata[name] = _cut(value, _VALUE_CHARACTERS)
+    detail = Any()
+    detail.Pack(info)
+    return Status(code=code_of(error).value[0], message=_cut(error.message, _MESSAGE_CHARACTERS), details=[detail])
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
+    """The error that the server raised, as the same class; of foreign errors the class that fits the code."""
+    message = error.details() or f"the call failed with {error.code().name}"
+    info = _error_info(error)
+    if info is not None and info.domain == DOMAIN:
+        facts = info.metadata
+        family = _FAMILIES.get(facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError))
+        return family(message, reason=info.reason, seen=facts.get("seen"), allowed=facts.get("allowed"))
+    family = _FOREIGN.get(error.code(), errors.InternalError)
+    own = error.code() in _CODES.values()
+    return family(message, reason=None if own else error.code().name)
+
+
+@contextmanager
+def rpc_errors() -> Iterator[None]:
+    """Turn gRPC errors inside the block into ours."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+
+
+def _error_info(error: grpc.aio.AioRpcError) -> ErrorInfo | None:
+    for key, value in error.trailing_metadata() or ():
+        if key != _DETAILS_KEY:
+            continue
+        try:
+            for detail in Status.FromString(value).details:
+                info = ErrorInfo()
+                if detail.Unpack(info):
+                    return info
+        except DecodeError:
+            return None  # A peer's broken details: the code still says enough.
+    return None
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
