@@ -1,0 +1,1 @@
+"""The engine's own inference forward of Llama, Qwen2 and Qwen3 checkpoints, and the draw of a token."""

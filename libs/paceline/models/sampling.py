@@ -1,0 +1,153 @@
+"""The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed and position.
+
+Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches or speculation.
+
+Noise of token v at absolute position t of a request with seed s, all in 64-bit integers that wrap:
+  mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27;
+             z *= 94D049BB133111EB; z ^= z >>> 31
+  key(s,t) = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15
+  u(s,t,v) = (mix(key + (v + 1) * G) >>> 11 + 0.5) * 2^-53            in (0, 1)
+  noise    = -log(-log(u))                                            float64
+Every number depends on (s, t, v) alone, so the draw is the same whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _mix_(z: Tensor) -> Tensor:
+    # `>>` on int64 copies the sign bit down: the mask makes it a logical shift.
+    z.bitwise_xor_((z >> 30).bitwise_and_((1 << 34) - 1)).mul_(_MULTIPLIER_1)
+    z.bitwise_xor_((z >> 27).bitwise_and_((1 << 37) - 1)).mul_(_MULTIPLIER_2)
+    return z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+
+
+@lru_cache(maxsize=8)
+def _token_counters(vocab: int, device: torch.device) -> Tensor:
+    return (torch.arange(vocab, dtype=torch.int64, device=device) + 1) * _GOLDEN
+
+
+def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """u(s, t, v) of the module docstring.
+
+    seeds, positions: int64 [N]. Returns float64 [N, V] in (0, 1).
+    """
+    keys = _mix_(_mix_(seeds + _GOLDEN) + positions * _GOLDEN)
+    z = _mix_(keys[:, None] + _token_counters(vocab, keys.device))
+    z = (z >> 11).bitwise_and_((1 << 53) - 1)
+    return z.to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
+    return uniform(seeds, positions, vocab).log_().neg_().log_().neg_()
+
+
+@dataclass(frozen=True, slots=True)
+class DrawParams:
+    """Per-row settings of a draw; N rows."""
+
+    seeds: Tensor
+    """int64 [N]"""
+    temperatures: Tensor
+    """float32 [N]; 0 = argmax"""
+    top_k: Tensor
+    """int64 [N]; 0 = all"""
+    top_p: Tensor
+    """float32 [N]; 1 = all"""
+    min_p: Tensor
+    """float32 [N]; 0 = all"""
+    any_greedy: bool = True
+    """False promises that no temperature is 0."""
+    all_greedy: bool = False
+    """True promises that every temperature is 0."""
+    any_masked: bool = True
+    """False promises that top_k, top_p and min_p are off in every row."""
+
+    @classmethod
+    def of(
+        cls,
+        seeds: Sequence[int],
+        temperatures: Sequence[float],
+        *,
+        top_k: Sequence[int] | None = None,
+        top_p: Sequence[float] | None = None,
+        min_p: Sequence[float] | None = None,
+    ) -> DrawParams:
+        """Rows from plain numbers."""
+        n = len(seeds)
+        return cls(
+            torch.tensor(seeds, dtype=torch.int64),
+            torch.tensor(temperatures, dtype=torch.float32),
+            torch.tensor(top_k if top_k is not None else [0] * n, dtype=torch.int64),
+            torch.tensor(top_p if top_p is not None else [1.0] * n, dtype=torch.float32),
+            torch.tensor(min_p if min_p is not None else [0.0] * n, dtype=torch.float32),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token per row; N rows."""
+
+    tokens: Tensor
+    """int64 [N]"""
+    logprobs: Tensor
+    """float32 [N]: behavior log-prob of the token."""
+    gaps: Tensor
+    """float64 [N]: perturbed top value minus the second."""
+
+
+def behavior_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """log_softmax(logits / temperature) over the full vocabulary, float32 [N, V]; temperature 0 counts as 1."""
+    safe = torch.where(temperatures > 0, temperatures, 1.0)
+    return torch.log_softmax(logits.float() / safe[:, None], dim=-1)
+
+
+def draw(logits: Tensor, positions: Tensor, params: DrawParams) -> Draw:
+    """Draw the token AT each position from the logits of the position before it.
+
+    logits [N, V]; positions int64 [N]. See the module docstring for the formula.
+    """
+    logprobs = behavior_logprobs(logits, params.temperatures)
+    # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it is.
+    scores = logprobs.double()
+    if params.any_masked:
+        scores = mask_scores(scores, params)
+    if not params.all_greedy:
+        noise = gumbel_noise(params.seeds, positions, logits.shape[-1])
+        if params.any_greedy:
+            noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
+        scores = noise.add_(scores)
+    top = scores.topk(2, dim=-1)
+    tokens = top.indices[:, 0]
+    gaps = top.values[:, 0] - top.values[:, 1]
+    return Draw(tokens, logprobs.gather(1, tokens[:, None])[:, 0], gaps)
+
+
+def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
+    """Scores [N, V] (log-probs) with -inf where top_k, then top_p, then min_p excludes a token.
+
+    Ties at the k-th score are all kept; top_p keeps the smallest set whose mass reaches it; min_p is relative to the
+    most likely token. The first two renormalise nothing: masses are those of the full vocabulary.
+    """
+    ordered = scores.sort(dim=-1, descending=True)
+    vocab = scores.shape[-1]
+    k = torch.where(params.top_k > 0, params.top_k.clamp(max=vocab), vocab)
+    kth = ordered.values.gather(1, (k - 1)[:, None])
+    keep = scores >= kth
+    mass_before = ordered.values.exp().cumsum(dim=-1) - ordered.values.exp()
+    kept_in_order = (mass_before < params.top_p.double()[:, None]) | (params.top_p >= 1.0)[:, None]
+    kept_in_order[:, 0] = True
+    keep &= torch.zeros_like(keep).scatter_(1, ordered.indices, kept_in_order)
+    floor = ordered.values[:, :1] + params.min_p.double()[:, None].log()
+    return scores.masked_fill(~(keep & (scores >= floor)), float("-inf"))

@@ -1,0 +1,161 @@
+"""Drafting with an EAGLE network: its one-layer KV cache, catching up from true states, the chain. Owns no training.
+
+What the chain writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows with
+rows from true hidden states. So the drafter may be off for any number of rounds: the engine keeps the states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Block, DecoderWeights, LayerWeights, cache_rows, layer_forward, make_block
+from paceline.models.loading import fuse_layer, read_tensors
+from paceline.models.rope import rotation_table
+from paceline.speculators.base import CaptureSpec, DraftBatch, SpeculatorSetup
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import load_eagle, load_tensors
+
+LAG_ROWS = 16
+"""A slot that lacks more rows than this catches up apart, so that the others do not compute its rows' padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class EagleState:
+    """One version of the drafter's weights, fused for inference."""
+
+    net: EagleNet
+    layer: LayerWeights
+    fc_hidden: Tensor
+    """[H, H]: the half of fc that reads the hidden state."""
+    token_table: Tensor
+    """[V, H]: fc's other half applied to every embedding, plus its bias."""
+
+
+class EagleDrafter:
+    """The speculator "eagle" (see speculators/base.py for the methods)."""
+
+    name = "eagle"
+    trainable = True
+    capture = CaptureSpec()
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        self._target = setup.target
+        self._dtype = setup.dtype
+        target = setup.target.config
+        net = load_eagle(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
+        self._config: ModelConfig = net.config
+        device = setup.target.head.device
+        self._cache = torch.zeros(setup.slots, setup.capacity, self._config.kv_width, dtype=setup.dtype, device=device)
+        self._rotation = rotation_table(self._config.rope, self._config.head_dim, setup.capacity).to(device)
+        self._valid = [0] * setup.slots
+        self._state = self._fused(net)
+
+    def _fused(self, net: EagleNet) -> EagleState:
+        device, hidden = self._cache.device, self._config.hidden_size
+        net.bind(self._target.embed, self._target.head)
+        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+        fc = tensors["fc.weight"].to(device, self._dtype)
+        bias = net.fc.bias.detach().to(device, self._dtype) if net.fc_bias else None
+        return EagleState(
+            net=net,
+            layer=fuse_layer(self._config, tensors, "layers.0.", self._dtype, device),
+            fc_hidden=fc[:, hidden:].contiguous(),
+            token_table=functional.linear(self._target.embed, fc[:, :hidden], bias),
+        )
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Use embed_tokens and lm_head of this target."""
+        self._target = target
+        self._state = self._fused(self._state.net)
+
+    def load_state(self, directory: Path) -> EagleNet:
+        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput."""
+        net = EagleNet(self._config, fc_bias=self._state.net.fc_bias)
+        load_tensors(net, read_tensors(directory))
+        return net
+
+    def commit_state(self, state: object) -> None:
+        """Serve what load_state returned; keys and values of the old weights stay until rows are rewritten."""
+        assert isinstance(state, EagleNet)
+        self._state = self._fused(state)
+
+    def free(self, slot: int) -> None:
+        """Forget a slot."""
+        self._valid[slot] = 0
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy what is kept of a sequence to another slot."""
+        self._cache[destination, :length] = self._cache[source, :length]
+        self._valid[destination] = self._valid[source]
+        self._valid[source] = 0
+
+    def propose(self, batch: DraftBatch, steps: int) -> Tensor:
+        """int64 [B, steps]: the most likely chain; see Speculator.propose."""
+        self._rescue_laggards(batch)
+        lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
+        features = self._catch_up(batch, batch.slots, batch.lengths, max(lacking, 1))
+        drafts = torch.empty(len(batch.slots), steps, dtype=torch.int64, device=self._cache.device)
+        blocks = self._chain_blocks(batch, steps - 1)
+        for step in range(steps):
+            if step:
+                x = self._inputs(drafts[:, step - 1], features)
+                features = layer_forward(self._config, self._state.layer, x, self._cache, blocks[step - 1])
+            torch.argmax(functional.linear(features, self._target.head), dim=-1, out=drafts[:, step])
+        return drafts
+
+    def _rescue_laggards(self, batch: DraftBatch) -> None:
+        late = [
+            (slot, n)
+            for slot, n in zip(batch.slots, batch.lengths, strict=True)
+            if n - 1 - self._valid[slot] > LAG_ROWS
+        ]
+        if late and len(late) < len(batch.slots):
+            slots, lengths = [slot for slot, _ in late], [n for _, n in late]
+            self._catch_up(batch, slots, lengths, max(n - 1 - self._valid[s] for s, n in late))
+
+    def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        return torch.addmm(self._state.token_table.index_select(0, tokens), hidden, self._state.fc_hidden.t())
+
+    def _catch_up(self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Tensor:
+        """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2, [B, H].
+
+        Slots that lack fewer rows compute some again, with the same result: no padding and no masks of padding.
+        """
+        device = self._cache.device
+        last = torch.tensor(lengths, device=device) - 2
+        # A sequence shorter than `rows` repeats row 0 at its front.
+        positions = (last[:, None] + torch.arange(1 - rows, 1, device=device)).clamp_(min=0)
+        index = torch.tensor(slots, device=device)[:, None]
+        hidden, tokens = batch.hidden[index, positions], batch.token_ids[index, positions + 1]
+        x = self._inputs(tokens.reshape(-1), hidden.reshape(-1, hidden.shape[-1]))
+        block = make_block(
+            self._config, self._rotation, self._cache, cache_rows(slots), positions, max(1, max(lengths) - 1)
+        )
+        out = layer_forward(self._config, self._state.layer, x, self._cache, block)
+        for slot, n in zip(slots, lengths, strict=True):
+            self._valid[slot] = max(n - 1, 0)
+        return out.view(len(slots), rows, -1)[:, -1]
+
+    def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
+        """Blocks of one token each at positions n - 1, n, ...: planned together, since small operations dominate."""
+        if steps < 1:
+            return []
+        device, length = self._cache.device, max(batch.lengths) - 1 + steps
+        positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(-1, steps - 1, device=device)
+        whole = make_block(
+            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, masked=True
+        )
+        count, group = len(batch.slots), self._config.group
+        assert whole.mask is not None
+        masks = whole.mask.view(count, 1, steps, group, length)
+        index, rotation = whole.index.view(count, steps), whole.rotation.view(count, steps, 1, -1)
+        return [
+            Block(whole.rows, count, 1, index[:, k], rotation[:, k], masks[:, :, k], length) for k in range(steps)
+        ]
