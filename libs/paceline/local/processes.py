@@ -1,4 +1,4 @@
-"""Child processes of a local run: they die with their parent, and their log's end can be shown. Starts nothing itself."""
+"""Child processes of a local run: they die with their parent, their log's end can be shown. Starts nothing."""
 
 from __future__ import annotations
 

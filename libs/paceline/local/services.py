@@ -19,6 +19,7 @@ class ServiceSpec:
     more_address_keys: tuple[str, ...] = ()  # further keys of [addresses] it binds
     links: tuple[str, ...] = ()  # keys of [addresses] that are pages
     ends_run: bool = False  # the run is over when it exits with status 0
+    arguments: tuple[str, ...] = ()  # before --config
 
     @property
     def command_name(self) -> str:
@@ -27,8 +28,8 @@ class ServiceSpec:
 
 
 SERVICES: tuple[ServiceSpec, ...] = (
-    ServiceSpec("redis", "paceline.local.redis", "", (), "data"),
-    ServiceSpec("redis_features", "paceline.local.redis", "", (), "data"),
+    ServiceSpec("redis", "paceline.local.redis", "", (), "data", arguments=("--role", "durable")),
+    ServiceSpec("redis_features", "paceline.local.redis", "", (), "data", arguments=("--role", "features")),
     ServiceSpec("gateway", "rollout_gateway", "gateway", ("redis", "redis_features"), "rollout", ("http",), ("http",)),
     ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
     ServiceSpec("drafter_trainer", "drafter_trainer", "drafter_trainer", ("redis_features",), "training"),

@@ -1,4 +1,4 @@
-"""What all entries share: the schema version, the trace context, and the check of a tensor against its expected form."""
+"""What all entries share: the schema version, the trace context, and the check of a tensor's form."""
 
 from __future__ import annotations
 

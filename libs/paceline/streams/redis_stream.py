@@ -61,7 +61,7 @@ class RedisStream:
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
             raise ResourceExhausted(
-                f"one entry exceeds the byte budget of {self._key}", seen=size, allowed=self._budget
+                f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget
             )
         nonce = uuid.uuid4().hex
         keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
@@ -102,18 +102,12 @@ class RedisStream:
     async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
         """Take over what idles, oldest first."""
         claimed: list[Entry] = []
-        cursor: Any = "0-0"
+        cursor = "0-0"
+        who = (self._key, group, consumer, int(min_idle_s * 1000))
         with redis_errors(self._client, f"claim on {self._key} as {group}/{consumer}"):
             while len(claimed) < count:
                 reply = await self._client.execute_command(
-                    "XAUTOCLAIM",
-                    self._key,
-                    group,
-                    consumer,
-                    int(min_idle_s * 1000),
-                    cursor,
-                    "COUNT",
-                    count - len(claimed),
+                    "XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed)
                 )
                 cursor, entries = autoclaimed(reply)
                 claimed += entries

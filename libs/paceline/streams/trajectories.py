@@ -75,7 +75,7 @@ def decode_trajectory(fields: Mapping[str, str], payload: bytes) -> Trajectory:
             raise DataLoss("payload of a trajectory does not match its checksum", seen=crc32(payload))
         return _decode(fields, _arrays(payload))
     except (KeyError, ValueError, TypeError, OverflowError, InvalidInput) as error:
-        raise DataLoss("an entry does not decode as a trajectory", seen=f"{type(error).__name__}: {error}") from error
+        raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
 
 def trajectory_key(fields: Mapping[str, str]) -> str:

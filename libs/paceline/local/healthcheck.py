@@ -1,0 +1,44 @@
+"""`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`: exit 0 when it serves, 1 when not.
+
+For readiness probes; the supervisor calls the same functions itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from paceline.config import SecurityConfig
+from paceline.errors import PacelineError
+from paceline.local.redis import wait_redis
+from paceline.rpc import wait_healthy
+
+
+async def check(address: str, redis_url: str, timeout_s: float) -> None:
+    """Return when the server serves; a PacelineError says why it does not within `timeout_s` seconds."""
+    if address:
+        await wait_healthy(address, SecurityConfig(), timeout_s)
+    else:
+        await wait_redis(redis_url, timeout_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check one server."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.local.healthcheck")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--address", default="", help="host:port of a gRPC server")
+    where.add_argument("--redis", default="", metavar="URL")
+    parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS")
+    words = parser.parse_args(argv)
+    try:
+        asyncio.run(check(words.address, words.redis, words.timeout))
+    except PacelineError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""Fixtures shared by all tests: real Redis servers, and a run prefix of its own for every test."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+from paceline.local.ports import free_port
+from paceline.local.redis import RedisLauncher, wait_redis
+from paceline.streams import connect
+
+
+@dataclass
+class RedisServer:
+    """A redis-server process that a test may kill and start again over the same data."""
+
+    launcher: RedisLauncher
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.launcher.url
+
+    def start(self) -> None:
+        self.launcher.directory.mkdir(parents=True, exist_ok=True)
+        log = self.launcher.directory / "redis.log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(self.launcher.command(), stdout=output, stderr=output)
+        asyncio.run(wait_redis(self.url, 10.0))
+
+    def start_without_waiting(self) -> None:
+        self.process = subprocess.Popen(
+            self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """One server for the whole session; tests keep apart by their run prefix."""
+    server = RedisServer(RedisLauncher("features", free_port(), tmp_path_factory.mktemp("redis")))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def durable_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A durable server of this test's own, which it may kill."""
+    server = RedisServer(RedisLauncher("durable", free_port(), tmp_path / "redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def run_id() -> str:
+    """A run id that no other test uses."""
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture
+async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
+    client = connect(redis_url)
+    yield client
+    await client.aclose()

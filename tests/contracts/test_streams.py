@@ -1,0 +1,248 @@
+"""One contract for every stream: memory and Redis behave alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from paceline.errors import ResourceExhausted
+from paceline.streams import MemoryStream, RedisStream, Stream, run_key
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def stream(request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis) -> AsyncIterator[Stream]:
+    made = _make(request.param, run_id, redis_client, None)
+    yield made
+    await made.close()
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def budgeted(
+    request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[Stream]:
+    made = _make(request.param, run_id, redis_client, 1000)
+    yield made
+    await made.close()
+
+
+def _make(kind: str, run_id: str, client: redis.asyncio.Redis, budget: int | None) -> Stream:
+    name = run_key(run_id, "batches")
+    return MemoryStream(name, budget) if kind == "memory" else RedisStream(client, name, budget)
+
+
+async def _fill(stream: Stream, count: int, group: str = "g") -> list[str]:
+    await stream.create_group(group)
+    ids = [await stream.append({"n": str(n)}, b"payload-%d" % n) for n in range(count)]
+    return [entry_id for entry_id in ids if entry_id is not None]
+
+
+async def test_an_entry_comes_back_as_it_was_appended(stream: Stream) -> None:
+    await stream.create_group("g")
+    payload = bytes(range(256)) * 40
+    entry_id = await stream.append({"run": "ä", "empty": ""}, payload)
+    (entry,) = await stream.read("g", "c", 10, 0)
+    assert (entry.id, entry.fields, entry.payload) == (entry_id, {"run": "ä", "empty": ""}, payload)
+
+
+async def test_a_key_is_appended_once(stream: Stream) -> None:
+    await stream.create_group("g")
+    first = await stream.append({"n": "1"}, b"x", key="s/0")
+    again = await stream.append({"n": "2"}, b"y", key="s/0")
+    other = await stream.append({"n": "3"}, b"z", key="s/1")
+    assert first is not None
+    assert again is None
+    assert other is not None
+    assert [entry.fields["n"] for entry in await stream.read("g", "c", 10, 0)] == ["1", "3"]
+
+
+async def test_a_key_stays_taken_after_its_entry_is_gone(stream: Stream) -> None:
+    await stream.create_group("g")
+    entry_id = await stream.append({}, b"x", key="s/0")
+    assert entry_id is not None
+    await stream.read("g", "c", 1, 0)
+    await stream.ack("g", [entry_id], delete=True)
+    assert await stream.append({}, b"x", key="s/0") is None
+    assert (await stream.depth()).entries == 0
+
+
+async def test_without_a_key_equal_entries_are_all_appended(stream: Stream) -> None:
+    assert len(set(await _fill(stream, 3))) == 3
+    assert (await stream.depth()).entries == 3
+
+
+async def test_entries_are_read_in_order_and_by_count(stream: Stream) -> None:
+    await _fill(stream, 5)
+    first = await stream.read("g", "c", 2, 0)
+    second = await stream.read("g", "c", 10, 0)
+    assert [entry.fields["n"] for entry in [*first, *second]] == ["0", "1", "2", "3", "4"]
+    assert len(first) == 2
+
+
+async def test_every_group_sees_every_entry(stream: Stream) -> None:
+    await stream.create_group("other")
+    await _fill(stream, 3)
+    assert len(await stream.read("g", "c", 10, 0)) == 3
+    assert len(await stream.read("other", "c", 10, 0)) == 3
+
+
+async def test_two_consumers_of_a_group_share_the_entries(stream: Stream) -> None:
+    await _fill(stream, 6)
+    one = await stream.read("g", "one", 3, 0)
+    two = await stream.read("g", "two", 10, 0)
+    assert sorted(entry.fields["n"] for entry in [*one, *two]) == ["0", "1", "2", "3", "4", "5"]
+    assert len(one) == len(two) == 3
+
+
+async def test_a_group_made_late_still_sees_the_first_entry(stream: Stream) -> None:
+    await _fill(stream, 2)
+    await stream.create_group("late")
+    assert [entry.fields["n"] for entry in await stream.read("late", "c", 10, 0)] == ["0", "1"]
+
+
+async def test_making_a_group_again_keeps_its_place(stream: Stream) -> None:
+    await _fill(stream, 2)
+    await stream.read("g", "c", 1, 0)
+    await stream.create_group("g")
+    assert [entry.fields["n"] for entry in await stream.read("g", "c", 10, 0)] == ["1"]
+
+
+async def test_unacknowledged_entries_are_read_again_until_acknowledged(stream: Stream) -> None:
+    ids = await _fill(stream, 3)
+    await stream.read("g", "c", 10, 0)
+    await stream.ack("g", ids[:1])
+    assert [entry.id for entry in await stream.unacked("g", "c")] == ids[1:]
+    assert await stream.unacked("g", "other") == []
+    await stream.ack("g", ids[1:])
+    assert await stream.unacked("g", "c") == []
+    depth = await stream.depth()
+    assert (depth.entries, depth.pending) == (3, 0)
+
+
+async def test_depth_counts_entries_bytes_and_pending(stream: Stream) -> None:
+    assert (await stream.depth()).entries == 0
+    await stream.create_group("g")
+    first = await stream.append({"ab": "cd"}, b"123456")
+    await stream.append({"ab": "cd"}, b"123456")
+    await stream.read("g", "c", 10, 0)
+    depth = await stream.depth()
+    assert (depth.entries, depth.bytes, depth.pending) == (2, 20, 2)
+    assert first is not None
+    await stream.ack("g", [first], delete=True)
+    depth = await stream.depth()
+    assert (depth.entries, depth.bytes, depth.pending) == (1, 10, 1)
+
+
+async def test_acknowledging_twice_changes_nothing(stream: Stream) -> None:
+    ids = await _fill(stream, 2)
+    await stream.read("g", "c", 10, 0)
+    await stream.ack("g", ids, delete=True)
+    await stream.ack("g", ids, delete=True)
+    depth = await stream.depth()
+    assert (depth.entries, depth.bytes, depth.pending) == (0, 0, 0)
+
+
+async def test_entries_of_a_crashed_consumer_are_claimed(stream: Stream) -> None:
+    ids = await _fill(stream, 3)
+    await stream.read("g", "crashed", 10, 0)
+    assert await stream.claim("g", "heir", 60.0, 10) == []
+    assert [entry.id for entry in await stream.claim("g", "heir", 0.0, 2)] == ids[:2]
+    assert [entry.id for entry in await stream.unacked("g", "heir")] == ids[:2]
+    assert [entry.id for entry in await stream.unacked("g", "crashed")] == ids[2:]
+
+
+async def test_claiming_passes_over_entries_that_are_gone(stream: Stream) -> None:
+    await stream.create_group("other")
+    ids = await _fill(stream, 3)
+    await stream.read("g", "crashed", 10, 0)
+    await stream.ack("other", ids[:1], delete=True)
+    assert [entry.id for entry in await stream.claim("g", "heir", 0.0, 10)] == ids[1:]
+
+
+async def test_re_reading_acknowledges_entries_that_are_gone(stream: Stream) -> None:
+    await stream.create_group("other")
+    ids = await _fill(stream, 3)
+    await stream.read("g", "c", 10, 0)
+    await stream.ack("other", ids[:2], delete=True)
+    assert [entry.id for entry in await stream.unacked("g", "c")] == ids[2:]
+    assert (await stream.depth()).pending == 1
+
+
+async def test_a_byte_budget_pushes_out_the_oldest(budgeted: Stream) -> None:
+    await budgeted.create_group("g")
+    for n in range(5):
+        await budgeted.append({"n": str(n)}, bytes(298))
+    depth = await budgeted.depth()
+    assert (depth.entries, depth.bytes, depth.trimmed) == (3, 900, 2)
+    assert [entry.fields["n"] for entry in await budgeted.read("g", "c", 10, 0)] == ["2", "3", "4"]
+
+
+async def test_an_entry_larger_than_the_budget_is_refused_and_nothing_is_pushed_out(budgeted: Stream) -> None:
+    await budgeted.append({}, bytes(500))
+    with pytest.raises(ResourceExhausted, match="1001"):
+        await budgeted.append({}, bytes(1001))
+    assert (await budgeted.depth()).entries == 1
+
+
+async def test_a_blocking_read_wakes_on_append(stream: Stream) -> None:
+    await stream.create_group("g")
+    reading = asyncio.create_task(stream.read("g", "c", 10, 20.0))
+    done, _ = await asyncio.wait({reading}, timeout=0.1)
+    assert not done
+    began = time.monotonic()
+    await stream.append({"n": "1"}, b"x")
+    assert [entry.fields["n"] for entry in await reading] == ["1"]
+    assert time.monotonic() - began < 5
+
+
+async def test_a_blocking_read_ends_at_its_deadline(stream: Stream) -> None:
+    await stream.create_group("g")
+    began = time.monotonic()
+    assert await stream.read("g", "c", 10, 0.2) == []
+    assert 0.15 < time.monotonic() - began < 5
+
+
+async def test_a_cancelled_read_loses_nothing(stream: Stream) -> None:
+    await stream.create_group("g")
+    for n in range(10):
+        reading = asyncio.create_task(stream.read("g", "c", 10, 20.0))
+        await asyncio.wait({reading}, timeout=0.01)
+        appending = asyncio.create_task(stream.append({"n": str(n)}, b"x"))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await appending
+        got = reading.result() if await _finished(reading) else await stream.read("g", "c", 10, 5.0)
+        assert [entry.fields["n"] for entry in got] == [str(n)]
+
+
+async def _finished(reading: asyncio.Task[list[object]]) -> bool:
+    await asyncio.wait({reading})
+    return not reading.cancelled()
+
+
+async def test_a_dead_letter_leaves_the_stream_and_keeps_its_reason(stream: Stream) -> None:
+    ids = await _fill(stream, 2)
+    bad, good = await stream.read("g", "c", 10, 0)
+    await stream.dead_letter("g", bad, "does not decode")
+    await stream.dead_letter("g", bad, "said twice")
+    depth = await stream.depth()
+    assert (depth.entries, depth.pending, depth.dead) == (1, 1, 1)
+    (letter,) = await stream.dead_letters()
+    assert (letter.payload, letter.fields["dead_reason"], letter.fields["dead_id"]) == (
+        b"payload-0",
+        "does not decode",
+        ids[0],
+    )
+    assert letter.fields["n"] == "0"
+    assert [entry.id for entry in await stream.unacked("g", "c")] == [good.id]
+
+
+async def test_history_replays_all_entries_without_a_group(stream: Stream) -> None:
+    ids = await _fill(stream, 5)
+    await stream.read("g", "c", 10, 0)
+    first = await stream.history(count=2)
+    rest = await stream.history(after=first[-1].id)
+    assert [entry.id for entry in [*first, *rest]] == ids
+    assert (await stream.depth()).pending == 5
