@@ -33,7 +33,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("target", "version", "tensors", "total_bytes", "chunk_bytes", "encoding", "base_version", "lm_head_hash", "metadata")
+    __slots__ = ("target", "version", "tensors", "total_bytes", "chunk_bytes", "encoding", "base_version", "lm_head_hash", "metadata", "content_hash")
     class MetadataEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Manifest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_HASH_FIELD_NUMBER: _ClassVar[int]
     target: _engine_pb2.WeightTarget
     version: int
     tensors: _containers.RepeatedCompositeFieldContainer[TensorSpec]
@@ -59,7 +60,8 @@ class Manifest(_message.Message):
     base_version: int
     lm_head_hash: str
     metadata: _containers.ScalarMap[str, str]
-    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., encoding: _Optional[_Union[WeightEncoding, str]] = ..., base_version: _Optional[int] = ..., lm_head_hash: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    content_hash: str
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., total_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., encoding: _Optional[_Union[WeightEncoding, str]] = ..., base_version: _Optional[int] = ..., lm_head_hash: _Optional[str] = ..., metadata: _Optional[_Mapping[str, str]] = ..., content_hash: _Optional[str] = ...) -> None: ...
 
 class PrepareRequest(_message.Message):
     __slots__ = ("context", "manifest")

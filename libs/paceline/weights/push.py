@@ -1,0 +1,122 @@
+"""Sender of weights: Prepare, Push, Commit, Abort as a client. Owns chunking and deadlines; keeps no state between calls."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from paceline.rpc import rpc_errors
+from paceline.tensors import NamedTensor
+from paceline.trajectory import VersionSet
+from paceline.v1 import weights_pb2 as pb
+from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+from paceline.weights.manifest import cut_chunks
+from paceline.weights.messages import versions_from_proto, versions_to_proto
+from paceline.weights.service import SERVICE_NAME
+from paceline.weights.wire import PushChunk, encode_push
+
+BASE_DEADLINE_S = 30.0
+SLOWEST_BYTES_PER_S = 20e6
+"""A push may take the base deadline plus its bytes at this rate (network, spool and fan-out together)."""
+COMMAND_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PushReport:
+    """What a push took, in seconds; all zero but push_s when the receiver had the version already."""
+
+    bytes: int  # sent by this call
+    push_s: float  # from Prepare to the answer of Push, spool and fan-out included
+    receive_s: float = 0.0  # receiver: first chunk to all checksums verified in memory
+    spool_s: float = 0.0  # receiver: writing the spool
+    fan_out_s: float = 0.0  # receiver: loading on its workers
+
+    @property
+    def transfer_s(self) -> float:
+        """Seconds from Prepare to checksummed in the receiver's memory."""
+        return self.push_s - self.spool_s - self.fan_out_s
+
+
+def push_deadline_s(total_bytes: int) -> float:
+    """Default deadline of a push, scaled by its bytes."""
+    return BASE_DEADLINE_S + total_bytes / SLOWEST_BYTES_PER_S
+
+
+async def push_weights(
+    channel: grpc.aio.Channel,
+    manifest: pb.Manifest,
+    tensors: Sequence[NamedTensor],
+    context: CommandContext,
+    *,
+    deadline_s: float | None = None,
+) -> PushReport:
+    """Sends the chunks the receiver wants; called again after a failure it sends only the rest.
+
+    Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch, ResourceExhausted, Unavailable,
+    DeadlineExceeded.
+    """
+    started_s = time.monotonic()
+    deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
+    with rpc_errors():
+        stub: Any = WeightServiceStub(channel)
+        request = pb.PrepareRequest(context=context, manifest=manifest)
+        wanted = await stub.Prepare(request, timeout=deadline_s)
+        if wanted.complete:
+            return PushReport(bytes=0, push_s=time.monotonic() - started_s)
+        push: Any = channel.stream_unary(f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString)
+        chunks = _messages(manifest, tensors, wanted.wanted_chunks, context)
+        response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
+    return PushReport(
+        bytes=response.bytes_received,
+        push_s=time.monotonic() - started_s,
+        receive_s=response.receive_s,
+        spool_s=response.spool_s,
+        fan_out_s=response.fan_out_s,
+    )
+
+
+async def _messages(
+    manifest: pb.Manifest, tensors: Sequence[NamedTensor], wanted: Sequence[int], context: CommandContext
+) -> AsyncIterator[bytes]:
+    first: CommandContext | None = context
+    for index, data in cut_chunks(manifest, tensors, wanted):
+        yield encode_push(PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first))
+        first = None
+
+
+async def commit_versions(
+    channel: grpc.aio.Channel,
+    context: CommandContext,
+    versions: VersionSet,
+    mode: int = PAUSE_MODE_IN_PLACE,
+    *,
+    deadline_s: float = COMMAND_DEADLINE_S,
+) -> VersionSet:
+    """Serves a set at the receiver and returns the serving one; WeightsError when a part is not there."""
+    stub: Any = WeightServiceStub(channel)
+    request = pb.CommitRequest(context=context, versions=versions_to_proto(versions), mode=mode)  # type: ignore[arg-type]
+    with rpc_errors():
+        response = await stub.Commit(request, timeout=deadline_s)
+    return versions_from_proto(response.versions)
+
+
+async def abort_version(
+    channel: grpc.aio.Channel,
+    context: CommandContext,
+    target: int,
+    version: int,
+    *,
+    deadline_s: float = COMMAND_DEADLINE_S,
+) -> None:
+    """Makes the receiver forget a prepared version; WeightsError when it is being served."""
+    stub: Any = WeightServiceStub(channel)
+    request = pb.AbortRequest(context=context, target=target, version=version)  # type: ignore[arg-type]
+    with rpc_errors():
+        await stub.Abort(request, timeout=deadline_s)

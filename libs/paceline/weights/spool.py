@@ -1,0 +1,189 @@
+"""Versions on disk, so that restarted and late readers load them without a trainer. Owns the directory; single writer.
+
+Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}` and `<dir>/versions.json` (the last sets committed,
+newest last). Every write goes to a temporary name, is synced and renamed, so that a kill at any point leaves either the
+old state or the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from google.protobuf import json_format
+
+from paceline.errors import DataLoss, InvalidInput, NotFound, WeightsError
+from paceline.tensors import safetensors_header
+from paceline.trajectory import VersionSet
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights.manifest import TARGET_NAMES, check_manifest, layouts, target_name
+
+_DRAFTER = 2
+_DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
+_TARGETS = {name: target for target, name in TARGET_NAMES.items()}
+_TEMPORARY = ".tmp-"
+
+Part = tuple[int, int]
+"""(target, version)."""
+
+
+class Spool:
+    """The last `keep` committed sets and what is prepared for the next.
+
+    `initial` names the directories of versions 0, which are never written here.
+    """
+
+    def __init__(self, directory: Path, keep: int = 2, *, initial: Mapping[int, Path] | None = None) -> None:
+        if keep < 1:
+            raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
+        self._directory = Path(directory)
+        self._keep = keep
+        self._initial = dict(initial or {})
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        self._sets = self._read_sets()
+        self._prepared = {part for part in self.spooled() if not self._committed(part)}
+
+    @property
+    def serving(self) -> VersionSet | None:
+        """Set committed last; None before the first commit."""
+        return self._sets[-1] if self._sets else None
+
+    @property
+    def previous(self) -> VersionSet | None:
+        """Set committed before the serving one."""
+        return self._sets[-2] if len(self._sets) > 1 else None
+
+    @property
+    def prepared(self) -> frozenset[Part]:
+        """Parts written and not yet committed, also those found at the start."""
+        return frozenset(self._prepared)
+
+    def path(self, target: int, version: int) -> Path:
+        """Directory of a version; NotFound when it is not here."""
+        path = self._directory / f"{target_name(target)}-{version}"
+        if path.is_dir():
+            return path
+        if version == 0 and target in self._initial:
+            return self._initial[target]
+        here = sorted(part[1] for part in self.spooled() if part[0] == target)
+        raise NotFound(f"{target_name(target)} version is not spooled", seen=version, allowed=here)
+
+    def has(self, target: int, version: int) -> bool:
+        """Whether `path` finds the version."""
+        return (self._directory / f"{target_name(target)}-{version}").is_dir() or (
+            version == 0 and target in self._initial
+        )
+
+    def manifest(self, target: int, version: int) -> Manifest | None:
+        """Manifest of a spooled version; None when it is not spooled."""
+        path = self._directory / f"{target_name(target)}-{version}" / "manifest.json"
+        if not path.is_file():
+            return None
+        try:
+            return json_format.Parse(path.read_text(), Manifest())
+        except json_format.ParseError as error:
+            raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
+
+    def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
+        """Writes one version durably and returns its directory; the same version again replaces nothing.
+
+        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest is spooled already.
+        """
+        check_manifest(manifest, max_bytes=len(buffer))
+        spooled = self.manifest(manifest.target, manifest.version)
+        name = f"{target_name(manifest.target)}-{manifest.version}"
+        if spooled is not None and spooled != manifest:
+            raise WeightsError(f"{name} is spooled with another content", seen=manifest.content_hash)
+        path = self._directory / name
+        if spooled is None:
+            temporary = self._directory / f"{_TEMPORARY}{name}"
+            temporary.mkdir()
+            header = safetensors_header(layouts(manifest), {"format": "pt", **manifest.metadata})
+            _write_synced(temporary / "model.safetensors", header, buffer)
+            _write_synced(temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode())
+            _sync_directory(temporary)
+            temporary.rename(path)
+            _sync_directory(self._directory)
+        if not self._committed((manifest.target, manifest.version)):
+            self._prepared.add((manifest.target, manifest.version))
+        return path
+
+    def commit(self, versions: VersionSet) -> None:
+        """Makes the set the serving one, atomically, and removes what no kept set and no later prepared version needs."""
+        serving = self.serving
+        if serving is not None and versions.seq <= serving.seq:
+            raise WeightsError("seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}")
+        sets = [*self._sets, versions][-self._keep :]
+        temporary = self._directory / f"{_TEMPORARY}versions.json"
+        _write_synced(temporary, json.dumps({"sets": [asdict(one) for one in sets]}).encode())
+        temporary.rename(self._directory / "versions.json")
+        _sync_directory(self._directory)
+        self._sets = sets
+        committed = {target: part_version(versions, target) for target in TARGET_NAMES}
+        self._prepared = {(target, version) for target, version in self._prepared if version > committed[target]}
+        self._prune()
+
+    def discard(self, target: int, version: int) -> None:
+        """Forgets a prepared version; one that a kept set names stays."""
+        if not self._committed((target, version)):
+            self._prepared.discard((target, version))
+            self._prune()
+
+    def _prune(self) -> None:
+        for part in self.spooled():
+            if part not in self._prepared and not self._committed(part):
+                # The rename makes the removal atomic for readers: a version is whole or absent.
+                gone = self._directory / f"{_TEMPORARY}gone-{TARGET_NAMES[part[0]]}-{part[1]}"
+                (self._directory / f"{TARGET_NAMES[part[0]]}-{part[1]}").rename(gone)
+                shutil.rmtree(gone)
+
+    def _committed(self, part: Part) -> bool:
+        return any(part_version(one, part[0]) == part[1] for one in self._sets)
+
+    def _spooled(self) -> set[Part]:
+        matches = (_DIRECTORY.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir())
+        return {(_TARGETS[match[1]], int(match[2])) for match in matches if match}
+
+    def _remove_leftovers(self) -> None:
+        for path in self._directory.glob(f"{_TEMPORARY}*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+    def _read_sets(self) -> list[VersionSet]:
+        path = self._directory / "versions.json"
+        if not path.is_file():
+            return []
+        try:
+            return [VersionSet(**one) for one in json.loads(path.read_text())["sets"]][-self._keep :]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataLoss(f"{path} is not a list of version sets", seen=str(error)[:120]) from error
+
+
+def part_version(versions: VersionSet, target: int) -> int:
+    """Version of a set's part; the head is the policy's."""
+    return versions.drafter if target == _DRAFTER else versions.policy
+
+
+def _write_synced(path: Path, *parts: memoryview | bytes | bytearray) -> None:
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            view = memoryview(part)
+            while view:
+                view = view[file.write(view) :]
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
