@@ -23,7 +23,7 @@ from paceline.errors import Unavailable
 from paceline.rpc.security import AUTHORIZATION, channel_credentials, check_security
 from paceline.rpc.server import MESSAGE_CAP
 from paceline.rpc.status import error_from_rpc
-from paceline.telemetry import inject, tracer
+from paceline.telemetry import inject, mark_failed, tracer
 from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 
 _RETRY = {
@@ -167,7 +167,12 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
         def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             opened = tracer().start_span(title, kind=SpanKind.CLIENT, attributes=facts)
             carrier = inject(set_span_in_context(opened))
-            started = start(*args, metadata=(*(metadata or ()), *carrier.items(), *self._authorization), **kwargs)
+            try:
+                started = start(*args, metadata=(*(metadata or ()), *carrier.items(), *self._authorization), **kwargs)
+            except BaseException as error:
+                mark_failed(opened, error)
+                opened.end()
+                raise
             started.add_done_callback(lambda done: self._ended(opened, done))
             return started
 
@@ -180,7 +185,12 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
         return call
 
     def _ended(self, opened: Span, call: Any) -> None:
-        task = asyncio.get_running_loop().create_task(_end_span(opened, call, time.time_ns()))
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # The loop is gone, the call was dropped with it; nobody can ask for its code.
+            opened.end()
+            return
+        task = loop.create_task(_end_span(opened, call, time.time_ns()))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

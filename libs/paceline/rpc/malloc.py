@@ -24,4 +24,5 @@ def set_malloc_thresholds() -> bool:
         return False
     libc = ctypes.CDLL(None)
     wanted = ((_M_MMAP_THRESHOLD, 64 * _MIB), (_M_TRIM_THRESHOLD, 128 * _MIB), (_M_TOP_PAD, 16 * _MIB))
-    return all([libc.mallopt(parameter, value) == 1 for parameter, value in wanted])
+    accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in wanted]
+    return all(accepted)

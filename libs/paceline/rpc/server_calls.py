@@ -8,13 +8,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
+from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
 from paceline.errors import DeadlineExceeded, InternalError, MissingCapability, PacelineError
 from paceline.rpc.security import check_token
 from paceline.rpc.status import code_of, error_from_rpc, status_of
-from paceline.telemetry import current_trace_id, extract_metadata, get_logger, span
+from paceline.telemetry import current_trace_id, extract_metadata, get_logger, mark_failed, span
 
 HEALTH = "/grpc.health.v1.Health/"
 _FACTORIES = {
@@ -92,6 +93,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         service, _, method = call.method.lstrip("/").partition("/")
         facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
         parent = extract_metadata(metadata)
+        failed: Status | None = None
         with span(f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts) as opened:
             try:
                 check_token(self._token, metadata)
@@ -104,9 +106,12 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001  the last frame of ours: it is logged or told to the caller
                 known = _known(error, call.method)
                 _record(opened, code_of(known))
-                await _abort(context, known)
+                mark_failed(opened, known)
+                failed = status_of(known)
             else:
                 _record(opened, grpc.StatusCode.OK)
+        if failed is not None:
+            await context.abort_with_status(rpc_status.to_status(failed))
 
 
 def _known(error: Exception, method: str) -> PacelineError:
@@ -128,7 +133,3 @@ def _known(error: Exception, method: str) -> PacelineError:
 
 def _record(opened: Span, code: grpc.StatusCode) -> None:
     opened.set_attribute("rpc.grpc.status_code", code.value[0])
-
-
-async def _abort(context: Any, error: PacelineError) -> None:
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))

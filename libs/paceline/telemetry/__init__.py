@@ -10,7 +10,7 @@ from paceline.telemetry.context import (
 )
 from paceline.telemetry.log import get_logger
 from paceline.telemetry.setup import TelemetrySettings, setup, shutdown
-from paceline.telemetry.trace import meter, span, tracer
+from paceline.telemetry.trace import mark_failed, meter, span, tracer
 
 __all__ = [
     "TelemetrySettings",
@@ -21,6 +21,7 @@ __all__ = [
     "get_logger",
     "inject",
     "inject_frame",
+    "mark_failed",
     "meter",
     "setup",
     "shutdown",

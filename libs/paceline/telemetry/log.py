@@ -31,10 +31,12 @@ def configure_log(service: str, level: str, as_json: bool) -> None:
         add_service,
         add_trace_ids,
     ]
+    # Tracebacks without local variables: those may hold a token or a prompt.
+    plain = structlog.dev.plain_traceback
     rendering: list[Processor] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
     )
     numeric = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
