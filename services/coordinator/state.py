@@ -202,9 +202,10 @@ def lease_slots(state: State, slots: Iterable[int], holder: Holder) -> State:
 
 def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
     """Slots held by nobody; `fence` gives them a new epoch because their holder has not confirmed."""
-    epoch = state.epoch + 1 if fence else state.epoch
+    chosen = tuple(slots)
+    epoch = state.epoch + 1 if fence and chosen else state.epoch
     freed = list(state.slots)
-    for slot in slots:
+    for slot in chosen:
         freed[slot] = Slot(Holder.NONE, epoch if fence else freed[slot].epoch)
     return replace(state, slots=tuple(freed), epoch=epoch)
 

@@ -1,0 +1,275 @@
+"""Whatever happens and in whatever order: one holder a slot, epochs that only grow, and a run that ends."""
+
+from __future__ import annotations
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from coordinator import commands, events
+from coordinator.machine import step
+from coordinator.state import Holder, Phase, Service, Settings, State, Versions, WorkerState, worker_slots
+
+LATE = (events.ShareDone, events.TasksFinished, events.PolicyStepped, events.PolicyPrepared, events.EvaluationDone)
+LATE_DRAFTER = (events.DrafterActivated, events.Preempted, events.Detached)
+LIVE = (Phase.EVALUATE, Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT, Phase.CLOSING)
+
+
+class World(RuleBasedStateMachine):
+    """Peers that answer every command some time, or die; it knows only the commands it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = State()
+        self.history: list[events.Event] = []
+        self.calls: dict[str, commands.Command] = {}
+        self.generating: set[int] = set()
+        self.stepped = False
+        self.now = 0.0
+        self.candidates = 0
+
+    @initialize(
+        workers=st.integers(1, 4),
+        slots_per_worker=st.integers(1, 2),
+        interval=st.integers(1, 2),
+        minimum=st.integers(1, 2),
+        drafter_slots=st.integers(1, 4),
+        evaluations=st.booleans(),
+    )
+    def start(
+        self, workers: int, slots_per_worker: int, interval: int, minimum: int, drafter_slots: int, evaluations: bool
+    ) -> None:
+        wanted = Settings(
+            workers=workers,
+            slots_per_worker=slots_per_worker,
+            total_steps=3,
+            training_interval_steps=interval,
+            min_workers_for_training=minimum,
+            max_drafter_slots=drafter_slots,
+            accuracy_enabled=evaluations,
+            probe_enabled=evaluations,
+            probe_every=2,
+        )
+        self.feed(events.RunStarted(0.0, wanted, Versions()))
+
+    def feed(self, event: events.Event) -> None:
+        before = self.state
+        self.state, issued = step(before, event)
+        self.history.append(event)
+        for old, new in zip(before.slots, self.state.slots, strict=False):
+            assert new.epoch >= old.epoch
+            if new.holder is not old.holder and new.holder is not Holder.NONE:
+                assert new.epoch > old.epoch
+        assert self.state.epoch >= before.epoch
+        assert self.state.versions.seq >= before.versions.seq
+        for command in issued:
+            self.take(command)
+
+    def take(self, command: commands.Command) -> None:
+        match command:
+            case commands.RunTasks():
+                self.generating = set(range(len(self.state.workers)))
+            case commands.TrainPolicy():
+                self.stepped = False
+            case commands.AwaitService(service):
+                self.calls[f"await {service}"] = command
+                return
+            case commands.CloseStep() | commands.AbortDrafter() | commands.Refuse():
+                return
+            case _:
+                pass
+        self.calls[type(command).__name__] = command
+
+    def tick(self) -> float:
+        self.now += 1.0
+        return self.now
+
+    def call(self, kind: type[commands.Command]) -> commands.Command:
+        return self.calls[kind.__name__]
+
+    @invariant()
+    def one_holder_a_slot(self) -> None:
+        state = self.state
+        leased = set(state.lease.slots) if state.lease else set()
+        assert {i for i, slot in enumerate(state.slots) if slot.holder is Holder.DRAFTER} == leased
+        for worker, worker_state in enumerate(state.workers):
+            holders = {state.slots[slot].holder for slot in worker_slots(state.settings, worker)}
+            assert len(holders) == 1
+            assert (worker_state is WorkerState.TRAINING) == (holders == {Holder.DRAFTER})
+            if worker_state is WorkerState.GENERATING and state.phase is Phase.ROLLOUT:
+                assert holders == {Holder.ENGINE}
+        if state.phase in (Phase.POLICY, Phase.COMMIT, Phase.EVALUATE, Phase.READY, Phase.CLOSING):
+            assert state.lease is None
+
+    @precondition(lambda self: "BeginStep" in self.calls and self.state.phase is Phase.READY)
+    @rule()
+    def begin(self) -> None:
+        command = self.calls.pop("BeginStep")
+        assert isinstance(command, commands.BeginStep)
+        self.feed(events.StepBegan(self.tick(), command.step))
+
+    @precondition(lambda self: "RunTasks" in self.calls and len(self.generating) > 1)
+    @rule(choice=st.integers(0, 99))
+    def share_done(self, choice: int) -> None:
+        worker = sorted(self.generating)[choice % len(self.generating)]
+        self.generating.discard(worker)
+        command = self.call(commands.RunTasks)
+        assert isinstance(command, commands.RunTasks)
+        self.feed(events.ShareDone(self.tick(), command.epoch, worker))
+
+    @precondition(lambda self: "RunTasks" in self.calls)
+    @rule()
+    def tasks_finished(self) -> None:
+        command = self.calls.pop("RunTasks")
+        assert isinstance(command, commands.RunTasks)
+        self.feed(events.TasksFinished(self.tick(), command.epoch))
+
+    @precondition(lambda self: "RunTasks" in self.calls)
+    @rule()
+    def worker_lost(self) -> None:
+        command = self.calls.pop("RunTasks")
+        assert isinstance(command, commands.RunTasks)
+        self.feed(events.WorkerLost(self.tick(), command.epoch, 0))
+
+    @precondition(lambda self: "ActivateDrafter" in self.calls)
+    @rule(ending=st.sampled_from(["activated", "promoted", "epochs", "rank_lost", "deadline"]))
+    def drafter_news(self, ending: str) -> None:
+        command = self.call(commands.ActivateDrafter)
+        assert isinstance(command, commands.ActivateDrafter)
+        epoch, now = command.epoch, self.tick()
+        match ending:
+            case "activated":
+                self.feed(events.DrafterActivated(now, epoch))
+            case "promoted":
+                self.candidates += 1
+                self.feed(events.GatePromoted(now, epoch, self.candidates))
+            case "deadline":
+                self.feed(events.Deadline(now, epoch, "activation", 30.0))
+            case "rank_lost":
+                del self.calls["ActivateDrafter"]
+                self.feed(events.RankLost(now, epoch, Service.DRAFTER_TRAINER, "died"))
+            case _:
+                del self.calls["ActivateDrafter"]
+                self.feed(events.Detached(now, epoch, ending))
+
+    @precondition(lambda self: "PreemptDrafter" in self.calls)
+    @rule(answered=st.booleans(), detached_first=st.booleans())
+    def preempted(self, answered: bool, detached_first: bool) -> None:
+        command = self.calls.pop("PreemptDrafter")
+        assert isinstance(command, commands.PreemptDrafter)
+        self.calls.pop("ActivateDrafter", None)
+        if not answered:
+            self.feed(events.Deadline(self.tick(), command.epoch, "preempt", command.deadline_s))
+            return
+        if detached_first:
+            self.feed(events.Detached(self.tick(), command.epoch, "preempted"))
+        self.feed(events.Preempted(self.tick(), command.epoch))
+
+    @precondition(lambda self: "TrainPolicy" in self.calls)
+    @rule(lost=st.booleans())
+    def policy_news(self, lost: bool) -> None:
+        command = self.call(commands.TrainPolicy)
+        assert isinstance(command, commands.TrainPolicy)
+        if lost:
+            del self.calls["TrainPolicy"]
+            self.feed(events.RankLost(self.tick(), command.epoch, Service.POLICY_TRAINER, "died"))
+        elif not self.stepped:
+            self.stepped = True
+            self.feed(events.PolicyStepped(self.tick(), command.epoch, command.policy_version + 1))
+        else:
+            del self.calls["TrainPolicy"]
+            self.feed(events.PolicyPrepared(self.tick(), command.epoch, command.policy_version + 1))
+
+    @precondition(lambda self: "Commit" in self.calls)
+    @rule(succeeded=st.booleans(), fell=st.booleans())
+    def commit_news(self, succeeded: bool, fell: bool) -> None:
+        command = self.calls.pop("Commit")
+        assert isinstance(command, commands.Commit)
+        if fell:
+            self.feed(events.AcceptanceFell(self.tick(), self.state.versions.drafter))
+        if succeeded:
+            self.feed(events.Committed(self.tick(), command.versions))
+        else:
+            self.feed(events.CommitFailed(self.tick(), command.versions, "not prepared"))
+
+    @precondition(lambda self: "Evaluate" in self.calls)
+    @rule()
+    def evaluated(self) -> None:
+        command = self.calls.pop("Evaluate")
+        assert isinstance(command, commands.Evaluate)
+        self.feed(events.EvaluationDone(self.tick(), command.epoch, command.kind, 1.0))
+
+    @precondition(lambda self: "SaveCheckpoints" in self.calls)
+    @rule()
+    def saved(self) -> None:
+        command = self.calls.pop("SaveCheckpoints")
+        assert isinstance(command, commands.SaveCheckpoints)
+        self.feed(events.CheckpointsSaved(self.tick(), command.epoch))
+
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule(service=st.sampled_from(list(Service)))
+    def service_lost(self, service: Service) -> None:
+        dead = {
+            Service.GATEWAY: ["RunTasks", "Commit", "Evaluate"],
+            Service.POLICY_TRAINER: ["TrainPolicy", "SaveCheckpoints"],
+            Service.DRAFTER_TRAINER: ["ActivateDrafter", "PreemptDrafter", "Commit", "SaveCheckpoints"],
+        }[service]
+        for kind in dead:
+            self.calls.pop(kind, None)
+        self.feed(events.ServiceLost(self.tick(), service, "connection refused"))
+
+    @precondition(lambda self: any(name.startswith("await") for name in self.calls))
+    @rule()
+    def service_back(self) -> None:
+        name = next(name for name in self.calls if name.startswith("await"))
+        command = self.calls.pop(name)
+        assert isinstance(command, commands.AwaitService)
+        self.feed(events.ServiceBack(self.tick(), command.service))
+
+    @precondition(lambda self: self.state.phase is not Phase.NEW)
+    @rule()
+    def coordinator_restarted(self) -> None:
+        self.calls.clear()
+        self.feed(events.Resumed(self.tick(), 3))
+
+    @precondition(lambda self: self.state.phase in LIVE)
+    @rule(choice=st.integers(0, 999))
+    def a_late_event_changes_nothing(self, choice: int) -> None:
+        lease = self.state.lease.epoch if self.state.lease else self.state.lease_epoch + 1
+        late = [event for event in self.history if isinstance(event, LATE) and event.epoch < self.state.phase_epoch]
+        late += [event for event in self.history if isinstance(event, LATE_DRAFTER) and event.epoch < lease]
+        if late:
+            after, issued = step(self.state, late[choice % len(late)])
+            assert after == self.state
+            assert isinstance(issued[0], commands.Refuse)
+
+    def teardown(self) -> None:
+        """From here on every peer answers: the run ends."""
+        if self.state.phase is Phase.NEW:
+            return
+        fair = [
+            (lambda: any(name.startswith("await") for name in self.calls), self.service_back),
+            (lambda: "PreemptDrafter" in self.calls, lambda: self.preempted(True, False)),
+            (lambda: "BeginStep" in self.calls and self.state.phase is Phase.READY, self.begin),
+            (lambda: "RunTasks" in self.calls and len(self.generating) > 1, lambda: self.share_done(0)),
+            (lambda: "RunTasks" in self.calls, self.tasks_finished),
+            (lambda: "TrainPolicy" in self.calls, lambda: self.policy_news(False)),
+            (lambda: "Commit" in self.calls, lambda: self.commit_news(True, False)),
+            (lambda: "Evaluate" in self.calls, self.evaluated),
+            (lambda: "SaveCheckpoints" in self.calls, self.saved),
+        ]
+        for _ in range(200):
+            if self.state.phase in (Phase.FINISHED, Phase.FAILED):
+                break
+            next(act for ready, act in fair if ready())()
+            self.one_holder_a_slot()
+        assert self.state.phase in (Phase.FINISHED, Phase.FAILED)
+        assert all(slot.holder is not Holder.DRAFTER for slot in self.state.slots) or self.state.phase is Phase.FAILED
+        replayed = State()
+        for event in self.history:
+            replayed = step(replayed, event)[0]
+        assert replayed == self.state
+
+
+World.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestWorld = World.TestCase
