@@ -1,0 +1,1 @@
+"""The `paceline` command. Imports no service: services and benches are started as processes."""

@@ -1,0 +1,155 @@
+"""Commands of `paceline`. Owns arguments and what a person reads; the work is done by the modules it calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from enum import StrEnum
+from importlib.metadata import version as distribution_version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from paceline.errors import PacelineError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in their idle time.",
+)
+console = Console(stderr=True)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="settings, e.g. engine.dtype=float32", show_default=False),
+]
+
+
+class Service(StrEnum):
+    """What `serve` can start."""
+
+    COORDINATOR = "coordinator"
+    GATEWAY = "gateway"
+    POLICY_TRAINER = "policy-trainer"
+    DRAFTER_TRAINER = "drafter-trainer"
+
+
+class Bench(StrEnum):
+    """What `bench` can run."""
+
+    TRANSPORT = "transport"
+    E2E = "e2e"
+
+
+_MODULES = {
+    Service.COORDINATOR: "coordinator",
+    Service.GATEWAY: "rollout_gateway",
+    Service.POLICY_TRAINER: "policy_trainer",
+    Service.DRAFTER_TRAINER: "drafter_trainer",
+}
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(distribution_version("paceline"))
+
+
+@app.command()
+def serve(
+    service: Service,
+    overrides: Overrides = None,
+    config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
+    model: Annotated[Path | None, typer.Option(help="checkpoint directory in Hugging Face format")] = None,
+    engine: Annotated[str | None, typer.Option(help="gateway: embedded | scripted")] = None,
+    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter directory, ngram or off")] = None,
+    http_port: Annotated[int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="print the settings and exit")] = False,
+) -> None:
+    """Run one service in this terminal. A gateway works alone: paceline serve gateway --model DIR"""
+    settings = list(overrides or [])
+    settings += [f'model="{model.resolve()}"'] if model else []
+    settings += [f'engine.kind="{engine}"'] if engine else []
+    settings += [f'drafter="{_drafter(drafter)}"'] if drafter else []
+    settings += [f'addresses.http="127.0.0.1:{http_port}"'] if http_port is not None else []
+    address = "gateway" if service is Service.GATEWAY else service.value.replace("-", "_")
+    settings += [f'addresses.{address}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
+    files = [part for file in config or [] for part in ("--config", str(file))]
+    flags = ["--print-config"] if print_config else []
+    # The service takes this process over: signals reach it directly and its exit code is ours.
+    os.execv(sys.executable, [sys.executable, "-m", _MODULES[service], *files, *flags, *settings])  # noqa: S606
+
+
+def _drafter(value: str) -> str:
+    return value if value in ("ngram", "off", "eagle") else str(Path(value).resolve())
+
+
+@app.command()
+def up(
+    overrides: Overrides = None,
+    config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
+) -> None:
+    """Start and supervise Redis and all services from one TOML; Ctrl-C stops them all."""
+    from paceline.cli.up import run_up
+
+    raise typer.Exit(_run(run_up(list(config or []), list(overrides or []), console)))
+
+
+@app.command()
+def demo(
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 150,
+    seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="decode without a drafter")] = False,
+    frozen_drafter: Annotated[Path | None, typer.Option(help="serve this drafter and never train it")] = None,
+    resume: Annotated[str | None, typer.Option(metavar="ID", help="continue the run of this id")] = None,
+    out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
+) -> None:
+    """Train a small policy and its drafter end to end on this machine, then write a report."""
+    from paceline.cli.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        steps=steps,
+        seed=seed,
+        speculation=not no_speculation,
+        frozen_drafter=frozen_drafter,
+        resume=resume,
+        out=out,
+        overrides=tuple(overrides or ()),
+    )
+    raise typer.Exit(_run(run_demo(options, console)))
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Option(help="address of the coordinator")] = "127.0.0.1:7400",
+) -> None:
+    """Show what a running system does: phase, slots, versions, the last step."""
+    from paceline.cli.status import show_status
+
+    raise typer.Exit(_run(show_status(address, Console())))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(name: Bench, context: typer.Context) -> None:
+    """Run a benchmark and print its table; --json FILE keeps it. `paceline bench NAME --help` lists the options."""
+    os.execv(sys.executable, [sys.executable, "-m", "paceline.bench", name.value, *context.args])  # noqa: S606
+
+
+def _run(coroutine: object) -> int:
+    try:
+        return asyncio.run(coroutine)  # type: ignore[arg-type]
+    except PacelineError as error:
+        console.print(f"[bold red]paceline:[/] {error}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,47 @@
+"""`paceline status`: one look at a running coordinator."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.config import SecurityConfig
+from paceline.rpc import channel, rpc_errors
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1 import coordinator_pb2_grpc
+
+DEADLINE_S = 5.0
+
+
+async def show_status(address: str, console: Console) -> int:
+    """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator answers."""
+    async with channel(address, SecurityConfig()) as connection:
+        with rpc_errors():
+            snapshot = await coordinator_pb2_grpc.CoordinatorServiceStub(connection).GetSnapshot(
+                pb.GetSnapshotRequest(), timeout=DEADLINE_S
+            )
+    console.print(
+        f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  phase [bold]{snapshot.phase}[/]  "
+        f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set {snapshot.versions.seq})"
+    )
+    slots = Table("slot", "holder", "epoch", "worker")
+    for slot in snapshot.slots:
+        slots.add_row(
+            str(slot.slot), enum_word(pb.Holder, slot.holder), str(slot.epoch), enum_word(pb.WorkerState, slot.worker_state)
+        )
+    console.print(slots)
+    record = snapshot.last_step
+    if record.step_s:
+        console.print(
+            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} tokens in {record.rollout_s:.2f} s, "
+            f"acceptance length {record.accept_length:.2f}, {record.drafter_steps} drafter steps, {record.step_s:.2f} s in all"
+        )
+    if snapshot.failure:
+        console.print(f"[bold red]{snapshot.failure}[/]", highlight=False)
+        return 1
+    return 0
+
+
+def enum_word(kind: object, value: int) -> str:
+    """Last word of an enum's name in lower case: HOLDER_ENGINE -> engine."""
+    return str(kind.Name(value)).rsplit("_", 1)[-1].lower()  # type: ignore[attr-defined]
