@@ -121,7 +121,7 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
     known = _NAMES.get(rows.dtype.newbyteorder("<") if rows.dtype.byteorder == ">" else rows.dtype)
     if known is None or rows.dtype.byteorder == ">":
         raise InvalidInput(f"numpy dtype of {name} has no safetensors name", seen=rows.dtype.str, allowed=list(_NAMES))
-    return NamedTensor(name, dtype or known, tuple(rows.shape), memoryview(rows.reshape(-1).view("u1")))
+    return NamedTensor(name, dtype or known, tuple(rows.shape), rows.reshape(-1).view("u1").data)
 
 
 def crc32(data: bytes | bytearray | memoryview) -> int:

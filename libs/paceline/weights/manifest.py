@@ -1,4 +1,4 @@
-"""What a version consists of: building, checking and cutting a manifest. Owns the layout of the stream; no transport."""
+"""What a version consists of: building, checking and cutting a manifest. Owns the stream's layout; no transport."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def content_hash(checksums: Iterator[int]) -> str:
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
-    """Raises InvalidInput unless the manifest can be received: known target and dtypes, offsets without gap or overlap."""
+    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or overlap."""
     target_name(manifest.target)
     if manifest.encoding != WEIGHT_ENCODING_FULL:
         seen = _encoding_name(manifest.encoding)
@@ -145,4 +145,4 @@ def _slice(manifest: Manifest, tensors: Sequence[NamedTensor], first: int, start
 
 def _encoding_name(encoding: int) -> str:
     known = encoding in WeightEncoding.values()
-    return str(WeightEncoding.Name(encoding)) if known else str(encoding)  # type: ignore[arg-type]
+    return str(WeightEncoding.Name(encoding)) if known else str(encoding)

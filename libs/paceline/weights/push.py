@@ -1,4 +1,4 @@
-"""Sender of weights: Prepare, Push, Commit, Abort as a client. Owns chunking and deadlines; keeps no state between calls."""
+"""Sender of weights: Prepare, Push, Commit, Abort as a client. Owns deadlines; keeps no state between calls."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ async def push_weights(
 ) -> PushReport:
     """Sends the chunks the receiver wants; called again after a failure it sends only the rest.
 
-    Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch, ResourceExhausted, Unavailable,
-    DeadlineExceeded.
+    Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch, ResourceExhausted,
+    Unavailable, DeadlineExceeded.
     """
     started_s = time.monotonic()
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
     with rpc_errors():
-        stub: Any = WeightServiceStub(channel)
+        stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.PrepareRequest(context=context, manifest=manifest)
         wanted = await stub.Prepare(request, timeout=deadline_s)
         if wanted.complete:
@@ -100,7 +100,7 @@ async def commit_versions(
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> VersionSet:
     """Serves a set at the receiver and returns the serving one; WeightsError when a part is not there."""
-    stub: Any = WeightServiceStub(channel)
+    stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.CommitRequest(context=context, versions=versions_to_proto(versions), mode=mode)  # type: ignore[arg-type]
     with rpc_errors():
         response = await stub.Commit(request, timeout=deadline_s)
@@ -116,7 +116,7 @@ async def abort_version(
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> None:
     """Makes the receiver forget a prepared version; WeightsError when it is being served."""
-    stub: Any = WeightServiceStub(channel)
+    stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.AbortRequest(context=context, target=target, version=version)  # type: ignore[arg-type]
     with rpc_errors():
         await stub.Abort(request, timeout=deadline_s)

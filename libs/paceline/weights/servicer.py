@@ -82,7 +82,7 @@ class WeightServicer(WeightServiceServicer):
         """Set being served; version 0 of everything before the first commit."""
         return self._spool.serving or VersionSet()
 
-    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
+    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:  # noqa: N802
         """Answers the chunks still wanted; allocates the buffer of a new version."""
         self._guard.check(request.context)
         manifest = request.manifest
@@ -106,7 +106,7 @@ class WeightServicer(WeightServiceServicer):
                 raise _differs(manifest, assembly.manifest)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted())
 
-    async def Push(self, request_iterator: AsyncIterator[PushChunk], context: Any) -> pb.PushResponse:
+    async def Push(self, request_iterator: AsyncIterator[PushChunk], context: Any) -> pb.PushResponse:  # noqa: N802
         """Takes the chunks of one version; returns when it is spooled and loaded beside the serving one."""
         part: Part | None = None
         received = 0
@@ -127,7 +127,7 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._finish(part, received)
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
         """Serves a set: workers first, then versions.json; the serving set again is answered without effect."""
         self._guard.check(request.context)
         versions = versions_from_proto(request.versions)
@@ -141,7 +141,7 @@ class WeightServicer(WeightServiceServicer):
                 self._forget_older(versions)
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
         """Forgets a version; one that is not here is forgotten already. WeightsError when it is being served."""
         self._guard.check(request.context)
         part = (request.target, request.version)
@@ -158,7 +158,7 @@ class WeightServicer(WeightServiceServicer):
             await asyncio.to_thread(self._spool.discard, *part)
         return pb.AbortResponse()
 
-    async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:
+    async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:  # noqa: N802
         """Serving, previous and prepared versions."""
         previous = self._spool.previous
         return pb.GetVersionsResponse(
@@ -222,8 +222,8 @@ class WeightServicer(WeightServiceServicer):
             raise
 
     async def _load(self, part: Part) -> None:
-        """Gives a spooled version to the hooks once; what serves already is left alone, and so is an unspooled version 0."""
-        serves = self._spool.serving is not None and part[1] == part_version(self._spool.serving, part[0])
+        """Gives a spooled version to the hooks once; not what serves already, nor a version 0 without a directory."""
+        serves = part[1] == part_version(self.serving, part[0])
         if part in self._loaded or serves or (part[1] == 0 and not self._spool.has(*part)):
             return
         await self._hooks.on_prepared(*part, self._spool.path(*part))

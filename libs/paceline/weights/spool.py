@@ -115,7 +115,7 @@ class Spool:
         return path
 
     def commit(self, versions: VersionSet) -> None:
-        """Makes the set the serving one, atomically, and removes what no kept set and no later prepared version needs."""
+        """Makes the set the serving one, atomically; removes what neither a kept set nor a later prepared one needs."""
         serving = self.serving
         if serving is not None and versions.seq <= serving.seq:
             raise WeightsError("seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}")
@@ -146,7 +146,8 @@ class Spool:
     def _committed(self, part: Part) -> bool:
         return any(part_version(one, part[0]) == part[1] for one in self._sets)
 
-    def _spooled(self) -> set[Part]:
+    def spooled(self) -> set[Part]:
+        """Parts whose directory is here."""
         matches = (_DIRECTORY.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir())
         return {(_TARGETS[match[1]], int(match[2])) for match in matches if match}
 

@@ -1,4 +1,4 @@
-"""PushRequest on the wire without protobuf's copies. Owns encoding and decoding of this one message; both are valid protobuf.
+"""PushRequest on the wire without protobuf's copies. Owns this one message; both ways are valid protobuf.
 
 The generated class parses what `encode_push` writes and the other way round; `decode_push` leaves the chunk where gRPC
 put it and hands out a view.
