@@ -98,7 +98,7 @@ def read_config_json(directory: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a Hugging Face config mapping. Raises InvalidInput naming the key that is missing or unsupported."""
+    """ModelConfig of a Hugging Face config mapping. Raises InvalidInput naming the key that is missing or wrong."""
     architectures = raw.get("architectures") or ["(none)"]
     family = ARCHITECTURES.get(architectures[0])
     if family is None:

@@ -3,20 +3,17 @@
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every row at its own
 positions. Query, key and value projections are one matrix, gate and up another; query and key heads are stored with
 interleaved halves (models/rope.py), which changes no product of a query with a key.
-
-A cache row holds what one token leaves behind: its keys of all KV heads, then its values, as the fused projection
-emits them, so one copy per layer stores both: [layers, slots, capacity, 2 * kv_heads * head_dim].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
 
 
@@ -79,20 +76,15 @@ class Block:
     """float [B, 1, Q * group, length]: 0 where a query may look, else -inf. None: everything is visible."""
     length: int
     """Cached positions that attention reads."""
-
-
-def cache_rows(slots: Sequence[int]) -> slice | Tensor:
-    """Slots as a slice when they follow each other, so that the cache is read without a copy; else int64 [B]."""
-    first = slots[0]
-    if all(slot == first + offset for offset, slot in enumerate(slots)):
-        return slice(first, first + len(slots))
-    return torch.tensor(slots)
+    keys: tuple[Tensor, ...]
+    """Per layer [B, kv_heads, length, D] views of the cache; empty when rows is no slice."""
+    values: tuple[Tensor, ...]
 
 
 def make_block(
     config: ModelConfig,
     rotation: Tensor,
-    cache: Tensor,
+    cache: StaticCache,
     rows: slice | Tensor,
     positions: Tensor,
     length: int,
@@ -101,37 +93,45 @@ def make_block(
 ) -> Block:
     """Plan of one forward.
 
-    cache [..., slots, capacity, width]; positions int64 [B, Q]; length = largest position + 1, given by the caller so
-    that nothing waits for the device; masked forces a mask where none is needed.
+    positions int64 [B, Q]; length = largest position + 1, given by the caller so that nothing waits for the device;
+    masked forces a mask where none is needed.
     """
     batch, tokens = positions.shape
-    capacity = cache.shape[-2]
-    slots = torch.arange(rows.start, rows.stop, device=positions.device) if isinstance(rows, slice) else rows
+    keys: tuple[Tensor, ...] = ()
+    values: tuple[Tensor, ...] = ()
+    if isinstance(rows, slice):
+        slots = torch.arange(rows.start, rows.stop, device=positions.device)
+        keys, values = cache.views(rows, length)
+    else:
+        slots = rows
     mask = None
     if masked or batch > 1 or tokens > 1:
-        visible = torch.arange(length, device=positions.device) <= positions[:, :, None]
-        bias = torch.zeros(visible.shape, dtype=cache.dtype, device=positions.device)
-        bias.masked_fill_(~visible, float("-inf"))
-        bias = bias.repeat_interleave(config.group, dim=1) if config.group > 1 else bias
-        mask = bias[:, None]
-    flat = positions.reshape(-1)
+        hidden = torch.arange(length, device=positions.device) > positions[:, :, None]
+        bias = torch.zeros(hidden.shape, dtype=cache.data.dtype, device=positions.device)
+        bias.masked_fill_(hidden, float("-inf"))
+        mask = (bias.repeat_interleave(config.group, dim=1) if config.group > 1 else bias)[:, None]
     return Block(
         rows=rows,
         batch=batch,
         tokens=tokens,
-        index=(slots[:, None] * capacity + positions).reshape(-1),
-        rotation=rotation.index_select(0, flat)[:, None],
+        index=(slots[:, None] * cache.capacity + positions).view(-1),
+        rotation=rotation.index_select(0, positions.reshape(-1))[:, None],
         mask=mask,
         length=length,
+        keys=keys,
+        values=values,
     )
 
 
-def layer_forward(config: ModelConfig, layer: LayerWeights, x: Tensor, cache: Tensor, block: Block) -> Tensor:
-    """One layer. x [N, H]; cache [slots, capacity, width] of this layer, written at the block. Returns [N, H]."""
+def layer_forward(
+    config: ModelConfig, layer: LayerWeights, x: Tensor, cache: StaticCache, index: int, block: Block
+) -> Tensor:
+    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H]."""
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
     qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
-    attended = _attend(config, _rotated(config, layer, qkv, block.rotation), qkv, cache, block)
-    x = torch.addmm(x, attended, layer.output.t())
+    queries = _rotated(config, layer, qkv, block.rotation)
+    cache.flat[index].index_copy_(0, block.index, qkv[:, config.num_heads * config.head_dim :])
+    x = torch.addmm(x, _attend(config, queries, cache, index, block), layer.output.t())
     if layer.output_bias is not None:
         x = x + layer.output_bias
     normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
@@ -144,45 +144,44 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Tensor) -> Tensor:
-    """Queries [N, Nq, D] after norm and rotation; keys are rotated in place inside qkv where the dtype allows it."""
-    heads = config.num_heads + config.num_kv_heads
-    width = heads * config.head_dim
-    qk = qkv[:, :width].unflatten(1, (heads, config.head_dim))
+    """Normalises and rotates queries and keys in place inside qkv [N, .]; returns the queries [N, Nq, D], a view."""
+    heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
+    qk = qkv[:, : heads * dim].view(-1, heads, dim)
     if layer.qk_norm is None and qk.dtype == torch.float32:
-        torch.view_as_complex(qk.unflatten(2, (-1, 2))).mul_(rotation)
+        torch.view_as_complex(qk.view(-1, heads, dim // 2, 2)).mul_(rotation)
         return qk[:, : config.num_heads]
     turned = qk
     if layer.qk_norm is not None:
-        turned = functional.rms_norm(qk, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm
+        turned = functional.rms_norm(qk, (dim,), None, config.rms_norm_eps) * layer.qk_norm
     pairs = torch.view_as_complex(turned.float().unflatten(2, (-1, 2)).contiguous())
     qk.copy_(torch.view_as_real(pairs * rotation).flatten(2))
     return qk[:, : config.num_heads]
 
 
-def _attend(config: ModelConfig, queries: Tensor, qkv: Tensor, cache: Tensor, block: Block) -> Tensor:
-    """Stores the block's keys and values, then attends over the cache. Returns [N, Nq D]."""
+def _attend(config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block) -> Tensor:
+    """Attention over the cache, the block's own rows included. Returns [N, Nq D]."""
     batch, tokens, kv, group, dim = block.batch, block.tokens, config.num_kv_heads, config.group, config.head_dim
-    cache.view(-1, cache.shape[-1]).index_copy_(0, block.index, qkv[:, config.num_heads * dim :])
-    seen = cache[block.rows, : block.length].unflatten(2, (2, kv, dim))
-    keys, values = seen[:, :, 0].transpose(1, 2), seen[:, :, 1].transpose(1, 2)
+    if block.keys:
+        keys, values = block.keys[index], block.values[index]
+    else:
+        assert isinstance(block.rows, Tensor)
+        keys, values = cache.gather(index, block.rows, block.length)
     # The query heads of one KV head stand as extra queries: no copy of keys or values per query head.
-    grouped = queries.unflatten(0, (batch, tokens)).unflatten(2, (kv, group))
-    grouped = grouped.permute(0, 2, 1, 3, 4).reshape(batch, kv, tokens * group, dim)
+    grouped = queries.view(batch, tokens, kv, group, dim).transpose(1, 2).reshape(batch, kv, tokens * group, dim)
     out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
-    out = out.view(batch, kv, tokens, group, dim).permute(0, 2, 1, 3, 4)
+    out = out.view(batch, kv, tokens, group, dim).transpose(1, 2)
     return out.reshape(batch * tokens, config.num_heads * dim)
 
 
-def forward_hidden(weights: DecoderWeights, cache: Tensor, token_ids: Tensor, block: Block) -> Tensor:
+def forward_hidden(weights: DecoderWeights, cache: StaticCache, token_ids: Tensor, block: Block) -> Tensor:
     """Last hidden states after the final norm, the input of the head.
 
-    token_ids int64 [B, Q] at the block's positions; cache [layers, slots, capacity, width], written in place.
-    Returns [B, Q, H].
+    token_ids int64 [B, Q] at the block's positions; the cache is written in place. Returns [B, Q, H].
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     for index, layer in enumerate(weights.layers):
-        x = layer_forward(config, layer, x, cache[index], block)
+        x = layer_forward(config, layer, x, cache, index, block)
     x = _rms_norm(x, weights.norm, config.rms_norm_eps)
     return x.view(block.batch, block.tokens, config.hidden_size)
 

@@ -7,15 +7,16 @@ rows from true hidden states. So the drafter may be off for any number of rounds
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Block, DecoderWeights, LayerWeights, cache_rows, layer_forward, make_block
+from paceline.models.decoder import Block, DecoderWeights, LayerWeights, layer_forward, make_block
 from paceline.models.loading import fuse_layer, read_tensors
 from paceline.models.rope import rotation_table
 from paceline.speculators.base import CaptureSpec, DraftBatch, SpeculatorSetup
@@ -52,13 +53,16 @@ class EagleDrafter:
         net = load_eagle(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
         self._config: ModelConfig = net.config
         device = setup.target.head.device
-        self._cache = torch.zeros(setup.slots, setup.capacity, self._config.kv_width, dtype=setup.dtype, device=device)
+        self._device = device
+        self._cache = StaticCache(
+            self._config, layers=1, slots=setup.slots, capacity=setup.capacity, dtype=setup.dtype, device=device
+        )
         self._rotation = rotation_table(self._config.rope, self._config.head_dim, setup.capacity).to(device)
         self._valid = [0] * setup.slots
         self._state = self._fused(net)
 
     def _fused(self, net: EagleNet) -> EagleState:
-        device, hidden = self._cache.device, self._config.hidden_size
+        device, hidden = self._device, self._config.hidden_size
         net.bind(self._target.embed, self._target.head)
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
         fc = tensors["fc.weight"].to(device, self._dtype)
@@ -92,7 +96,7 @@ class EagleDrafter:
 
     def move(self, source: int, destination: int, length: int) -> None:
         """Copy what is kept of a sequence to another slot."""
-        self._cache[destination, :length] = self._cache[source, :length]
+        self._cache.move(source, destination, length)
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 
@@ -101,12 +105,12 @@ class EagleDrafter:
         self._rescue_laggards(batch)
         lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
         features = self._catch_up(batch, batch.slots, batch.lengths, max(lacking, 1))
-        drafts = torch.empty(len(batch.slots), steps, dtype=torch.int64, device=self._cache.device)
+        drafts = torch.empty(len(batch.slots), steps, dtype=torch.int64, device=self._device)
         blocks = self._chain_blocks(batch, steps - 1)
         for step in range(steps):
             if step:
                 x = self._inputs(drafts[:, step - 1], features)
-                features = layer_forward(self._config, self._state.layer, x, self._cache, blocks[step - 1])
+                features = layer_forward(self._config, self._state.layer, x, self._cache, 0, blocks[step - 1])
             torch.argmax(functional.linear(features, self._target.head), dim=-1, out=drafts[:, step])
         return drafts
 
@@ -128,7 +132,7 @@ class EagleDrafter:
 
         Slots that lack fewer rows compute some again, with the same result: no padding and no masks of padding.
         """
-        device = self._cache.device
+        device = self._device
         last = torch.tensor(lengths, device=device) - 2
         # A sequence shorter than `rows` repeats row 0 at its front.
         positions = (last[:, None] + torch.arange(1 - rows, 1, device=device)).clamp_(min=0)
@@ -138,7 +142,7 @@ class EagleDrafter:
         block = make_block(
             self._config, self._rotation, self._cache, cache_rows(slots), positions, max(1, max(lengths) - 1)
         )
-        out = layer_forward(self._config, self._state.layer, x, self._cache, block)
+        out = layer_forward(self._config, self._state.layer, x, self._cache, 0, block)
         for slot, n in zip(slots, lengths, strict=True):
             self._valid[slot] = max(n - 1, 0)
         return out.view(len(slots), rows, -1)[:, -1]
@@ -147,7 +151,7 @@ class EagleDrafter:
         """Blocks of one token each at positions n - 1, n, ...: planned together, since small operations dominate."""
         if steps < 1:
             return []
-        device, length = self._cache.device, max(batch.lengths) - 1 + steps
+        device, length = self._device, max(batch.lengths) - 1 + steps
         positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(-1, steps - 1, device=device)
         whole = make_block(
             self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, masked=True
@@ -157,5 +161,6 @@ class EagleDrafter:
         masks = whole.mask.view(count, 1, steps, group, length)
         index, rotation = whole.index.view(count, steps), whole.rotation.view(count, steps, 1, -1)
         return [
-            Block(whole.rows, count, 1, index[:, k], rotation[:, k], masks[:, :, k], length) for k in range(steps)
+            replace(whole, tokens=1, index=index[:, k], rotation=rotation[:, k], mask=masks[:, :, k])
+            for k in range(steps)
         ]
