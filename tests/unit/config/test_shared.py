@@ -1,0 +1,43 @@
+"""The shared sections: their keys, their defaults, their secrets."""
+
+import pytest
+
+from paceline.config import RedisConfig, SecurityConfig, ServiceConfig, known_keys
+
+
+def test_the_shared_keys_are_these() -> None:
+    assert known_keys(ServiceConfig) == [
+        "addresses.coordinator",
+        "addresses.drafter_trainer",
+        "addresses.events",
+        "addresses.gateway",
+        "addresses.http",
+        "addresses.policy_trainer",
+        "redis.durable_url",
+        "redis.features_url",
+        "run.dir",
+        "run.id",
+        "run.seed",
+        "security.allow_insecure",
+        "security.tls_ca",
+        "security.tls_cert",
+        "security.tls_key",
+        "security.token_env",
+        "telemetry.log_json",
+        "telemetry.log_level",
+        "telemetry.spans_dir",
+    ]
+
+
+def test_the_features_role_falls_back_to_the_durable_one() -> None:
+    assert (RedisConfig().durable, RedisConfig().features) == ("redis://127.0.0.1:7410/0",) * 2
+    assert RedisConfig(durable_url="redis://a/0").features == "redis://a/0"
+    assert RedisConfig(durable_url="redis://a/0", features_url="redis://b/0").features == "redis://b/0"
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    monkeypatch.setenv("OTHER", "s3cret")
+    assert SecurityConfig().token == ""
+    assert SecurityConfig(token_env="OTHER").token == "s3cret"
+    assert "s3cret" not in repr(SecurityConfig(token_env="OTHER"))

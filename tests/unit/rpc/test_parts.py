@@ -1,0 +1,167 @@
+"""Fencing, the rule for addresses, and the forms of errors, without a server."""
+
+import subprocess
+import sys
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import ErrorInfo
+from grpc_status import rpc_status
+
+from paceline import errors
+from paceline.config import SecurityConfig
+from paceline.errors import ConfigError, InvalidInput, PacelineError, StaleEpoch
+from paceline.rpc import EpochGuard, error_from_rpc, is_loopback
+from paceline.rpc.security import check_security, check_token
+from paceline.rpc.status import code_of, status_of
+from paceline.v1.trajectory_pb2 import CommandContext
+
+
+def every_class(cls: type[PacelineError] = PacelineError) -> list[type[PacelineError]]:
+    return [found for child in cls.__subclasses__() for found in (child, *every_class(child))]
+
+
+OURS = [cls for cls in every_class() if cls.__module__ == errors.__name__]
+
+
+def raised(error: PacelineError) -> grpc.aio.AioRpcError:
+    status = rpc_status.to_status(status_of(error))
+    trailing = grpc.aio.Metadata(*status.trailing_metadata)
+    return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailing, details=status.details)
+
+
+@pytest.mark.parametrize("cls", OURS)
+@pytest.mark.parametrize("reason", [None, "OF_ITS_OWN"])
+def test_every_class_comes_back_as_itself(cls: type[PacelineError], reason: str | None) -> None:
+    back = error_from_rpc(raised(cls("what was wrong", reason=reason, seen=3, allowed="1 or 2")))
+    assert type(back) is cls
+    assert (back.message, back.reason, back.seen, back.allowed) == ("what was wrong", reason or cls.reason, "3", "1 or 2")
+
+
+def test_a_services_own_subclass_comes_back_as_the_nearest_shared_class() -> None:
+    class RankLost(errors.Unavailable):
+        reason = "RANK_LOST"
+
+    back = error_from_rpc(raised(RankLost("rank 1 died")))
+    assert (type(back), back.reason) == (errors.Unavailable, "RANK_LOST")
+
+
+def test_seen_and_allowed_keep_absent_apart_from_empty() -> None:
+    back = error_from_rpc(raised(InvalidInput("x", seen="")))
+    assert (back.seen, back.allowed) == ("", None)
+
+
+def test_the_detail_is_a_standard_error_info() -> None:
+    status = status_of(StaleEpoch("late", seen=1, allowed="at least 2"))
+    info = ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("STALE_EPOCH", "paceline")
+    assert dict(info.metadata) == {"family": "STALE_EPOCH", "seen": "1", "allowed": "at least 2"}
+
+
+def test_a_long_error_fits_into_the_headers() -> None:
+    status = status_of(InvalidInput("ü" * 100_000, seen="y" * 100_000, allowed="z" * 100_000))
+    assert len(status.SerializeToString()) * 4 / 3 + 6 * len(status.message) < 8192
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.ResourceExhausted),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.MissingCapability),
+        (grpc.StatusCode.UNAUTHENTICATED, errors.ConfigError),
+        (grpc.StatusCode.UNKNOWN, errors.InternalError),
+        (grpc.StatusCode.CANCELLED, errors.Unavailable),
+    ],
+)
+def test_errors_of_grpc_itself_get_the_class_of_their_code(code: grpc.StatusCode, cls: type[PacelineError]) -> None:
+    error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone")
+    back = error_from_rpc(error)
+    assert (type(back), back.message) == (cls, "gone")
+
+
+def test_every_code_has_a_class() -> None:
+    for code in grpc.StatusCode:
+        if code is not grpc.StatusCode.OK:
+            error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata()))
+    assert {code_of(cls("x")) for cls in OURS} <= set(grpc.StatusCode) - {grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN}
+
+
+def test_broken_details_leave_the_code() -> None:
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), trailing, details="nothing there")
+    assert type(error_from_rpc(error)) is errors.NotFound
+
+
+def context(epoch: int, run: str = "r") -> CommandContext:
+    return CommandContext(run_id=run, epoch=epoch)
+
+
+def test_an_epoch_below_the_highest_seen_is_stale_per_run() -> None:
+    guard = EpochGuard()
+    for epoch in (1, 1, 3):
+        guard.check(context(epoch))
+    with pytest.raises(StaleEpoch, match="seen: 2; allowed: at least 3"):
+        guard.check(context(2))
+    guard.check(context(1, run="other"))
+    guard.check(context(3))
+    assert (guard.highest("r"), guard.highest("other"), guard.highest("never")) == (3, 1, 0)
+
+
+def test_a_command_without_a_run_is_refused() -> None:
+    for run in ("", "UPPER", "a" * 65):
+        with pytest.raises(InvalidInput, match="names its run"):
+            EpochGuard().check(context(1, run=run))
+
+
+def test_fencing_remembers_a_bounded_number_of_runs() -> None:
+    guard = EpochGuard()
+    for index in range(1000):
+        guard.check(context(1, run=f"r{index}"))
+    assert guard.highest("r0") == 0
+    assert guard.highest("r999") == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:0", "localhost:7", "[::1]:5", "unix:/tmp/x.sock"])
+def test_loopback_needs_no_security(address: str) -> None:
+    assert is_loopback(address)
+    check_security(address, SecurityConfig())
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:7", "example.org:7", "localhost.example.org:7"])
+def test_beyond_loopback_token_and_tls_are_demanded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match=r"missing: a token in \$PACELINE_TOKEN, security.tls_cert .*security.tls_ca"):
+        check_security(address, SecurityConfig())
+    check_security(address, SecurityConfig(allow_insecure=True))
+    monkeypatch.setenv("PACELINE_TOKEN", "t")
+    with pytest.raises(ConfigError, match="missing: security.tls_ca;"):
+        check_security(address, SecurityConfig(tls_cert="c", tls_key="k"))
+    check_security(address, SecurityConfig(tls_cert="c", tls_key="k", tls_ca="a"))
+
+
+def test_a_certificate_without_its_key_is_refused_everywhere() -> None:
+    with pytest.raises(ConfigError, match="go together"):
+        check_security("127.0.0.1:1", SecurityConfig(tls_cert="c"))
+
+
+@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"])
+def test_only_the_right_token_passes(given: str | bytes | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_token("right", [] if given is None else [("authorization", given)])
+    assert caught.value.reason == "UNAUTHENTICATED"
+    assert "right" not in str(caught.value)
+    check_token("right", [("x", "y"), ("authorization", "Bearer right")])
+    check_token("", [])
+
+
+MALLOC = "from paceline.rpc import set_malloc_thresholds; print(set_malloc_thresholds())"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+@pytest.mark.parametrize(("environment", "set_here"), [({}, "True"), ({"MALLOC_ARENA_MAX": "2"}, "False")])
+def test_malloc_thresholds_are_set_unless_the_environment_did(environment: dict[str, str], set_here: str) -> None:
+    run = subprocess.run([sys.executable, "-c", MALLOC], env=environment, capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout.strip()) == (0, set_here)

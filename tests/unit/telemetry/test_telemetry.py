@@ -1,0 +1,182 @@
+"""Spans, their file, their context on the wire, and log lines."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import telemetry
+from paceline.config import TelemetryConfig
+from paceline.telemetry.span_file import SpanFile
+
+
+@pytest.fixture(autouse=True)
+def _shut_down() -> Iterator[None]:
+    yield
+    telemetry.shutdown()
+
+
+def start(directory: Path, **settings: Any) -> None:
+    telemetry.setup("gateway", TelemetryConfig(spans_dir=str(directory), **settings))
+
+
+def written(directory: Path) -> dict[str, dict[str, Any]]:
+    telemetry.shutdown()
+    (path,) = directory.glob("gateway-*.jsonl")
+    return {record["name"]: record for record in map(json.loads, path.read_text().splitlines())}
+
+
+def test_a_span_becomes_one_line_with_its_parent_links_and_attributes(tmp_path: Path) -> None:
+    start(tmp_path)
+    with telemetry.span("elsewhere"):
+        link = telemetry.inject()["traceparent"]
+    with telemetry.span("step", kind="server", step=3, names=("a", "b")), telemetry.span("inner", links=[link, "bad"]):
+        pass
+    spans = written(tmp_path)
+    outer, inner = spans["step"], spans["inner"]
+    assert outer.keys() == {
+        "trace_id", "span_id", "parent_id", "name", "kind", "service", "start_ns", "end_ns", "attributes", "links", "status",
+    }  # fmt: skip
+    assert (outer["kind"], outer["service"], outer["parent_id"], outer["status"]) == ("server", "gateway", "", "unset")
+    assert outer["attributes"] == {"step": 3, "names": ["a", "b"]}
+    assert (inner["trace_id"], inner["parent_id"]) == (outer["trace_id"], outer["span_id"])
+    assert inner["links"] == [link]
+    assert outer["start_ns"] <= inner["start_ns"] <= inner["end_ns"] <= outer["end_ns"]
+
+
+def test_an_exception_marks_the_span_and_passes_through(tmp_path: Path) -> None:
+    start(tmp_path)
+    with pytest.raises(ValueError, match="no good"), telemetry.span("fails"):
+        raise ValueError("no good")
+    record = written(tmp_path)["fails"]
+    assert record["status"] == "error"
+    assert record["attributes"] == {"error.type": "ValueError", "error.message": "no good"}
+
+
+def test_the_context_survives_every_carrier(tmp_path: Path) -> None:
+    start(tmp_path)
+    with telemetry.span("here"):
+        trace_id = telemetry.current_trace_id()
+        carrier, frame = telemetry.inject(), telemetry.inject_frame()
+    contexts = {
+        "fields": telemetry.extract({**carrier, "run": "local"}),
+        "bytes": telemetry.extract({key: value.encode() for key, value in carrier.items()}),
+        "metadata": telemetry.extract_metadata([("authorization", "x"), *carrier.items()]),
+        "frame": telemetry.extract_frame(frame),
+    }
+    for name, context in contexts.items():
+        with telemetry.span(name, parent=context):
+            assert telemetry.current_trace_id() == trace_id
+    spans = written(tmp_path)
+    assert {spans[name]["parent_id"] for name in contexts} == {spans["here"]["span_id"]}
+
+
+@pytest.mark.parametrize("frame", [b"", b"garbage", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
+def test_a_broken_carrier_begins_a_new_trace(tmp_path: Path, frame: bytes) -> None:
+    start(tmp_path)
+    with telemetry.span("outer"):
+        outer = telemetry.current_trace_id()
+        with telemetry.span("inner", parent=telemetry.extract_frame(frame)):
+            assert telemetry.current_trace_id() not in ("", outer)
+
+
+def test_outside_any_span_there_is_no_trace() -> None:
+    assert (telemetry.current_trace_id(), telemetry.inject(), telemetry.inject_frame()) == ("", {}, b"")
+
+
+def test_ids_do_not_repeat_when_a_run_seeds_its_randomness(tmp_path: Path) -> None:
+    start(tmp_path)
+    seen = set()
+    for _ in range(2):
+        random.seed(0)
+        with telemetry.span("seeded"):
+            seen.add(telemetry.current_trace_id())
+    assert len(seen) == 2
+
+
+def test_setup_again_begins_new_providers(tmp_path: Path) -> None:
+    start(tmp_path / "a")
+    start(tmp_path / "b")
+    with telemetry.span("second"):
+        pass
+    assert "second" in written(tmp_path / "b")
+
+
+def test_a_full_queue_drops_and_counts_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, entered = threading.Event(), threading.Event()
+    spans = SpanFile(tmp_path / "s.jsonl", "x", capacity=4, batch=1, interval_s=0.01)
+    write = spans._write
+
+    def held(batch: list[Any]) -> None:
+        entered.set()
+        gate.wait(10)
+        write(batch)
+
+    monkeypatch.setattr(spans, "_write", held)
+    finish(spans, 1)
+    assert entered.wait(10)
+    finish(spans, 10)
+    assert spans.dropped == 6
+    gate.set()
+    spans.shutdown()
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 5
+
+
+def test_a_file_at_its_limit_takes_no_more(tmp_path: Path) -> None:
+    spans = SpanFile(tmp_path / "s.jsonl", "x", max_bytes=1000, interval_s=0.01)
+    for _ in range(10):
+        finish(spans, 1)
+        assert spans.force_flush(10_000)
+    spans.shutdown()
+    lines = (tmp_path / "s.jsonl").read_text().splitlines()
+    assert (tmp_path / "s.jsonl").stat().st_size <= 1000
+    assert len(lines) + spans.dropped == 10
+    assert 0 < len(lines) < 10
+
+
+def test_force_flush_writes_at_once(tmp_path: Path) -> None:
+    spans = SpanFile(tmp_path / "s.jsonl", "x", interval_s=3600)
+    finish(spans, 3)
+    assert spans.force_flush(10_000)
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 3
+    spans.shutdown()
+
+
+def finish(file: SpanFile, count: int) -> None:
+    from opentelemetry.sdk.trace import TracerProvider
+
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(file)
+    for index in range(count):
+        provider.get_tracer("test").start_span(f"s{index}").end()
+
+
+def test_json_log_lines_carry_service_source_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    telemetry.setup("gateway", TelemetryConfig(log_json=True, log_level="warning"))
+    log = telemetry.get_logger("router")
+    with telemetry.span("request"):
+        trace_id = telemetry.current_trace_id()
+        log.info("not shown")
+        log.warning("shown", worker=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    record = json.loads(line)
+    assert (record["event"], record["worker"], record["service"], record["source"]) == ("shown", 2, "gateway", "router")
+    assert (record["trace_id"], record["level"]) == (trace_id, "warning")
+
+
+@pytest.mark.parametrize("log_json", [True, False])
+def test_a_logged_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str], log_json: bool) -> None:
+    telemetry.setup("gateway", TelemetryConfig(log_json=log_json))
+    password = "hunter2"
+    try:
+        raise KeyError(len(password))
+    except KeyError:
+        telemetry.get_logger("x").exception("failed")
+    shown = capsys.readouterr().err
+    assert "KeyError" in shown
+    assert "Traceback" in shown
+    assert shown.count("hunter2") == 0
