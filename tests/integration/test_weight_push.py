@@ -1,0 +1,400 @@
+"""Weights between a real sender and a real gRPC server: push, refuse, resume, commit, roll back, restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from safetensors.numpy import load_file
+
+from paceline.config import SecurityConfig
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, StaleEpoch, Unavailable, WeightsError
+from paceline.rpc import EpochGuard, Server, channel, rpc_errors
+from paceline.tensors import NamedTensor, from_numpy
+from paceline.trajectory import VersionSet
+from paceline.v1 import weights_pb2 as pb
+from paceline.v1.engine_pb2 import (
+    PAUSE_MODE_IN_PLACE,
+    WEIGHT_TARGET_DRAFTER,
+    WEIGHT_TARGET_POLICY,
+    WEIGHT_TARGET_POLICY_HEAD,
+)
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+from paceline.weights import (
+    SERVICE_NAME,
+    Spool,
+    WeightServicer,
+    abort_version,
+    add_weight_service,
+    build_manifest,
+    commit_versions,
+    push_weights,
+)
+from paceline.weights.manifest import cut_chunks
+from paceline.weights.wire import PushChunk, encode_push
+
+P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
+CONTEXT = CommandContext(run_id="local", step=1, epoch=3)
+CHUNK = 4096
+
+
+@dataclass
+class Recorder:
+    """Hooks that remember what they were told, and fail on demand."""
+
+    told: list[tuple[object, ...]] = field(default_factory=list)
+    fail: set[str] = field(default_factory=set)
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        self._note("prepared", target, version, path.name)
+
+    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+        self._note("commit", versions, mode)
+
+    async def on_abort(self, target: int, version: int) -> None:
+        self._note("abort", target, version)
+
+    def _note(self, what: str, *facts: object) -> None:
+        if what in self.fail:
+            raise Unavailable(f"{what} fails")
+        self.told.append((what, *facts))
+
+
+@dataclass
+class Receiver:
+    """One running receiver and a channel to it."""
+
+    channel: grpc.aio.Channel
+    hooks: Recorder
+    spool: Spool
+    servicer: WeightServicer
+
+    async def push(self, target: int, version: int, seed: int | None = None) -> list[NamedTensor]:
+        given = tensors(version if seed is None else seed)
+        await push_weights(self.channel, manifest_of(given, target, version), given, CONTEXT, deadline_s=10)
+        return given
+
+    async def commit(self, seq: int, policy: int, drafter: int) -> VersionSet:
+        return await commit_versions(self.channel, CONTEXT, VersionSet(seq, policy, drafter), deadline_s=10)
+
+
+Start = Callable[..., Awaitable[Receiver]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    servers: list[Server] = []
+    channels: list[grpc.aio.Channel] = []
+
+    async def start_one(**options: object) -> Receiver:
+        hooks, spool = Recorder(), Spool(tmp_path / "spool")
+        servicer = WeightServicer(spool, EpochGuard(), hooks, **options)
+        server = Server("127.0.0.1:0", SecurityConfig())
+        server.add(add_weight_service, servicer, SERVICE_NAME)
+        port = await server.start()
+        servers.append(server)
+        channels.append(channel(f"127.0.0.1:{port}", SecurityConfig()))
+        return Receiver(channels[-1], hooks, spool, servicer)
+
+    yield start_one
+    for one in channels:
+        await one.close()
+    for server in servers:
+        await server.stop(0)
+
+
+def tensors(seed: int) -> list[NamedTensor]:
+    """Three tensors; their borders fall inside chunks."""
+    rng = np.random.default_rng(seed)
+    return [
+        from_numpy("a", rng.standard_normal((50, 33)).astype(np.float32)),
+        from_numpy("b", rng.standard_normal((5, 7, 11)).astype(np.float16)),
+        from_numpy("c", rng.standard_normal(9000)),
+    ]
+
+
+def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manifest:
+    return build_manifest(target, version, given, chunk_bytes=CHUNK, metadata={"speculator": "eagle"})
+
+
+async def send(
+    to: grpc.aio.Channel,
+    given: list[NamedTensor],
+    manifest: pb.Manifest,
+    indices: list[int],
+    spoil: Callable[[PushChunk], PushChunk] = lambda chunk: chunk,
+) -> pb.PushResponse:
+    """Prepare and a push of our own making."""
+    stub = WeightServiceStub(to)
+    push = to.stream_unary(f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString)
+
+    async def messages() -> AsyncIterator[bytes]:
+        first: CommandContext | None = CONTEXT
+        for index, data in cut_chunks(manifest, given, indices):
+            crc = zlib.crc32(data)
+            chunk = PushChunk(manifest.target, manifest.version, index, crc, data, first)
+            yield encode_push(spoil(chunk))
+            first = None
+
+    with rpc_errors():
+        await stub.Prepare(pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10)
+        return await push(messages(), timeout=10)
+
+
+async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:
+    with rpc_errors():
+        return await WeightServiceStub(to).Prepare(pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10)
+
+
+async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(start: Start) -> None:
+    receiver = await start()
+    given = await receiver.push(P, 1)
+    loaded = load_file(receiver.spool.path(P, 1) / "model.safetensors")
+    assert list(loaded) == ["a", "b", "c"]
+    for tensor in given:
+        assert loaded[tensor.name].tobytes() == bytes(tensor.data)
+    assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
+    assert receiver.spool.serving is None
+
+
+async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
+    receiver = await start()
+    given = tensors(4)
+    manifest = manifest_of(given, P, 1)
+    indices = list((await wanted(receiver.channel, manifest)).wanted_chunks)
+
+    async def messages() -> AsyncIterator[pb.PushRequest]:
+        for index, data in cut_chunks(manifest, given, indices):
+            crc = zlib.crc32(data)
+            context = None if index else CONTEXT
+            yield pb.PushRequest(target=P, version=1, chunk_index=index, crc32=crc, data=bytes(data), context=context)
+
+    response = await WeightServiceStub(receiver.channel).Push(messages(), timeout=10)
+    assert response.bytes_received == manifest.total_bytes
+    assert receiver.spool.prepared == {(P, 1)}
+
+
+async def test_repeated_push_sends_nothing(start: Start) -> None:
+    receiver = await start()
+    given = await receiver.push(P, 1)
+    report = await push_weights(receiver.channel, manifest_of(given, P, 1), given, CONTEXT)
+    assert report.bytes == 0
+    assert len(receiver.hooks.told) == 1
+
+
+async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> None:
+    receiver = await start()
+    given = tensors(1)
+    manifest = manifest_of(given, P, 1)
+
+    def spoil(chunk: PushChunk) -> PushChunk:
+        if chunk.chunk_index != 5:
+            return chunk
+        data = bytes(chunk.data[:-1]) + bytes([chunk.data[-1] ^ 1])
+        return PushChunk(chunk.target, chunk.version, 5, chunk.crc32, memoryview(data), chunk.context)
+
+    count = -(-manifest.total_bytes // CHUNK)
+    with pytest.raises(DataLoss, match="chunk 5 of policy version 1 is corrupt"):
+        await send(receiver.channel, given, manifest, list(range(count)), spoil)
+    assert receiver.spool.prepared == frozenset()
+    assert list((await wanted(receiver.channel, manifest)).wanted_chunks) == list(range(5, count))
+    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    assert report.bytes == manifest.total_bytes - 5 * CHUNK
+    assert receiver.spool.prepared == {(P, 1)}
+
+
+async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
+    receiver = await start()
+    given = tensors(1)
+    manifest = manifest_of(given, P, 1)
+    await wanted(receiver.channel, manifest)
+    arrived, place = asyncio.Event(), receiver.servicer._receiving[P, 1].place
+
+    def seen(chunk: PushChunk) -> None:
+        place(chunk)
+        if chunk.chunk_index == 2:
+            arrived.set()
+
+    receiver.servicer._receiving[P, 1].place = seen  # type: ignore[method-assign]
+
+    async def stall() -> AsyncIterator[bytes]:
+        for index, data in cut_chunks(manifest, given, [0, 1, 2]):
+            crc = zlib.crc32(data)
+            yield encode_push(PushChunk(P, 1, index, crc, data, CONTEXT if not index else None))
+        await asyncio.Event().wait()
+
+    call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(stall(), timeout=10)
+    await asyncio.wait_for(arrived.wait(), 10)
+    call.cancel()
+    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    assert report.bytes == manifest.total_bytes - 3 * CHUNK
+    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["c"].tobytes() == bytes(given[2].data)
+
+
+async def test_half_pushed_version_is_never_served(start: Start) -> None:
+    receiver = await start()
+    given = tensors(1)
+    with pytest.raises(WeightsError, match="misses"):
+        await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    with pytest.raises(WeightsError, match="not prepared") as refusal:
+        await receiver.commit(1, 1, 0)
+    assert (refusal.value.seen, refusal.value.allowed) == ("1", "[0]")
+    assert receiver.hooks.told == []
+    assert receiver.spool.serving is None
+
+
+async def test_commit_tells_workers_first_and_a_failing_worker_flips_nothing(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    receiver.hooks.fail.add("commit")
+    with pytest.raises(Unavailable):
+        await receiver.commit(1, 1, 0)
+    assert receiver.spool.serving is None
+    receiver.hooks.fail.clear()
+    assert await receiver.commit(1, 1, 0) == VersionSet(1, 1, 0)
+    assert receiver.hooks.told[-1] == ("commit", VersionSet(1, 1, 0), PAUSE_MODE_IN_PLACE)
+    assert await receiver.commit(1, 1, 0) == VersionSet(1, 1, 0), "the same commit again is answered"
+    assert len([note for note in receiver.hooks.told if note[0] == "commit"]) == 1
+    with pytest.raises(WeightsError, match="seq of a commit must grow"):
+        await receiver.commit(1, 0, 0)
+
+
+async def test_drafter_rolls_back_to_the_spooled_one_under_a_new_seq(start: Start) -> None:
+    receiver = await start()
+    for version in (1, 2):
+        await receiver.push(D, version)
+        await receiver.commit(version, 0, version)
+    assert await receiver.commit(3, 0, 1) == VersionSet(3, 0, 1)
+    assert receiver.hooks.told[-2] == ("prepared", D, 1, "drafter-1"), "workers load the old drafter again"
+    versions = await WeightServiceStub(receiver.channel).GetVersions(pb.GetVersionsRequest(), timeout=10)
+    assert (versions.versions.drafter, versions.previous.drafter) == (1, 2)
+
+
+async def test_policy_versions_only_grow(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 2)
+    await receiver.commit(1, 2, 0)
+    with pytest.raises(WeightsError, match="only grow"):
+        await receiver.push(P, 1)
+    given = tensors(2)
+    assert (await wanted(receiver.channel, manifest_of(given, P, 2))).complete
+
+
+async def test_other_content_of_a_version_needs_an_abort(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1, seed=1)
+    with pytest.raises(WeightsError, match="abort it first"):
+        await receiver.push(P, 1, seed=2)
+    await abort_version(receiver.channel, CONTEXT, P, 1)
+    assert receiver.hooks.told[-1] == ("abort", P, 1)
+    given = await receiver.push(P, 1, seed=2)
+    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["a"].tobytes() == bytes(given[0].data)
+    await abort_version(receiver.channel, CONTEXT, P, 9)
+
+
+async def test_serving_version_cannot_be_aborted(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    with pytest.raises(WeightsError, match="serving"):
+        await abort_version(receiver.channel, CONTEXT, P, 1)
+
+
+async def test_failed_fan_out_fails_the_push_and_the_next_prepare_loads(start: Start) -> None:
+    receiver = await start()
+    receiver.hooks.fail.add("prepared")
+    with pytest.raises(Unavailable):
+        await receiver.push(P, 1)
+    receiver.hooks.fail.clear()
+    given = tensors(1)
+    report = await push_weights(receiver.channel, manifest_of(given, P, 1), given, CONTEXT)
+    assert report.bytes == 0
+    assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
+
+
+async def test_chunks_of_other_bytes_than_the_manifest_names_are_refused(start: Start) -> None:
+    receiver = await start()
+    given, others = tensors(1), tensors(2)
+    manifest = manifest_of(given, P, 1)
+    with pytest.raises(DataLoss, match="not the manifest's content"):
+        await send(receiver.channel, others, manifest, list(range(-(-manifest.total_bytes // CHUNK))))
+    assert receiver.spool.prepared == frozenset()
+    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    assert report.bytes == manifest.total_bytes
+
+
+async def test_versions_in_flight_are_bounded(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    await receiver.push(P, 2)
+    with pytest.raises(ResourceExhausted, match="in flight") as refusal:
+        await receiver.push(P, 3)
+    assert refusal.value.seen == "policy version 1, policy version 2"
+    await receiver.push(D, 1)
+
+
+async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: Start) -> None:
+    receiver = await start(max_bytes=10_000)
+    given = tensors(1)
+    with pytest.raises(InvalidInput, match="total_bytes"):
+        await receiver.push(P, 1)
+    small = [given[0]]
+    with pytest.raises(InvalidInput, match="does not take that target"):
+        await wanted(receiver.channel, manifest_of(small, WEIGHT_TARGET_POLICY_HEAD, 1))
+    await wanted(receiver.channel, manifest_of(small, P, 1))
+    with pytest.raises(StaleEpoch):
+        await push_weights(receiver.channel, manifest_of(small, P, 1), small, CommandContext(run_id="local", epoch=2))
+
+
+async def test_sparse_delta_is_refused(start: Start) -> None:
+    receiver = await start()
+    manifest = manifest_of(tensors(1), P, 1)
+    manifest.encoding = pb.WEIGHT_ENCODING_SPARSE_DELTA
+    with pytest.raises(InvalidInput) as refusal:
+        await wanted(receiver.channel, manifest)
+    assert (refusal.value.seen, refusal.value.allowed) == ("WEIGHT_ENCODING_SPARSE_DELTA", "WEIGHT_ENCODING_FULL")
+
+
+async def test_restarted_receiver_commits_what_was_spooled(start: Start) -> None:
+    first = await start()
+    await first.push(P, 1)
+    second = await start()
+    assert await second.commit(1, 1, 0) == VersionSet(1, 1, 0)
+    assert [note[0] for note in second.hooks.told] == ["prepared", "commit"]
+
+
+async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
+    receiver = await start()
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield b"\x7a\xff\xff\xff\xff\x0f"
+
+    with pytest.raises(DataLoss, match="not a valid PushRequest"), rpc_errors():
+        await receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(messages(), timeout=10)
+
+
+async def test_reflection_shows_the_service(start: Start) -> None:
+    receiver = await start()
+    stub = reflection_pb2_grpc.ServerReflectionStub(receiver.channel)
+    request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)
+    call = stub.ServerReflectionInfo(iter([request]), timeout=10)
+    async for response in call:
+        assert response.file_descriptor_response.file_descriptor_proto
+        break
+
+
+async def test_versions_file_names_the_committed_set(start: Start, tmp_path: Path) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    sets = json.loads((tmp_path / "spool" / "versions.json").read_text())["sets"]
+    assert sets == [{"seq": 1, "policy": 1, "drafter": 0}]
