@@ -1,0 +1,64 @@
+"""Settings of the drafter trainer."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from paceline.config import Config, ServiceConfig
+
+
+class OptimizerConfig(Config):
+    """AdamW and the losses of EAGLE-1."""
+
+    lr: float = Field(default=1e-3, gt=0, description="learning rate")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas")
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip_norm: float = Field(default=0.5, gt=0, description="largest gradient norm")
+    warmup_steps: int = Field(default=20, ge=0, description="optimiser steps of linear warm-up")
+    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
+    token_weight: float = Field(default=0.1, ge=0, description="weight of the soft cross-entropy on tokens")
+
+
+class BufferConfig(Config):
+    """What is kept for training."""
+
+    samples: int = Field(default=2_000, ge=1, description="samples kept at most")
+    byte_budget: int = Field(default=256 << 20, ge=1 << 16, description="bytes kept at most")
+    heldout_every: int = Field(default=8, ge=2, description="one session in this many is held out for the gate")
+    heldout_samples: int = Field(default=64, ge=1, description="held-out samples kept at most")
+    recency: float = Field(default=0.7, gt=0, le=1, description="weight of a head one version older than the newest")
+    window: int = Field(default=512, ge=8, description="positions of one sample used at most")
+
+
+class GateConfig(Config):
+    """When a candidate is judged and promoted."""
+
+    interval_steps: int = Field(default=10, ge=1, description="optimiser steps between two judgements")
+    min_positions: int = Field(default=200, ge=1, description="held-out positions a judgement needs")
+    draft_steps: int = Field(default=5, ge=1, description="tokens drafted per position when judging")
+    samples: int = Field(default=32, ge=1, description="held-out samples used at most")
+    bootstrap: int = Field(default=200, ge=20, description="resamples for the noise")
+
+
+class DrafterTrainerConfig(ServiceConfig):
+    """Tree of the drafter trainer."""
+
+    model: str = Field(default="", description="checkpoint directory of the policy at version 0")
+    drafter: str = Field(default="eagle", description="'eagle' for a fresh one, or a drafter checkpoint directory")
+    serving_dtype: str = Field(
+        default="float32", pattern="^(float32|bfloat16)$", description="dtype the engine serves in"
+    )
+    ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
+    threads_per_rank: int = Field(default=1, ge=1)
+    micro_batch_ms: float = Field(default=40.0, gt=0, le=50, description="longest micro-batch aimed at, milliseconds")
+    micro_batches_per_step: int = Field(default=4, ge=1, description="micro-batches of one optimiser step")
+    max_micro_batch_tokens: int = Field(default=1_024, ge=32)
+    max_epochs: float = Field(default=10, gt=0, description="passes over the buffer in one activation at most")
+    preempt_deadline_s: float = Field(default=2.0, gt=0, description="a rank that has not stopped by then is killed")
+    rank_start_deadline_s: float = Field(default=90.0, gt=0)
+    push_deadline_s: float = Field(default=30.0, gt=0)
+    checkpoint_interval_s: float = Field(default=20.0, gt=0)
+    resume: bool = Field(default=True, description="continue from the newest checkpoint of the run")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    buffer: BufferConfig = BufferConfig()
+    gate: GateConfig = GateConfig()

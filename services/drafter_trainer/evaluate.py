@@ -1,0 +1,88 @@
+"""Judging a candidate on held-out rows, in pieces short enough to be preempted. Owns the comparison, no promotion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafter_trainer.batcher import PackedRow, document_mask, pack
+from drafter_trainer.buffer import FeatureSample
+from drafter_trainer.gate import Judgement, accepted_tokens, judge
+from drafter_trainer.heads import PolicyHead
+from paceline.speculators.eagle import EagleNet, chain_features
+
+PIECE_POSITIONS = 192
+
+
+@torch.inference_mode()
+def chain_matches(net: EagleNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
+    """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the policy's own token?
+
+    Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were right. Drafts past
+    the end of a document count as misses.
+    """
+    net.bind(head.embed_tokens, head.lm_head)
+    mask = document_mask(row.documents)
+    features = chain_features(net, row.hidden, row.next_tokens, row.positions, steps, mask)
+    documents, matches = row.documents[0], []
+    length = documents.shape[0]
+    for step, feature in enumerate(features):
+        drafted = net.logits(feature[0]).argmax(-1)[: length - step]
+        inside = documents[step:] == documents[: length - step]
+        match = (drafted == row.draft_tokens[step:]) & inside
+        matches.append(torch.nn.functional.pad(match, (0, step)))
+    return torch.stack(matches, dim=1)[row.valid]
+
+
+class GateJob:
+    """One comparison of a frozen candidate with the serving drafter; `advance` until `done`."""
+
+    def __init__(
+        self,
+        candidate: EagleNet,
+        serving: EagleNet,
+        samples: Sequence[FeatureSample],
+        head: PolicyHead,
+        *,
+        steps: int,
+        window: int,
+    ) -> None:
+        self._nets = (candidate, serving)
+        self._pieces = _pieces(samples, window)
+        self._head, self._steps, self._window = head, steps, window
+        self._accepted: tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]] = ([], [])
+        self._documents: list[npt.NDArray[np.int64]] = []
+        self._offset = 0
+        self.policy_version = head.policy_version
+
+    @property
+    def done(self) -> bool:
+        """All pieces compared."""
+        return not self._pieces
+
+    def advance(self) -> None:
+        """Compares the next piece."""
+        samples = self._pieces.pop()
+        row = pack(samples, window=self._window)
+        for net, accepted in zip(self._nets, self._accepted, strict=True):
+            accepted.append(accepted_tokens(chain_matches(net, row, self._head, self._steps).numpy()))
+        self._documents.append(row.documents[0][row.valid].numpy() + self._offset)
+        self._offset += len(samples)
+
+    def judgement(self, *, resamples: int) -> Judgement:
+        """The outcome; call when done."""
+        candidate, serving = (np.concatenate(accepted) for accepted in self._accepted)
+        return judge(candidate, serving, np.concatenate(self._documents), resamples=resamples)
+
+
+def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
+    pieces: list[list[FeatureSample]] = [[]]
+    for sample in samples:
+        if pieces[-1] and sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS:
+            pieces.append([])
+        pieces[-1].append(sample)
+    return [piece for piece in pieces if piece]

@@ -1,0 +1,76 @@
+"""The policy's embedding and head, kept by hash for the versions whose rows may still be trained on."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from paceline.errors import InvalidInput
+from paceline.tensors import head_hash
+
+KEPT_HEADS = 4
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyHead:
+    """What the drafter shares with one policy version; frozen."""
+
+    hash: str
+    policy_version: int
+    embed_tokens: Tensor  # [V, H] fp32
+    lm_head: Tensor  # [V, H] fp32
+
+
+def load_policy_head(path: Path, policy_version: int, dtype: torch.dtype) -> PolicyHead:
+    """Reads embed_tokens and lm_head from a checkpoint or spool directory.
+
+    `dtype` is the dtype the engine serves: the hash is taken over the head's bytes in it. A tied checkpoint has no
+    lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
+    """
+    tensors: dict[str, Tensor] = {}
+    files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in set(opened.keys()) & {EMBED, HEAD}:
+                tensors[name] = opened.get_tensor(name)
+    if EMBED not in tensors:
+        raise InvalidInput(f"no {EMBED} in {path}", seen=[file.name for file in files], allowed="a checkpoint with it")
+    embed = tensors[EMBED].to(dtype)
+    head = tensors.get(HEAD, tensors[EMBED]).to(dtype).contiguous()
+    raw = head.view(torch.uint8).numpy().tobytes()
+    return PolicyHead(head_hash(raw), policy_version, embed.float(), head.float())
+
+
+class PolicyHeads:
+    """The newest `kept` heads by hash."""
+
+    def __init__(self, kept: int = KEPT_HEADS) -> None:
+        self._kept = kept
+        self._by_hash: OrderedDict[str, PolicyHead] = OrderedDict()
+
+    def add(self, head: PolicyHead) -> None:
+        """Keeps a head as the newest; the oldest beyond the limit goes."""
+        self._by_hash.pop(head.hash, None)
+        self._by_hash[head.hash] = head
+        while len(self._by_hash) > self._kept:
+            self._by_hash.popitem(last=False)
+
+    def get(self, head_hash: str) -> PolicyHead | None:
+        """The head of that hash, None when it is not kept any more (or not here yet)."""
+        return self._by_hash.get(head_hash)
+
+    @property
+    def newest(self) -> PolicyHead:
+        """Head of the newest version; there is always one."""
+        return next(reversed(self._by_hash.values()))
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """Kept hashes, newest last."""
+        return tuple(self._by_hash)

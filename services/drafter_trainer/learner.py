@@ -1,0 +1,133 @@
+"""Network, optimiser and the partial gradient between two optimiser steps. Owns no data, no lease."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from drafter_trainer.batcher import PackedRow, document_mask
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.heads import PolicyHead
+from drafter_trainer.losses import eagle_loss
+from paceline.models.config import ModelConfig
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import load_tensors
+
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroResult:
+    """One micro-batch."""
+
+    loss: float  # mean over its positions
+    positions: int
+    seconds: float
+    stepped: bool  # it completed an optimiser step
+
+
+class DrafterLearner:
+    """An EAGLE drafter sharded by FSDP2 over the ranks, stepped once per `micro_batches` micro-batches.
+
+    Gradients are sums over positions until the step divides them by the positions of all ranks, so that a partial
+    gradient can wait through a preemption and still weighs every position equally.
+    """
+
+    def __init__(self, net: EagleNet, config: OptimizerConfig, *, micro_batches: int) -> None:
+        self._shape, self._fc_bias = net.config, net.fc_bias
+        self._config, self._micro_batches = config, micro_batches
+        self._world = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (self._world,))
+        fully_shard(net.layers[0], mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        self._net = net
+        self._optimizer = torch.optim.AdamW(
+            self._net.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+        )
+        self._pending_micro, self._pending_positions = 0, 0
+        self.total_steps, self.total_tokens = 0, 0
+
+    @property
+    def shape(self) -> ModelConfig:
+        """Shape of the drafter."""
+        return self._shape
+
+    def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
+        """Adds one row's gradient; steps the optimiser when the batch is complete."""
+        started = time.perf_counter()
+        self._net.bind(head.embed_tokens, head.lm_head)
+        features = self._net(row.hidden, row.next_tokens, row.positions, document_mask(row.documents))
+        sums = eagle_loss(
+            features[0],
+            row.target,
+            head.lm_head,
+            row.valid,
+            feature_weight=self._config.feature_weight,
+            token_weight=self._config.token_weight,
+        )
+        sums.loss.backward()
+        self._pending_micro += 1
+        self._pending_positions += sums.positions
+        self.total_tokens += sums.positions
+        stepped = self._pending_micro == self._micro_batches
+        if stepped:
+            self._optimizer_step()
+        loss = float(sums.loss.detach()) / max(sums.positions, 1)
+        return MicroResult(loss, sums.positions, time.perf_counter() - started, stepped)
+
+    def _optimizer_step(self) -> None:
+        positions = torch.tensor(float(self._pending_positions))
+        if self._world > 1:
+            dist.all_reduce(positions)
+        # FSDP2 averages gradients over ranks; sums are wanted.
+        scale = self._world / max(float(positions), 1.0)
+        parameters = list(self._net.parameters())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        torch.nn.utils.clip_grad_norm_(parameters, self._config.clip_norm)
+        warm = min(1.0, (self.total_steps + 1) / max(self._config.warmup_steps, 1))
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._config.lr * warm
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.total_steps += 1
+        self._pending_micro, self._pending_positions = 0, 0
+
+    def snapshot(self) -> EagleNet:
+        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of all ranks."""
+        tensors: dict[str, Any] = get_model_state_dict(self._net, options=_FULL)
+        copy = EagleNet(self._shape, fc_bias=self._fc_bias)
+        if tensors:  # only rank 0 receives the full state
+            load_tensors(copy, tensors)
+        return copy.eval()
+
+    def state(self) -> dict[str, Any]:
+        """Everything a later process needs to go on exactly, on the CPU; a collective of all ranks."""
+        return {
+            "model": get_model_state_dict(self._net, options=_FULL),
+            "optimizer": get_optimizer_state_dict(self._net, self._optimizer, options=_FULL),
+            "total_steps": self.total_steps,
+            "total_tokens": self.total_tokens,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`; a partial gradient is not part of it."""
+        set_model_state_dict(self._net, state["model"], options=StateDictOptions(full_state_dict=True))
+        set_optimizer_state_dict(
+            self._net, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
+        )
+        self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]

@@ -1,0 +1,70 @@
+"""How rank 0 hands each rank its row. Owns the few bytes of protocol between ranks, as plain tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from drafter_trainer.batcher import PackedRow
+from drafter_trainer.heads import PolicyHeads
+
+_STOP, _ROW, _SNAPSHOT = 0, 1, 2
+_INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
+
+
+def announce_stop() -> None:
+    """Rank 0: the activation is over."""
+    _announce(_STOP)
+
+
+def announce_snapshot() -> None:
+    """Rank 0: the next collective is a snapshot."""
+    _announce(_SNAPSHOT)
+
+
+def hand_out(rows: Sequence[PackedRow], heads: PolicyHeads) -> PackedRow:
+    """Rank 0: sends row r to rank r and returns its own; one row per rank, all of one head."""
+    _announce(_ROW)
+    for rank, row in enumerate(rows[1:], start=1):
+        size = torch.tensor([*row.hidden.shape[1:], heads.hashes.index(row.lm_head_hash)])
+        dist.send(size, rank)
+        dist.send(torch.stack([row.hidden[0], row.target]), rank)
+        dist.send(torch.stack([getattr(row, name).reshape(-1).long() for name in _INTEGERS]), rank)
+    return rows[0]
+
+
+def receive(heads: PolicyHeads) -> PackedRow | str:
+    """Other ranks: the next row, or "stop" or "snapshot"."""
+    word = torch.zeros((), dtype=torch.int64)
+    dist.broadcast(word, 0)
+    if word != _ROW:
+        return "stop" if word == _STOP else "snapshot"
+    size = torch.zeros(3, dtype=torch.int64)
+    dist.recv(size, 0)
+    length, width, head = size.tolist()
+    states = torch.empty(2, length, width)
+    dist.recv(states, 0)
+    integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
+    dist.recv(integers, 0)
+    next_tokens, draft_tokens, positions, documents, valid = integers
+    return PackedRow(
+        hidden=states[0][None],
+        next_tokens=next_tokens[None],
+        draft_tokens=draft_tokens,
+        target=states[1],
+        positions=positions[None],
+        documents=documents[None],
+        valid=valid.bool(),
+        lm_head_hash=heads.hashes[head],
+    )
+
+
+def _announce(word: int) -> None:
+    if dist.get_world_size() > 1:
+        dist.broadcast(torch.tensor(word), 0)
+
+
+assert {field.name for field in dataclasses.fields(PackedRow)} >= set(_INTEGERS)

@@ -1,0 +1,253 @@
+"""The loop of rank 0: learn while the lease lives, judge, hand over what is better. Owns the order of things."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafter_trainer import messages as m
+from drafter_trainer import sharing
+from drafter_trainer.batcher import pack
+from drafter_trainer.buffer import FeatureBuffer, FeatureSample
+from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.evaluate import GateJob
+from drafter_trainer.gate import Judgement
+from drafter_trainer.heads import PolicyHeads
+from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.link import TrainerLink
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import save_eagle
+
+FIRST_MICRO_BATCH_TOKENS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterState:
+    """A drafter version whole and unsharded."""
+
+    version: int
+    net: EagleNet
+
+
+@dataclass(slots=True)
+class Activation:
+    """Counters of one lease."""
+
+    epoch: int
+    max_steps: int
+    tokens_allowed: float
+    steps: int = 0
+    micro_batches: int = 0
+    tokens: int = 0
+    loss_sum: float = 0.0
+    busy_s: float = 0.0
+
+
+class DrafterTrainer:
+    """Trains under leases. `link` brings commands and samples in and news out."""
+
+    def __init__(
+        self,
+        config: DrafterTrainerConfig,
+        learner: DrafterLearner,
+        heads: PolicyHeads,
+        link: TrainerLink,
+        candidates_dir: Path,
+    ) -> None:
+        self._config, self._learner, self._heads, self._link = config, learner, heads, link
+        self._candidates_dir = candidates_dir
+        settings = config.buffer
+        self.buffer = FeatureBuffer(
+            max_samples=settings.samples,
+            byte_budget=settings.byte_budget,
+            heldout_every=settings.heldout_every,
+            heldout_samples=settings.heldout_samples,
+            seed=config.run.seed,
+        )
+        self.serving = DrafterState(0, learner.snapshot())
+        self._previous = self.serving
+        self._handed_over: DrafterState | None = None  # promoted, not yet committed
+        self._job: GateJob | None = None
+        self._candidate: DrafterState | None = None  # under judgement
+        self.next_version = 1
+        self._last_judged_step = learner.total_steps
+        self._seconds_per_token = 0.0
+
+    def run_activation(self, command: m.Activate) -> m.Stopped:
+        """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
+        started = time.perf_counter()
+        self.ingest(wait_s=0.2 if not len(self.buffer) else 0.0)
+        allowed = self._config.max_epochs * self.buffer.tokens
+        activation = Activation(command.epoch, command.max_steps, allowed)
+        attach_s = time.perf_counter() - started
+        self._link.send(m.Attached(command.epoch, self._link.world_size, attach_s))
+        while (reason := self._stop_reason(activation)) is None:
+            if self._job is not None:
+                self._advance_gate(activation)
+            elif self._gate_due():
+                self._start_gate()
+            else:
+                self._train(activation)
+        sharing.announce_stop()
+        return self._stopped(activation, reason)
+
+    def _stop_reason(self, activation: Activation) -> str | None:
+        """Looks at the commands that arrived meanwhile; None to go on."""
+        if self._link.preempted(activation.epoch):
+            return "preempted"
+        if self._link.stopping:
+            return "preempted"
+        if not len(self.buffer):
+            return "no_data"
+        if activation.max_steps and activation.steps >= activation.max_steps:
+            return "max_steps"
+        return "epochs" if activation.tokens >= activation.tokens_allowed else None
+
+    def ingest(self, wait_s: float = 0.0) -> None:
+        """Moves what the features stream holds into the buffer; rows of a head no longer kept are dropped."""
+        for sample in self._link.read_samples(wait_s):
+            self.buffer.add(sample)
+        known = set(self._heads.hashes)
+        newest = self._heads.newest.policy_version
+        # Rows of a version whose head is still on its way wait; older ones without a head can never be used.
+        self.buffer.forget(lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head")
+
+    def _train(self, activation: Activation) -> None:
+        started = time.perf_counter()
+        drawn = self._draw()
+        if not drawn:
+            activation.tokens_allowed = 0
+            return
+        rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
+        head = self._heads.get(rows[0].lm_head_hash)
+        assert head is not None
+        result = self._learner.micro_step(sharing.hand_out(rows, self._heads), head)
+        seconds = time.perf_counter() - started
+        self._learn_speed(seconds / max(rows[0].valid.shape[0], 1))
+        activation.micro_batches += 1
+        activation.steps += result.stepped
+        activation.tokens += result.positions
+        activation.loss_sum += result.loss
+        activation.busy_s += seconds
+        if result.stepped:
+            self.ingest()
+
+    def _draw(self) -> list[list[FeatureSample]]:
+        """One list of samples per rank, all of one head; empty when no usable sample is held."""
+        world = self._link.world_size
+        known = set(self._heads.hashes)
+        samples = self.buffer.draw(self._micro_batch_tokens() * world, recency=self._config.buffer.recency, known=known)
+        if len(samples) < world:
+            return []
+        return [samples[rank::world] for rank in range(world)]
+
+    def _micro_batch_tokens(self) -> int:
+        if not self._seconds_per_token:
+            return FIRST_MICRO_BATCH_TOKENS
+        fitting = int(self._config.micro_batch_ms / 1_000 / self._seconds_per_token)
+        return max(32, min(fitting, self._config.max_micro_batch_tokens))
+
+    def _learn_speed(self, seconds_per_token: float) -> None:
+        old = self._seconds_per_token
+        self._seconds_per_token = 0.8 * old + 0.2 * seconds_per_token if old else seconds_per_token
+
+    def _gate_due(self) -> bool:
+        if self._handed_over is not None:
+            return False
+        return self._learner.total_steps - self._last_judged_step >= self._config.gate.interval_steps
+
+    def _start_gate(self) -> None:
+        self._last_judged_step = self._learner.total_steps
+        samples = self.buffer.heldout(self._heads.hashes)[-self._config.gate.samples :]
+        if sum(int(sample.generated[2:].sum()) for sample in samples) < self._config.gate.min_positions:
+            return
+        head = self._heads.get(samples[-1].lm_head_hash)
+        assert head is not None
+        sharing.announce_snapshot()
+        self._candidate = DrafterState(self.next_version, self._learner.snapshot())
+        self._job = GateJob(
+            self._candidate.net,
+            self.serving.net,
+            samples,
+            head,
+            steps=self._config.gate.draft_steps,
+            window=self._config.buffer.window,
+        )
+
+    def _advance_gate(self, activation: Activation) -> None:
+        started = time.perf_counter()
+        job, candidate = self._job, self._candidate
+        assert job is not None
+        assert candidate is not None
+        job.advance()
+        if job.done:
+            self._decide(activation.epoch, job, candidate)
+        activation.busy_s += time.perf_counter() - started
+
+    def _decide(self, epoch: int, job: GateJob, candidate: DrafterState) -> None:
+        self._job = self._candidate = None
+        judgement = job.judgement(resamples=self._config.gate.bootstrap)
+        path = self._candidates_dir / f"drafter-{candidate.version}"
+        if judgement.promoted:
+            save_eagle(candidate.net, path)
+            self._handed_over = candidate
+            self.next_version += 1
+        self._link.send(self._judged(epoch, job.policy_version, candidate.version, judgement, path))
+
+    def _judged(self, epoch: int, policy: int, version: int, judgement: Judgement, path: Path) -> m.Judged:
+        return m.Judged(
+            epoch=epoch,
+            drafter_version=version,
+            promoted=judgement.promoted,
+            candidate=judgement.candidate,
+            serving=judgement.serving,
+            noise=judgement.noise,
+            policy_version=policy,
+            positions=judgement.positions,
+            optimizer_steps=self._learner.total_steps,
+            lm_head_hash=self._heads.newest.hash,
+            path=str(path) if judgement.promoted else "",
+        )
+
+    def on_serving(self, drafter_version: int) -> None:
+        """The engines serve this drafter now: a promotion was committed, or an older one came back."""
+        if self._handed_over is not None and drafter_version == self._handed_over.version:
+            self._previous, self.serving, self._handed_over = self.serving, self._handed_over, None
+        elif drafter_version == self._previous.version:
+            self.serving = self._previous
+
+    def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
+        return m.Stopped(
+            epoch=activation.epoch,
+            reason=reason,
+            steps=activation.steps,
+            micro_batches=activation.micro_batches,
+            tokens=activation.tokens,
+            loss=activation.loss_sum / max(activation.micro_batches, 1),
+            busy_s=activation.busy_s,
+            total_steps=self._learner.total_steps,
+            total_tokens=self._learner.total_tokens,
+            buffer_samples=len(self.buffer),
+            buffer_bytes=self.buffer.nbytes,
+            lm_head_hashes=list(self._heads.hashes),
+            dropped=dict(self.buffer.dropped),
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What a later process needs; a collective of all ranks."""
+        return {
+            "learner": self._learner.state(),
+            "serving": self.serving.net.state_dict(),
+            "serving_version": self.serving.version,
+            "next_version": self.next_version,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`."""
+        self._learner.load_state(state["learner"])
+        self.serving.net.load_state_dict(state["serving"])
+        self.serving = self._previous = DrafterState(state["serving_version"], self.serving.net)
+        self.next_version = state["next_version"]
+        self._last_judged_step = self._learner.total_steps
