@@ -87,7 +87,6 @@ class CloseStep:
     """The step's policy serves: write its record."""
 
     step: int
-    versions: Versions
 
 
 @dataclass(frozen=True, slots=True)

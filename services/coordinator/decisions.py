@@ -42,11 +42,8 @@ Outcome = tuple[State, tuple[Command, ...]]
 
 
 def next_call(state: State) -> Outcome:
-    """Between two steps: roll back, evaluate, close the run or begin the next step, in this order."""
+    """Between two steps: evaluate, close the run or begin the next step, in this order."""
     state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
-    served = state.versions
-    if state.rollback and state.previous_drafter is not None:
-        return commit(state, Versions(state.seq + 1, served.policy, state.previous_drafter))
     if state.evaluations:
         state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
         state = replace(state, phase=Phase.EVALUATE, phase_epoch=state.epoch)
@@ -120,9 +117,22 @@ def train_policy(state: State) -> Outcome:
     """All slots to the policy trainer under a new epoch; slots of a former attempt are fenced."""
     state = free_slots(state, held_by(state, Holder.POLICY), fence=True)
     state = lease_slots(state, range(len(state.slots)), Holder.POLICY)
-    state = replace(state, phase=Phase.POLICY, phase_epoch=state.epoch, committing=None)
+    state = replace(state, phase=Phase.POLICY, phase_epoch=state.epoch, committing=None, prepared=None)
     slots = tuple(range(len(state.slots)))
     return state, (TrainPolicy(state.step, state.epoch, slots, state.versions.policy),)
+
+
+def commit_prepared(state: State) -> Outcome:
+    """The new policy with the promoted drafter; before it, under its own seq, a drafter rollback that is due.
+
+    The rollback comes first because receivers keep the parts of the serving and the previous set only.
+    """
+    served = state.versions
+    assert state.prepared is not None
+    if state.rollback and state.promoted is None and state.previous_drafter is not None:
+        return commit(state, Versions(state.seq + 1, served.policy, state.previous_drafter))
+    drafter = served.drafter if state.promoted is None else state.promoted
+    return commit(state, Versions(state.seq + 1, state.prepared, drafter))
 
 
 def commit(state: State, versions: Versions) -> Outcome:

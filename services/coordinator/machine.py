@@ -22,6 +22,7 @@ from coordinator.decisions import (
     Outcome,
     attempted,
     commit,
+    commit_prepared,
     evaluations_due,
     fail,
     fail_if_exhausted,
@@ -67,7 +68,6 @@ from coordinator.state import (
     Service,
     Slot,
     State,
-    Versions,
     WorkerState,
     free_slots,
     held_by,
@@ -169,8 +169,7 @@ def _boundary_call_done(state: State, event: EvaluationDone | CheckpointsSaved) 
 
 
 def _stop_requested(state: State) -> State:
-    committing_step = state.phase is Phase.COMMIT and not is_rollback(state)
-    running = state.phase in (Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY) or committing_step
+    running = state.phase in (Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT)
     last = min(state.settings.total_steps, state.step + (1 if running else 0))
     return replace(state, settings=replace(state.settings, total_steps=last))
 
@@ -275,8 +274,7 @@ def _policy(state: State, event: PolicyStepped | PolicyPrepared) -> Outcome:
     state = free_slots(state, held_by(state, Holder.POLICY))
     if isinstance(event, PolicyStepped):
         return state, ()
-    drafter = state.versions.drafter if state.promoted is None else state.promoted
-    return commit(state, Versions(state.seq + 1, event.policy_version, drafter))
+    return commit_prepared(replace(state, prepared=event.policy_version))
 
 
 def _commit_answered(state: State, event: Committed | CommitFailed) -> Outcome:
@@ -294,21 +292,20 @@ def _commit_answered(state: State, event: Committed | CommitFailed) -> Outcome:
     if event.versions.drafter != served.drafter:
         state = replace(state, previous_drafter=None if rolled_back else served.drafter, rollback=False)
     if rolled_back:
-        return next_call(state)
+        return commit_prepared(state)
     finished = state.step + 1
-    state = replace(state, step=finished, evaluations=evaluations_due(state.settings, finished))
+    state = replace(state, step=finished, prepared=None, evaluations=evaluations_due(state.settings, finished))
     state, commands = next_call(state)
-    return state, (CloseStep(finished - 1, served), *commands)
+    return state, (CloseStep(finished - 1), *commands)
 
 
 def _commit_failed(state: State, event: CommitFailed) -> Outcome:
     """A rollback is given up, a promoted drafter is left out, a policy is pushed again."""
     if is_rollback(state):
-        return next_call(replace(state, committing=None, rollback=False, previous_drafter=None))
+        return commit_prepared(replace(state, rollback=False, previous_drafter=None))
     promoted = state.promoted
     if promoted is not None and event.versions.drafter == promoted:
-        versions = Versions(state.seq + 1, event.versions.policy, state.versions.drafter)
-        state, commands = commit(replace(state, promoted=None), versions)
+        state, commands = commit_prepared(replace(state, promoted=None))
         return state, (AbortDrafter(state.step, state.epoch, promoted), *commands)
     return fail_if_exhausted(state, f"commit: {event.message}") or train_policy(attempted(state))
 

@@ -156,7 +156,8 @@ class State:
     versions: Versions = Versions()
     previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
-    rollback: bool = False  # serve the previous drafter again at the end of this step
+    rollback: bool = False  # serve the previous drafter again before the next policy
+    prepared: int | None = None  # policy prepared at the gateway, served by the commit after a rollback
     committing: Versions | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     rollout_restart: bool = False  # run the tasks again as soon as the drafter is off its slots

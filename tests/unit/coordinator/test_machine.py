@@ -185,7 +185,7 @@ def test_a_promoted_drafter_is_served_with_the_next_policy() -> None:
     state, issued = step(state, events.PolicyPrepared(7, state.phase_epoch, 1))
     assert issued == (commands.Commit(0, 4, Versions(1, 1, 7)),)
     state, issued = step(state, events.Committed(8, Versions(1, 1, 7)))
-    assert issued == (commands.CloseStep(0, Versions()), commands.BeginStep(1))
+    assert issued == (commands.CloseStep(0), commands.BeginStep(1))
     assert (state.versions, state.previous_drafter, state.promoted) == (Versions(1, 1, 7), 0, None)
 
 
@@ -209,11 +209,20 @@ def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq()
     state = replace(begun(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, step=0)
     state = run(state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1))[0]
     state = step(state, events.Preempted(4, state.lease_epoch))[0]
-    state = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
-    state, issued = step(state, events.Committed(7, Versions(4, 1, 7)))
-    assert issued[1:] == (commands.Commit(1, state.epoch, Versions(5, 1, 4)),)
+    state, issued = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))
+    assert issued == (commands.Commit(0, state.epoch, Versions(4, 0, 4)),)
+    state, issued = step(state, events.Committed(7, Versions(4, 0, 4)))
+    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 4)),)
     state, issued = step(state, events.Committed(8, Versions(5, 1, 4)))
-    assert (state.versions, issued) == (Versions(5, 1, 4), (commands.BeginStep(1),))
+    assert (state.versions, state.previous_drafter) == (Versions(5, 1, 4), None)
+    assert issued == (commands.CloseStep(0), commands.BeginStep(1))
+
+
+def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_served() -> None:
+    state = replace(in_policy(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, rollback=True)
+    state = step(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
+    state, issued = step(state, events.CommitFailed(7, Versions(4, 0, 4), "d4 is not spooled"))
+    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 7)),)
 
 
 def test_acceptance_of_a_drafter_that_no_longer_serves_is_refused() -> None:
