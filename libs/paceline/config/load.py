@@ -163,7 +163,7 @@ def _unknown(classes: Sequence[type[Config]], values: Mapping[str, Any], prefix:
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """"; nearest: ..." or nothing. A last part that fits exactly wins over likeness of the whole key."""
+    """ "; nearest: ..." or nothing. A last part that fits exactly wins over likeness of the whole key."""
     ends = {k.rpartition(".")[2]: k for k in reversed(known)}
     if key in ends:
         return f"; nearest: {ends[key]}"
@@ -181,6 +181,7 @@ def _readable(error: ValidationError, origins: Mapping[str, str]) -> ConfigError
         key = ".".join(parts)
         origin = next((origins[k] for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in origins), "")
         seen = "" if item["type"] == "missing" else f" (seen: {item['input']!r})"
-        lines.append(f"{key}{f' from {origin}' if origin else ''}: {item['msg']}{seen}")
+        said = "not a setting" if item["type"] == "extra_forbidden" else item["msg"]
+        lines.append(f"{key or 'the settings'}{f' from {origin}' if origin else ''}: {said}{seen}")
     context = first.get("ctx", {})
     return ConfigError("; ".join(lines), allowed=context.get("expected") or context.get("pattern"))

@@ -89,7 +89,6 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
 def _options() -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", MESSAGE_CAP),
-        ("grpc.max_send_message_length", MESSAGE_CAP),
         ("grpc.keepalive_time_ms", 15_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.keepalive_permit_without_calls", 1),

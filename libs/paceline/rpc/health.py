@@ -38,14 +38,14 @@ class Health(HealthServicer):  # type: ignore[misc]
         self._closed = True
         self._wake()
 
-    async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:  # noqa: N802
+    async def Check(self, request: HealthCheckRequest, context: Any) -> HealthCheckResponse:
         """One look; NOT_FOUND for a name this server does not have."""
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return HealthCheckResponse(status=status)
 
-    async def Watch(self, request: HealthCheckRequest, context: Any) -> None:  # noqa: N802
+    async def Watch(self, request: HealthCheckRequest, context: Any) -> None:
         """The status now and at each change, until the server stops."""
         last = None
         while True:

@@ -19,8 +19,8 @@ MESSAGE_CAP = 8 << 20
 UNARY_CAP_S = 60.0
 _CONCURRENT_CALLS = 4096
 _OPTIONS: list[tuple[str, int]] = [
+    # The receiving end holds the cap: a cap on sending ends a streaming call with a nameless INTERNAL.
     ("grpc.max_receive_message_length", MESSAGE_CAP),
-    ("grpc.max_send_message_length", MESSAGE_CAP),
     # A second server on the same port fails instead of sharing it silently.
     ("grpc.so_reuseport", 0),
     # Below the clients' keepalive interval, else they are sent away with "too many pings".

@@ -6,6 +6,7 @@ Nobody waits for the disk: spans that find the queue full, or the file at its li
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable
@@ -149,6 +150,8 @@ def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, str | int | float | bool) or value is None:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)  # JSON has no NaN.
+    if isinstance(value, str | int) or value is None:
         return value
     return [_plain(item) for item in value] if isinstance(value, Iterable) else str(value)

@@ -20,7 +20,7 @@ class GatewayConfig(ServiceConfig):
     engine: EngineConfig = EngineConfig(threads=3)
     spare: EngineConfig | None = None
     release_after_s: float = 2.0
-    costs: dict[str, float] = {"off": 1.0}
+    costs: dict[str, float] = Field(default={"off": 1.0})
 
 
 def load(*overrides: str, files: tuple[Path, ...] = ()) -> GatewayConfig:
@@ -37,7 +37,9 @@ def test_defaults_hold_when_nothing_is_given() -> None:
 
 
 def test_later_files_win_over_earlier_and_overrides_over_files(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.toml", '[run]\nid="a"\nseed=1\n[gateway]\nrelease_after_s=1\n[gateway.engine]\nthreads=5')
+    first = write(
+        tmp_path / "a.toml", '[run]\nid="a"\nseed=1\n[gateway]\nrelease_after_s=1\n[gateway.engine]\nthreads=5'
+    )
     second = write(tmp_path / "b.toml", '[run]\nseed=2\n[gateway.engine]\ndtype="float32"')
     config = load("engine.arms=['off', 'eagle:5_1_6']", "run.id=c", files=(first, second))
     assert (config.run.id, config.run.seed, config.release_after_s) == ("c", 2, 1.0)
@@ -89,7 +91,9 @@ def test_an_unknown_key_fails_with_the_override_and_the_nearest_key(override: st
 
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "typo.toml", "[gateway.engine]\nthreds = 2")
-    with pytest.raises(ConfigError, match=r"typo\.toml: gateway has no setting engine\.threds; nearest: engine\.threads"):
+    with pytest.raises(
+        ConfigError, match=r"typo\.toml: gateway has no setting engine\.threds; nearest: engine\.threads"
+    ):
         load(files=(path,))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
 from paceline.config import Config, RedisConfig, RunConfig, ServiceConfig, load_config, print_config
 
@@ -27,7 +28,7 @@ class Engine(Config):
     Two lines."""
     model_dir: Path = Path("models/x")
     arms: tuple[Arm, ...] = ()
-    table: dict[str, float] = {}
+    table: dict[str, float] = Field(default={})
     limit: int | None = None
 
 

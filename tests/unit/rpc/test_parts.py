@@ -35,7 +35,12 @@ def raised(error: PacelineError) -> grpc.aio.AioRpcError:
 def test_every_class_comes_back_as_itself(cls: type[PacelineError], reason: str | None) -> None:
     back = error_from_rpc(raised(cls("what was wrong", reason=reason, seen=3, allowed="1 or 2")))
     assert type(back) is cls
-    assert (back.message, back.reason, back.seen, back.allowed) == ("what was wrong", reason or cls.reason, "3", "1 or 2")
+    assert (back.message, back.reason, back.seen, back.allowed) == (
+        "what was wrong",
+        reason or cls.reason,
+        "3",
+        "1 or 2",
+    )
 
 
 def test_a_services_own_subclass_comes_back_as_the_nearest_shared_class() -> None:
@@ -137,7 +142,7 @@ def test_beyond_loopback_token_and_tls_are_demanded(address: str, monkeypatch: p
         check_security(address, SecurityConfig())
     check_security(address, SecurityConfig(allow_insecure=True))
     monkeypatch.setenv("PACELINE_TOKEN", "t")
-    with pytest.raises(ConfigError, match="missing: security.tls_ca;"):
+    with pytest.raises(ConfigError, match=r"missing: security\.tls_ca;"):
         check_security(address, SecurityConfig(tls_cert="c", tls_key="k"))
     check_security(address, SecurityConfig(tls_cert="c", tls_key="k", tls_ca="a"))
 
@@ -147,7 +152,9 @@ def test_a_certificate_without_its_key_is_refused_everywhere() -> None:
         check_security("127.0.0.1:1", SecurityConfig(tls_cert="c"))
 
 
-@pytest.mark.parametrize("given", [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"])
+@pytest.mark.parametrize(
+    "given", [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"]
+)
 def test_only_the_right_token_passes(given: str | bytes | None) -> None:
     with pytest.raises(ConfigError) as caught:
         check_token("right", [] if given is None else [("authorization", given)])

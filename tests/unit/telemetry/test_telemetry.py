@@ -38,9 +38,8 @@ def test_a_span_becomes_one_line_with_its_parent_links_and_attributes(tmp_path: 
         pass
     spans = written(tmp_path)
     outer, inner = spans["step"], spans["inner"]
-    assert outer.keys() == {
-        "trace_id", "span_id", "parent_id", "name", "kind", "service", "start_ns", "end_ns", "attributes", "links", "status",
-    }  # fmt: skip
+    keys = "trace_id span_id parent_id name kind service start_ns end_ns attributes links status"
+    assert list(outer) == keys.split()
     assert (outer["kind"], outer["service"], outer["parent_id"], outer["status"]) == ("server", "gateway", "", "unset")
     assert outer["attributes"] == {"step": 3, "names": ["a", "b"]}
     assert (inner["trace_id"], inner["parent_id"]) == (outer["trace_id"], outer["span_id"])
@@ -144,6 +143,13 @@ def test_force_flush_writes_at_once(tmp_path: Path) -> None:
     assert spans.force_flush(10_000)
     assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 3
     spans.shutdown()
+
+
+def test_attributes_that_json_lacks_become_text(tmp_path: Path) -> None:
+    start(tmp_path)
+    with telemetry.span("odd", value=float("nan"), many=(1.0, float("inf")), text="\ud800"):
+        pass
+    assert written(tmp_path)["odd"]["attributes"] == {"value": "nan", "many": [1.0, "inf"], "text": "\ud800"}
 
 
 def finish(file: SpanFile, count: int) -> None:

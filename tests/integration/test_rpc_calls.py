@@ -1,0 +1,306 @@
+"""Calls between a real server and a real channel: all four kinds, errors, traces, deadlines, caps."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline import errors, telemetry
+from paceline.config import SecurityConfig, TelemetryConfig
+from paceline.errors import PacelineError, StaleEpoch
+from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, rpc_errors
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2 import AbortRequest, AbortResponse, PrepareRequest, PrepareResponse
+from paceline.v1.weights_pb2_grpc import WeightServiceServicer, WeightServiceStub, add_WeightServiceServicer_to_server
+
+OFF = SecurityConfig(token_env="")
+NAME = "paceline.test.Echo"
+CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and cls.__module__ == errors.__name__]
+
+
+class Echo:
+    """Raw bytes in, raw bytes out; a request may order what happens."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.trace_id = ""
+
+    async def one(self, request: bytes, context: Any) -> bytes:
+        self.trace_id = telemetry.current_trace_id()
+        return await self._obey(request)
+
+    async def many(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
+        for index in range(3):
+            yield request + str(index).encode()
+        yield await self._obey(request)
+
+    async def many_written(self, request: bytes, context: Any) -> None:
+        await context.write(await self._obey(request))
+
+    async def gather(self, requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return b"".join([await self._obey(request) async for request in requests])
+
+    async def converse(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield await self._obey(request)
+
+    async def _obey(self, request: bytes) -> bytes:
+        order, _, detail = request.decode().partition(":")
+        match order:
+            case "raise":
+                raise next(cls for cls in CLASSES if cls.__name__ == detail)("ordered", seen="this", allowed="that")
+            case "crash":
+                raise ZeroDivisionError("unforeseen")
+            case "hang":
+                self.entered.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.cancelled.set()
+        return request
+
+    def add_to(self, server: Server) -> None:
+        methods = {
+            "One": grpc.unary_unary_rpc_method_handler(self.one),
+            "Many": grpc.unary_stream_rpc_method_handler(self.many),
+            "ManyWritten": grpc.unary_stream_rpc_method_handler(self.many_written),
+            "Gather": grpc.stream_unary_rpc_method_handler(self.gather),
+            "Converse": grpc.stream_stream_rpc_method_handler(self.converse),
+        }
+        server.add_generic_handlers(grpc.method_handlers_generic_handler(NAME, methods), NAME)
+
+
+Answer = Callable[[grpc.aio.Channel, bytes], Awaitable[bytes]]
+
+
+async def call_one(to: grpc.aio.Channel, request: bytes) -> bytes:
+    return await to.unary_unary(f"/{NAME}/One")(request, timeout=10)
+
+
+async def call_many(to: grpc.aio.Channel, request: bytes) -> bytes:
+    return [response async for response in to.unary_stream(f"/{NAME}/Many")(request, timeout=10)][-1]
+
+
+async def call_many_written(to: grpc.aio.Channel, request: bytes) -> bytes:
+    return [response async for response in to.unary_stream(f"/{NAME}/ManyWritten")(request, timeout=10)][-1]
+
+
+async def call_gather(to: grpc.aio.Channel, request: bytes) -> bytes:
+    call = to.stream_unary(f"/{NAME}/Gather")(timeout=10)
+    await call.write(request)
+    await call.done_writing()
+    return await call
+
+
+async def call_converse(to: grpc.aio.Channel, request: bytes) -> bytes:
+    call = to.stream_stream(f"/{NAME}/Converse")(timeout=10)
+    await call.write(request)
+    answer = await call.read()
+    await call.done_writing()
+    if answer is grpc.aio.EOF:
+        raise await failure(call)
+    assert await call.read() is grpc.aio.EOF
+    return answer
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """What awaiting a unary call would have raised."""
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+KINDS = [call_one, call_many, call_many_written, call_gather, call_converse]
+
+
+@pytest.fixture
+def spans(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    telemetry.setup("test", TelemetryConfig(spans_dir=str(tmp_path), log_level="error"))
+
+    def read() -> list[dict[str, Any]]:
+        telemetry.shutdown()
+        return [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+
+    yield read
+    telemetry.shutdown()
+
+
+@pytest.fixture
+async def echo(spans: object) -> AsyncIterator[tuple[Echo, grpc.aio.Channel]]:
+    servicer = Echo()
+    server = Server("127.0.0.1:0", OFF, unary_cap_s=0.2)
+    servicer.add_to(server)
+    port = await server.start()
+    async with channel(f"127.0.0.1:{port}", OFF) as to:
+        yield servicer, to
+    await server.stop(0)
+
+
+@pytest.mark.parametrize("answer", KINDS)
+async def test_every_kind_of_call_passes_raw_bytes(echo: tuple[Echo, grpc.aio.Channel], answer: Answer) -> None:
+    assert await answer(echo[1], b"\x00\xff".decode("latin1").encode()) == "\x00ÿ".encode()
+
+
+@pytest.mark.parametrize("answer", KINDS)
+@pytest.mark.parametrize("cls", CLASSES)
+async def test_an_error_comes_back_as_the_same_class(
+    echo: tuple[Echo, grpc.aio.Channel], answer: Answer, cls: type[PacelineError]
+) -> None:
+    with pytest.raises(PacelineError) as caught, rpc_errors():
+        await answer(echo[1], f"raise:{cls.__name__}".encode())
+    expected = errors.InternalError if cls is PacelineError else cls
+    assert type(caught.value) is expected
+    assert (caught.value.message, caught.value.seen, caught.value.allowed) == ("ordered", "this", "that")
+
+
+@pytest.mark.parametrize("answer", KINDS)
+async def test_an_unforeseen_exception_is_internal_and_logged_with_its_trace(
+    echo: tuple[Echo, grpc.aio.Channel], answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    telemetry.setup("test", TelemetryConfig(log_json=True))
+    with pytest.raises(errors.InternalError, match="ZeroDivisionError.*unforeseen") as caught, rpc_errors():
+        await answer(echo[1], b"crash")
+    (record,) = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert caught.value.reason == "UNEXPECTED"
+    assert record["trace_id"] in caught.value.message
+    assert "ZeroDivisionError: unforeseen" in record["exception"]
+
+
+async def test_both_sides_share_one_trace(
+    echo: tuple[Echo, grpc.aio.Channel], spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    servicer, to = echo
+    with telemetry.span("root"):
+        here = telemetry.current_trace_id()
+        for answer in KINDS:
+            await answer(to, b"x")
+    assert servicer.trace_id == here
+    await to.close()
+    found = {(span["name"], span["kind"]): span for span in spans()}
+    root = found["root", "internal"]
+    for name in ("One", "Many", "ManyWritten", "Gather", "Converse"):
+        client, server = found[f"Echo.{name}", "client"], found[f"Echo.{name}", "server"]
+        assert client["parent_id"] == root["span_id"]
+        assert server["parent_id"] == client["span_id"]
+        assert {client["trace_id"], server["trace_id"]} == {here}
+        assert {span["attributes"]["rpc.grpc.status_code"] for span in (client, server)} == {0}
+
+
+async def test_failed_calls_say_their_code_on_both_sides(
+    echo: tuple[Echo, grpc.aio.Channel], spans: Callable[[], list[dict[str, Any]]]
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call_one(echo[1], b"raise:DataLoss")
+    await echo[1].close()
+    client, server = sorted(spans(), key=lambda span: str(span["kind"]))
+    assert (client["status"], server["status"]) == ("error", "error")
+    assert [span["attributes"]["rpc.grpc.status_code"] for span in (client, server)] == [15, 15]
+    assert server["attributes"]["error.type"] == "DataLoss"
+
+
+@pytest.mark.parametrize("kind", ["One", "Many"])
+async def test_the_callers_deadline_ends_the_call_on_both_sides(echo: tuple[Echo, grpc.aio.Channel], kind: str) -> None:
+    servicer, to = echo
+    with pytest.raises(errors.DeadlineExceeded), rpc_errors():
+        if kind == "One":
+            await to.unary_unary(f"/{NAME}/One")(b"hang", timeout=0.3)
+        else:
+            async for _ in to.unary_stream(f"/{NAME}/Many")(b"hang", timeout=0.3):
+                pass
+    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+async def test_a_unary_call_without_a_deadline_gets_the_servers(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+    with pytest.raises(errors.DeadlineExceeded, match="without a deadline.*allowed: 0.2 s"), rpc_errors():
+        await echo[1].unary_unary(f"/{NAME}/One")(b"hang")
+
+
+async def test_a_streaming_call_may_last_beyond_the_servers_cap(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+    servicer, to = echo
+    call = to.stream_unary(f"/{NAME}/Gather")()
+    await call.write(b"hang")
+    await servicer.entered.wait()
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(servicer.cancelled.wait(), 0.5)
+    call.cancel()
+    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+async def test_a_caller_that_goes_away_cancels_the_method(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+    servicer, to = echo
+    task = asyncio.ensure_future(call_many(to, b"hang"))
+    await servicer.entered.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+@pytest.mark.parametrize("answer", [call_one, call_gather])
+async def test_a_message_of_8_mib_passes_and_a_larger_one_is_refused(
+    echo: tuple[Echo, grpc.aio.Channel], answer: Answer
+) -> None:
+    cap = 8 << 20
+    assert len(await answer(echo[1], b"x" * cap)) == cap
+    with pytest.raises(errors.ResourceExhausted, match="larger than max"), rpc_errors():
+        await answer(echo[1], b"x" * (cap + 1))
+
+
+class Weights(WeightServiceServicer):  # type: ignore[misc]
+    """Fenced; flaky at first; the rest of the service is not there."""
+
+    def __init__(self) -> None:
+        self.guard = EpochGuard()
+        self.failures_left = 2
+
+    async def Prepare(self, request: PrepareRequest, context: object) -> PrepareResponse:
+        self.guard.check(request.context)
+        return PrepareResponse(complete=True)
+
+    async def Abort(self, request: AbortRequest, context: object) -> AbortResponse:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise errors.Unavailable("still loading")
+        return AbortResponse()
+
+
+@pytest.fixture
+async def weights() -> AsyncIterator[WeightServiceStub]:
+    server = Server("127.0.0.1:0", OFF)
+    server.add(add_WeightServiceServicer_to_server, Weights(), "paceline.v1.WeightService")
+    port = await server.start()
+    async with channel(f"127.0.0.1:{port}", OFF) as to:
+        yield WeightServiceStub(to)
+    await server.stop(0)
+
+
+async def test_a_command_of_an_old_epoch_is_refused(weights: WeightServiceStub) -> None:
+    def command(epoch: int) -> PrepareRequest:
+        return PrepareRequest(context=CommandContext(run_id="r", epoch=epoch))
+
+    assert (await weights.Prepare(command(5), timeout=10)).complete
+    with pytest.raises(StaleEpoch, match="seen: 4; allowed: at least 5"), rpc_errors():
+        await weights.Prepare(command(4), timeout=10)
+
+
+async def test_a_unary_call_is_retried_while_the_peer_is_unavailable(weights: WeightServiceStub) -> None:
+    assert await weights.Abort(AbortRequest(), timeout=10) == AbortResponse()
+
+
+async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(weights: WeightServiceStub) -> None:
+    from paceline.v1.weights_pb2 import GetVersionsRequest
+
+    with pytest.raises(errors.MissingCapability) as caught, rpc_errors():
+        await weights.GetVersions(GetVersionsRequest(), timeout=10)
+    assert caught.value.reason == "UNIMPLEMENTED"
+
+
+async def test_a_method_that_nobody_serves_is_a_missing_capability(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await echo[1].unary_unary("/paceline.test.Nobody/Home")(b"", timeout=10)
+    assert type(error_from_rpc(caught.value)) is errors.MissingCapability
