@@ -1,0 +1,31 @@
+"""`python -m paceline.bench NAME [--json FILE] ...`: runs one bench and prints its table."""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+from pathlib import Path
+
+import uvloop
+
+BENCHES = {"transport": "paceline.bench.transport"}
+"""Name -> module with add_arguments(parser) and async run(options) -> BenchResult."""
+
+
+def main() -> None:
+    """Parses the command line and runs."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.bench", description="Benches across services.")
+    names = parser.add_subparsers(dest="name", required=True)
+    for name, module in BENCHES.items():
+        one = names.add_parser(name, help=(import_module(module).__doc__ or "").partition("\n")[0])
+        one.add_argument("--json", type=Path, help="also write the result to this file")
+        import_module(module).add_arguments(one)
+    options = parser.parse_args()
+    result = uvloop.run(import_module(BENCHES[options.name]).run(options))
+    result.print()
+    if options.json is not None:
+        result.write_json(options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Child processes of a bench and what they cost. Owns starting, asking and stopping them; not what they do.
+
+A child reads one JSON line per request from its standard input, answers with one on its standard output, and ends when
+its input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from paceline.errors import DeadlineExceeded, Unavailable
+
+ANSWER_DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What processes took between two looks."""
+
+    cpu_s: float
+    peak_rss_mib: float
+
+
+class Meter:
+    """CPU seconds and peak resident memory of a process, since the meter was made."""
+
+    def __init__(self, pid: int) -> None:
+        self._process = psutil.Process(pid)
+        self._cpu_s = self._cpu()
+        _reset_peak(pid)
+
+    def read(self) -> Cost:
+        """Cost since the start; the peak counts what was resident before as well."""
+        return Cost(self._cpu() - self._cpu_s, _peak_mib(self._process.pid))
+
+    def _cpu(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+class Child:
+    """A running child that answers requests."""
+
+    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
+        self._process = process
+        self._name = name
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    async def ask(self, **request: Any) -> Mapping[str, Any]:
+        """Sends a request and waits for its answer; Unavailable when the child ended."""
+        self.tell(**request)
+        return await self.answer()
+
+    def tell(self, **request: Any) -> None:
+        """Sends a request."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def answer(self) -> Mapping[str, Any]:
+        """Waits for the next answer."""
+        assert self._process.stdout is not None
+        try:
+            async with asyncio.timeout(ANSWER_DEADLINE_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self._name} does not answer", allowed=f"{ANSWER_DEADLINE_S} s") from error
+        if not line:
+            raise Unavailable(f"{self._name} ended before it answered", seen=self._process.returncode)
+        answer: Mapping[str, Any] = json.loads(line)
+        return answer
+
+
+@asynccontextmanager
+async def child(module: str, *argv: str) -> AsyncIterator[Child]:
+    """Runs `python -m module argv` for the time of the block."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", module, *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield Child(process, f"{module} {' '.join(argv)}".strip())
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await _ended(process)
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    try:
+        async with asyncio.timeout(5):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _reset_peak(pid: int) -> None:
+    """Lets VmHWM start again (proc(5), clear_refs); without the right to do so the peak is that of the whole life."""
+    try:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_mib(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status")
+    if status.is_file():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) / 1024
+    return psutil.Process(pid).memory_info().rss / 2**20

@@ -1,0 +1,110 @@
+"""What a bench reports: rows, goals, the machine and the versions. Owns the table and the JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, str | float | int | None]
+
+PACKAGES = ("paceline", "grpcio", "protobuf", "redis", "numpy", "uvloop", "torch", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One number and what it should be; `met` is None when the measurement did not resolve it."""
+
+    name: str
+    goal: float
+    value: float
+    met: bool | None
+
+
+def machine() -> str:
+    """The machine in words: cores, processor, memory, operating system."""
+    memory_gib = psutil.virtual_memory().total / 2**30
+    return f"{os.cpu_count()} cores, {_processor()}, {memory_gib:.0f} GiB memory, {_system()}, load {_load()}"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Rows for the table, goals for the reader."""
+
+    title: str
+    rows: Sequence[Row]
+    goals: Sequence[Goal]
+    machine: str = field(default_factory=machine)
+    versions: Mapping[str, str] = field(default_factory=versions)
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def write_json(self, path: Path) -> None:
+        """Writes {"rows", "goals", "machine", "versions", "date"}."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = asdict(self)
+        del facts["title"]
+        path.write_text(json.dumps(facts, indent=2) + "\n")
+
+    def print(self, console: Console | None = None) -> None:
+        """Prints rows and goals as tables."""
+        console = console or Console()
+        console.print(_table(self.title, self.rows))
+        words = {True: "met", False: "missed", None: "unresolved"}
+        goals = [{"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]} for one in self.goals]
+        if goals:
+            console.print(_table("goals", goals))
+        console.print(self.machine, style="dim")
+
+
+def _table(title: str, rows: Sequence[Row]) -> Table:
+    table = Table(title=title, title_justify="left")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    for name in columns:
+        numbers = all(isinstance(row.get(name), int | float | None) for row in rows)
+        table.add_column(name, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in columns))
+    return table
+
+
+def _cell(value: str | float | int | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()}"
+
+
+def _load() -> str:
+    return f"{os.getloadavg()[0]:.1f}"
