@@ -42,7 +42,7 @@ def configure_log(service: str, level: str, as_json: bool) -> None:
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(numeric),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=lambda *_: structlog.PrintLogger(sys.stderr),
         cache_logger_on_first_use=False,
     )
     strip: Any = structlog.stdlib.ProcessorFormatter.remove_processors_meta
