@@ -47,9 +47,7 @@ class MicroBatch:
 
 def make_batch(trajectories: Sequence[Trajectory], advantages: Float[Tensor, " B"]) -> TrainBatch:
     """Tensors of the trajectories whose advantage is not 0; the others carry no gradient and cost no forward."""
-    kept = [
-        (t, a) for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0 and any(t.loss_mask[1:])
-    ]
+    kept = [(t, a) for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0 and any(t.loss_mask[1:])]
     return TrainBatch(
         lengths=torch.tensor([len(t.token_ids) for t, _ in kept], dtype=torch.int64),
         advantages=torch.tensor([a for _, a in kept], dtype=torch.float32),

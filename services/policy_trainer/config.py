@@ -14,48 +14,81 @@ class AlgorithmConfig(Config):
     """Policy-gradient variant."""
 
     name: Literal["grpo"] = "grpo"
+    """Which one."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above 1 + clip_high."""
     normalize_std: bool = True
-    behavior_cap: float = Field(default=0.0, ge=0)  # cap of the proximal/behavior ratio; 0 leaves the correction out
-    updates_per_step: int = Field(default=1, ge=1)  # passes over the batch, one optimiser update each
+    """Divide a group's centred rewards by their standard deviation."""
+    behavior_cap: float = Field(default=0.0, ge=0)
+    """Weigh tokens by min(proximal / behavior ratio, this cap); 0 leaves the correction out."""
+    updates_per_step: int = Field(default=1, ge=1)
+    """Passes over the batch, one optimiser update each."""
 
 
 class OptimizerConfig(Config):
     """AdamW."""
 
     lr: float = Field(default=1.5e-4, gt=0)
+    """Learning rate after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
     clip_norm: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)  # updates over which the rate rises linearly from lr / warmup_steps
+    """Largest global gradient norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the rate rises linearly from lr / warmup_steps."""
 
 
 class PolicyTrainerConfig(ServiceConfig):
     """The policy trainer's tree."""
 
-    model: Path = Path("examples/demo/policy_start")  # Hugging Face directory of the start policy
+    model: str = "examples/demo/policy_start"
+    """Hugging Face directory of the start policy (Llama, Qwen2, Qwen3)."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    ranks: int = Field(default=0, ge=0)  # 0: min(2, cores), or all GPUs
+    """Where the ranks compute; auto takes CUDA where there is one."""
+    ranks: int = Field(default=0, ge=0)
+    """Number of ranks; 0 is min(2, cores)."""
     threads_per_rank: int = Field(default=1, ge=1)
-    reshard_after_forward: bool = False  # True frees a layer's gathered weights between forward and backward
+    """Compute threads of a rank."""
+    reshard_after_forward: bool = False
+    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
+    """Most tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=256, ge=1)
+    """Tokens of a packed row; a longer trajectory widens the rows of its step."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    max_staleness: int = Field(default=0, ge=0)  # policy versions between the oldest token and the weights trained
-    group_deadline_s: float = Field(default=120.0, gt=0)  # used when the call names none
-    max_pending: int = Field(default=65536, ge=1)  # trajectories held for later groups
+    """Element type of pushed weights."""
+    push_head: bool = True
+    """Also push embed_tokens and lm_head to the drafter trainer."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Policy versions a trajectory's oldest token may lie behind the weights trained."""
+    group_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds to wait for siblings, where the call names none."""
+    max_pending: int = Field(default=65536, ge=1)
+    """Trajectories held for later steps; beyond it they stay unread in Redis."""
     checkpoint_interval_steps: int = Field(default=10, ge=1)
-    checkpoint_keep: int = Field(default=2, ge=1)  # newest checkpoints kept
-    checkpoint_keep_every: int = Field(default=0, ge=0)  # also keep every checkpoint whose version this divides; 0: none
-    save_final: bool = True  # write a checkpoint at a clean stop
-    resume: bool = True  # continue from the run's directory when it holds a checkpoint or batch records
+    """Steps between checkpoints."""
+    checkpoint_keep: int = Field(default=2, ge=1)
+    """Newest checkpoints kept."""
+    checkpoint_keep_every: int = Field(default=0, ge=0)
+    """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
+    save_final: bool = True
+    """Write a checkpoint at a clean stop."""
+    resume: bool = True
+    """Continue from the run's directory where it holds something; false refuses to start on one that does."""
     start_deadline_s: float = Field(default=120.0, gt=0)
-    step_deadline_s: float = Field(default=3600.0, gt=0)  # after the groups are closed
+    """Seconds until all ranks have loaded the model and replayed what the checkpoint misses."""
+    step_deadline_s: float = Field(default=3600.0, gt=0)
+    """Longest wait of a collective, and of a step after its groups are closed."""
     stop_grace_s: float = Field(default=20.0, gt=0)
+    """Seconds a clean stop may take."""
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,22 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from policy_trainer.algorithms import ALGORITHMS, Algorithm, TokenBatch
 from policy_trainer.batch import MicroBatch, TrainBatch, make_micro_batch
 from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.messages import StepFacts
 from policy_trainer.model import PolicyModel
 from policy_trainer.packing import plan_micro_batches
 from policy_trainer.parallel import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class StepFigures:
-    """What one step measured; means are over the trained tokens of all ranks, in the first update."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    entropy: float  # nats
-    behavior_gap: float  # mean (proximal - behavior) log-prob, nats
-    clip_fraction: float
-    trained_tokens: int
-    train_s: float
 
 
 class Learner:
@@ -50,7 +37,7 @@ class Learner:
             foreach=True,
         )
 
-    def step(self, batch: TrainBatch) -> StepFigures:
+    def step(self, batch: TrainBatch) -> StepFacts:
         """Updates the weights on the batch; leaves them as they are when no token carries gradient.
 
         The proximal log-probs are those of the first pass, detached: the weights have not moved yet, so this is
@@ -59,7 +46,7 @@ class Learner:
         started = time.perf_counter()
         trained = batch.trained_tokens
         if trained == 0:
-            return StepFigures(0.0, 0.0, 0.0, 0.0, 0.0, 0, time.perf_counter() - started)
+            return StepFacts(train_s=time.perf_counter() - started, world_size=self.mesh.size())
         micro_batches = self._micro_batches(batch)
         first = torch.zeros(4, dtype=torch.float64)
         first_norm = 0.0
@@ -70,7 +57,9 @@ class Learner:
             if update == 0:
                 first, first_norm = sums, norm
         loss, entropy, gap, clipped = (first / trained).tolist()
-        return StepFigures(loss, first_norm, entropy, gap, clipped, trained, time.perf_counter() - started)
+        return StepFacts(
+            loss, first_norm, entropy, gap, clipped, train_s=time.perf_counter() - started, world_size=self.mesh.size()
+        )
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
         plan = plan_micro_batches(

@@ -1,11 +1,11 @@
-"""FSDP2 on the ranks of one trainer. Owns the process group, sharding, broadcasts and gathers; not the training step."""
+"""FSDP2 on the ranks of one trainer. Owns process group, shards, broadcasts and gathers; not the step."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,18 @@ def broadcast_batch(batch: TrainBatch | None, mesh: DeviceMesh) -> TrainBatch | 
     return TrainBatch(**fields)
 
 
+def broadcast_numbers(numbers: Sequence[int], mesh: DeviceMesh) -> list[int]:
+    """Rank 0's numbers on every rank; what the others give is ignored."""
+    count = torch.tensor([len(numbers)], device=mesh.device_type)
+    dist.broadcast(count, src=0)
+    values = torch.zeros(int(count.item()), dtype=torch.int64, device=mesh.device_type)
+    if dist.get_rank() == 0:
+        values = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
+    if len(values):
+        dist.broadcast(values, src=0)
+    return [int(value) for value in values.tolist()]
+
+
 def _empty_batch(sequences: int, tokens: int) -> TrainBatch:
     return TrainBatch(
         lengths=torch.zeros(sequences, dtype=torch.int64),
@@ -72,9 +84,7 @@ def to_device(micro: MicroBatch, mesh: DeviceMesh) -> MicroBatch:
     """The micro-batch on the rank's device."""
     if mesh.device_type == "cpu":
         return micro
-    return MicroBatch(
-        **{f.name: getattr(micro, f.name).to(mesh.device_type) for f in dataclasses.fields(MicroBatch)}
-    )
+    return MicroBatch(**{f.name: getattr(micro, f.name).to(mesh.device_type) for f in dataclasses.fields(MicroBatch)})
 
 
 def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

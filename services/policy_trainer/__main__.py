@@ -1,0 +1,10 @@
+"""`python -m policy_trainer`."""
+
+from __future__ import annotations
+
+from paceline.local.entry import run_service
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.server import serve
+
+if __name__ == "__main__":
+    run_service("policy_trainer", PolicyTrainerConfig, serve)

@@ -1,0 +1,197 @@
+"""What only rank 0 does: reads groups from Redis, pushes weights, tells the parent. Owns the event loop of those.
+
+It joins no collective: a call that fails raises or reports before the other ranks are waiting for this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import DataLoss, PacelineError
+from paceline.local.ranks import RankLink
+from paceline.streams import Ledger, RedisStream, connect, run_key
+from paceline.telemetry import extract, get_logger, span
+from paceline.trajectory import tokens_hash
+from policy_trainer.algorithms import Algorithm
+from policy_trainer.batch import TrainBatch, make_batch
+from policy_trainer.batcher import Batch, Batcher, Wanted
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.messages import (
+    Batched,
+    BatchFacts,
+    Message,
+    Progress,
+    Pushed,
+    Saved,
+    Started,
+    Stepped,
+    Train,
+    encode,
+    failure,
+)
+from policy_trainer.publish import make_publication, push
+from policy_trainer.records import RecordFile, StepRecord
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One step's batch, as tensors and in figures."""
+
+    record: StepRecord
+    tensors: TrainBatch
+    facts: BatchFacts
+    links: tuple[str, ...]  # traceparents of the sessions in it
+
+
+class Desk:
+    """Rank 0's side of the world. Use as a context manager: it holds connections and an event loop."""
+
+    def __init__(self, config: PolicyTrainerConfig, link: RankLink, algorithm: Algorithm) -> None:
+        self._config = config
+        self._link = link
+        self._algorithm = algorithm
+        self._runner = asyncio.Runner()
+        self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
+        self._client = connect(config.redis.durable)
+        self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
+        self._batcher = Batcher(
+            self._stream,
+            Ledger(self._client, config.run.id),
+            max_staleness=config.max_staleness,
+            max_pending=config.max_pending,
+        )
+
+    def close(self) -> None:
+        """Closes connections and the loop."""
+        self._runner.run(self._stream.close())
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+
+    def open(self, checkpoint_step: int) -> list[Collected]:
+        """Takes up unacknowledged entries; returns the batches of the recorded steps after the checkpoint's."""
+        self._runner.run(self._batcher.open())
+        self.release(checkpoint_step)
+        replays = [self._collected(self._batcher.take(record)) for record in self._records.load()]
+        for collected in replays:
+            self._runner.run(self._batcher.settle(collected.record))
+            self._runner.run(self._batcher.mark(collected.record))
+        return replays
+
+    def collect(self, command: Train) -> Collected | None:
+        """The batch of a step, its record on disk; None when that failed and the parent has been told."""
+        wanted = Wanted(
+            step=command.sender.step,
+            policy_version=command.policy_version,
+            groups=tuple((group, size) for group, size in command.groups),
+            deadline_s=min(command.group_deadline_s or self._config.group_deadline_s, self._config.step_deadline_s),
+        )
+        try:
+            collected = self._runner.run(self._collect(command, wanted))
+        except PacelineError as error:
+            self.failed(command, error)
+            return None
+        self.batched(command, collected.facts)
+        return collected
+
+    def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
+        """Tells that the step is done, pushes the version, marks its trajectories trained, tells again."""
+        self._tell(Stepped(command.command_id, progress))
+        try:
+            self._runner.run(self._push(command, progress, weights))
+        except PacelineError as error:
+            self.failed(command, error)
+
+    def release(self, through_step: int) -> None:
+        """Acknowledges the entries of steps that a checkpoint holds, and forgets their records."""
+        for record in self._records.load():
+            if record.step <= through_step:
+                self._runner.run(self._batcher.release(record))
+        self._records.forget(through_step)
+
+    def started(self, progress: Progress) -> None:
+        """The ranks take commands."""
+        self._tell(Started(0, progress))
+
+    def batched(self, command: Train, facts: BatchFacts) -> None:
+        """The batch is complete."""
+        self._tell(Batched(command.command_id, facts))
+
+    def saved(self, command_id: int, path: Path, progress: Progress) -> None:
+        """A checkpoint lies on disk; command 0 is the interval."""
+        self._tell(Saved(command_id, str(path), progress.policy_version))
+
+    def failed(self, command: Train, error: PacelineError) -> None:
+        """The command has failed; the ranks take the next one."""
+        _log.error("command_failed", step=command.sender.step, error=str(error))
+        self._tell(failure(command.command_id, error))
+
+    def log_step(self, progress: Progress) -> None:
+        """One line a step."""
+        _log.info(
+            "policy_stepped",
+            step=progress.step,
+            policy_version=progress.policy_version,
+            reward=round(progress.batch.reward_mean, 4),
+            loss=round(progress.figures.loss, 6),
+            grad_norm=round(progress.figures.grad_norm, 4),
+            train_s=round(progress.figures.train_s, 3),
+            trajectories=progress.batch.trajectories,
+            zero_variance_groups=progress.batch.zero_variance_groups,
+        )
+
+    def _tell(self, message: Message) -> None:
+        self._link.send(encode(message))
+
+    async def _collect(self, command: Train, wanted: Wanted) -> Collected:
+        with span("policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step) as current:
+            batch = await self._batcher.collect(wanted)
+            collected = self._collected(batch)
+            self._records.append(batch.record)
+            await self._batcher.settle(batch.record)
+            current.set_attribute("trajectories", collected.facts.trajectories)
+            current.set_attribute("zero_variance_groups", collected.facts.zero_variance_groups)
+            return collected
+
+    async def _push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
+        with span("policy.push", parent=extract(command.sender.carrier), step=progress.step) as current:
+            publication = make_publication(progress.policy_version, weights, self._config.publish_dtype)
+            report = await push(publication, self._config, command.sender.context())
+            current.set_attribute("bytes", report.bytes)
+        for record in self._records.load():
+            if record.step == progress.step:
+                await self._batcher.mark(record)
+        self._tell(
+            Pushed(command.command_id, progress.policy_version, report.bytes, report.push_s, publication.lm_head_hash)
+        )
+
+    def _collected(self, batch: Batch) -> Collected:
+        trajectories = batch.trajectories
+        numbers = {group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
+        groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
+        rewards = [_reward(t.reward) for t in trajectories]
+        advantages = self._algorithm.advantages(torch.tensor(rewards, dtype=torch.float32), groups)
+        moving = {t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0}
+        facts = BatchFacts(
+            trajectories=len(trajectories),
+            tokens=sum(len(t.token_ids) for t in trajectories),
+            dropped=batch.record.dropped_groups,
+            zero_variance_groups=len(numbers) - len(moving),
+            reward_mean=statistics.fmean(rewards) if rewards else 0.0,
+            reward_std=statistics.pstdev(rewards) if rewards else 0.0,
+            batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
+        )
+        return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+
+
+def _reward(value: float | None) -> float:
+    if value is None:
+        raise DataLoss("a batch holds an unscored trajectory")
+    return value

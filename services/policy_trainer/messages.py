@@ -1,0 +1,174 @@
+"""Commands to the ranks and news from rank 0, as JSON. Owns their shapes; imports no torch, both sides use it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline import errors
+from paceline.errors import InternalError, PacelineError
+from paceline.v1.trajectory_pb2 import CommandContext
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who commands, under which lease, within which trace."""
+
+    run_id: str
+    step: int
+    epoch: int
+    carrier: dict[str, str] = field(default_factory=dict)  # trace context
+
+    def context(self) -> CommandContext:
+        """As the wire carries it."""
+        return CommandContext(run_id=self.run_id, step=self.step, epoch=self.epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Collect the groups, step, push."""
+
+    command_id: int
+    sender: Sender
+    policy_version: int  # generated the step; the result is one more
+    groups: list[tuple[str, int]]  # (group id, siblings)
+    group_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write a checkpoint now."""
+
+    command_id: int
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFacts:
+    """What a batch consists of."""
+
+    trajectories: int = 0
+    tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> groups
+    zero_variance_groups: int = 0  # trained, but without gradient
+    reward_mean: float = 0.0
+    reward_std: float = 0.0
+    batch_hash: str = ""  # over the sorted batch's token ids
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What an optimiser step measured; means over the trained tokens of the first update."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0  # before clipping
+    entropy: float = 0.0  # nats
+    behavior_gap: float = 0.0  # mean (proximal - behavior) log-prob, nats
+    clip_fraction: float = 0.0
+    train_s: float = 0.0
+    world_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the trainer stands."""
+
+    policy_version: int = 0
+    step: int = -1  # last RL step trained
+    trajectories_trained: int = 0
+    checkpoint_version: int = 0
+    batch: BatchFacts = field(default_factory=BatchFacts)  # of that step
+    figures: StepFacts = field(default_factory=StepFacts)  # of that step
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The ranks hold the model and have replayed what the checkpoint missed."""
+
+    command_id: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Batched:
+    """All groups are closed and read."""
+
+    command_id: int
+    batch: BatchFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """The weights have moved and are on the CPU of rank 0."""
+
+    command_id: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """The receivers hold the new version; the last word of a Train."""
+
+    command_id: int
+    policy_version: int
+    bytes: int
+    push_s: float
+    lm_head_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint lies on disk and its groups are acknowledged."""
+
+    command_id: int
+    path: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A command failed; the ranks take the next one."""
+
+    command_id: int
+    kind: str  # class in paceline.errors
+    message: str
+    reason: str
+
+    def error(self) -> PacelineError:
+        """The error to raise in the parent."""
+        found = getattr(errors, self.kind, InternalError)
+        return found(self.message, reason=self.reason)
+
+
+Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed
+_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Train, Save, Started, Batched, Stepped, Pushed, Saved, Failed)}
+_NESTED: dict[str, type[Any]] = {"sender": Sender, "progress": Progress, "batch": BatchFacts, "figures": StepFacts}
+N = TypeVar("N")
+
+
+def encode(message: Message) -> bytes:
+    """JSON of a message."""
+    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode()
+
+
+def decode(data: bytes) -> Message:
+    """The message of its JSON; InternalError when it is none (both ends are ours)."""
+    try:
+        fields = json.loads(data)
+        message: Message = from_fields(_KINDS[fields.pop("kind")], fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InternalError("a rank message does not decode", seen=repr(error)) from error
+    return message
+
+
+def from_fields(kind: type[N], fields: dict[str, Any]) -> N:
+    """A dataclass from its JSON object."""
+    made = {n: from_fields(_NESTED[n], v) if n in _NESTED and isinstance(v, dict) else v for n, v in fields.items()}
+    return kind(**made)
+
+
+def failure(command_id: int, error: PacelineError) -> Failed:
+    """A PacelineError as news."""
+    return Failed(command_id, type(error).__name__, str(error), error.reason)

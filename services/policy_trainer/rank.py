@@ -1,0 +1,86 @@
+"""One rank of the policy trainer: `python -m policy_trainer.rank`, started by the service only.
+
+Owns how a rank comes up and takes commands; not what they do (trainer).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from paceline import telemetry
+from paceline.errors import InternalError
+from paceline.local.ranks import RankLink
+from policy_trainer.checkpoint import Checkpoints
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.desk import Desk
+from policy_trainer.learner import Learner
+from policy_trainer.messages import Save, Train, decode
+from policy_trainer.model import load_policy
+from policy_trainer.parallel import join_ranks, shard
+from policy_trainer.ranks import CONFIG_VARIABLE
+from policy_trainer.trainer import PolicyTrainer
+
+_COMMAND_WAIT_S = 3600.0
+
+
+def make_deterministic(config: PolicyTrainerConfig) -> None:
+    """Same batch, same weights, same number of ranks and threads: same bits."""
+    torch.set_num_threads(config.threads_per_rank)
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling fresh memory only serves to find reads of it; it costs a pass over every buffer.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
+    """The trainer of this rank, resumed. Collective."""
+    mesh = join_ranks(config.device, config.step_deadline_s)
+    checkpoints = Checkpoints(
+        config.checkpoints_dir,
+        Path(config.model),
+        keep=config.checkpoint_keep,
+        keep_every=config.checkpoint_keep_every,
+    )
+    directory = checkpoints.newest()
+    model = shard(
+        load_policy(directory or Path(config.model)), mesh, reshard_after_forward=config.reshard_after_forward
+    )
+    learner = Learner(config, model, mesh)
+    desk = Desk(config, link, learner.algorithm) if dist.get_rank() == 0 else None
+    trainer = PolicyTrainer(config, learner, checkpoints, desk)
+    trainer.resume(directory)
+    return trainer
+
+
+def run(trainer: PolicyTrainer, link: RankLink) -> None:
+    """Takes commands for ever; the parent ends the process."""
+    while True:
+        data = link.receive(_COMMAND_WAIT_S)
+        if data is None:
+            continue
+        command = decode(data)
+        if not isinstance(command, Train | Save):
+            raise InternalError("a rank takes commands only", seen=type(command).__name__)
+        trainer.handle(command)
+
+
+def main() -> None:
+    """Loads, joins the group, says ready, serves."""
+    link = RankLink.from_environment()
+    config = PolicyTrainerConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+    telemetry.setup("policy_trainer", config.telemetry)
+    make_deterministic(config)
+    trainer = build(config, link)
+    link.ready()
+    trainer.announce()
+    with contextlib.closing(link):
+        run(trainer, link)
+
+
+if __name__ == "__main__":
+    main()

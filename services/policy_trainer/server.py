@@ -1,0 +1,184 @@
+"""PolicyService: gRPC in front of the ranks. Owns fencing, the translation to the wire, start and stop; no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.rpc import EpochGuard, Server
+from paceline.telemetry import get_logger, inject
+from paceline.v1 import policy_pb2 as pb
+from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
+from paceline.v1.trajectory_pb2 import CommandContext
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.messages import Batched, Progress, Pushed, Save, Saved, Sender, Stepped, Train
+from policy_trainer.ranks import News, TrainerRanks
+
+SERVICE_NAME = "paceline.v1.PolicyService"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_log = get_logger(__name__)
+
+
+class PolicyServicer(PolicyServiceServicer):
+    """Commands in, news out."""
+
+    def __init__(self, config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
+        self._config = config
+        self._ranks = ranks
+        self._guard = EpochGuard()
+
+    async def TrainStep(
+        self, request: pb.TrainStepRequest, context: Any
+    ) -> AsyncIterator[pb.TrainStepResponse]:
+        """BatchReady, PolicyStepped, PolicyPrepared."""
+        waits_s = request.group_deadline_s or self._config.group_deadline_s
+        command = Train(
+            command_id=self._ranks.next_command_id(),
+            sender=self._sender(request.context),
+            policy_version=request.policy_version,
+            groups=[(group.group_id, group.size) for group in request.groups],
+            group_deadline_s=waits_s,
+        )
+        async for news in self._ranks.run(command, waits_s + self._config.step_deadline_s):
+            yield _response(news)
+
+    async def SavePolicyCheckpoint(
+        self, request: pb.SavePolicyCheckpointRequest, context: Any
+    ) -> pb.SavePolicyCheckpointResponse:
+        """Writes a checkpoint now."""
+        saved = await save(self._ranks, self._sender(request.context), self._config.step_deadline_s)
+        return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.policy_version)
+
+    async def GetPolicyStatus(
+        self, request: pb.GetPolicyStatusRequest, context: Any
+    ) -> pb.GetPolicyStatusResponse:
+        """Where the trainer stands."""
+        progress, pids = self._ranks.progress, self._ranks.pids
+        return pb.GetPolicyStatusResponse(
+            policy_version=progress.policy_version,
+            step=max(0, progress.step),
+            checkpoint_version=progress.checkpoint_version,
+            trajectories_trained=progress.trajectories_trained,
+            ranks=len(pids),
+            rank_pids=pids,
+        )
+
+    def _sender(self, context: CommandContext) -> Sender:
+        if context.run_id != self._config.run.id:
+            raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=self._config.run.id)
+        self._guard.check(context)
+        return Sender(context.run_id, context.step, context.epoch, inject())
+
+
+async def save(ranks: TrainerRanks, sender: Sender, deadline_s: float) -> Saved:
+    """Writes a checkpoint and waits for it."""
+    command = Save(ranks.next_command_id(), sender)
+    return [news async for news in ranks.run(command, deadline_s) if isinstance(news, Saved)][-1]
+
+
+def check_model(directory: Path) -> None:
+    """Raises ConfigError unless the directory looks like a checkpoint the trainer can load."""
+    try:
+        kind = json.loads((directory / "config.json").read_text()).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ConfigError("model is no Hugging Face directory", seen=f"{directory}: {error}") from error
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"model type of {directory} is not supported", seen=kind, allowed=", ".join(ARCHITECTURES))
+
+
+def require_fresh(root: Path, *, resume: bool) -> None:
+    """Raises ConfigError when a run that must not be resumed has left something here."""
+    if not resume and (root.exists() and any(root.iterdir())):
+        raise ConfigError(
+            "the run's directory holds a trained policy",
+            seen=root,
+            allowed="resume=true, or another run.id and run.dir",
+        )
+
+
+async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
+    """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
+    check_model(Path(config.model))
+    require_fresh(config.checkpoints_dir, resume=config.resume)
+    ranks = TrainerRanks(config)
+    server = Server(config.addresses.policy_trainer, config.security)
+    server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
+    server.set_serving(SERVICE_NAME, False)
+    await server.start()
+    supervision = asyncio.create_task(ranks.supervise())
+    health = asyncio.create_task(_follow_health(ranks, server))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if supervision.done():
+            await supervision
+        await server.stop(config.stop_grace_s / 2)
+        await _save_final(config, ranks)
+    finally:
+        for task in (health, stopped, supervision):
+            task.cancel()
+        await asyncio.gather(health, stopped, supervision, return_exceptions=True)
+        await server.stop(0)
+        await ranks.stop(1.0)
+
+
+async def _follow_health(ranks: TrainerRanks, server: Server) -> None:
+    """The service serves while the ranks take commands."""
+    while True:
+        await ranks.changed(serving=True)
+        server.set_serving(SERVICE_NAME, True)
+        await ranks.changed(serving=False)
+        server.set_serving(SERVICE_NAME, False)
+
+
+async def _save_final(config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
+    """A last checkpoint when there is something new and the ranks are idle; a busy rank is abandoned, its step is
+    replayed by the next start."""
+    unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
+    if not (config.save_final and unsaved and ranks.ready) or ranks.busy:
+        return
+    try:
+        saved = await save(ranks, Sender(config.run.id, max(0, ranks.progress.step), 0), config.stop_grace_s / 2)
+        _log.info("final_checkpoint", path=saved.path)
+    except PacelineError as error:
+        _log.error("final_checkpoint_failed", error=str(error))
+
+
+def _response(news: News) -> pb.TrainStepResponse:
+    match news:
+        case Batched(batch=batch):
+            ready = pb.BatchReady(trajectories=batch.trajectories, dropped=batch.dropped, tokens=batch.tokens)
+            return pb.TrainStepResponse(batch=ready)
+        case Stepped(progress=progress):
+            return pb.TrainStepResponse(stepped=_stepped(progress))
+        case Pushed():
+            return pb.TrainStepResponse(
+                prepared=pb.PolicyPrepared(
+                    policy_version=news.policy_version,
+                    bytes=news.bytes,
+                    push_s=news.push_s,
+                    lm_head_hash=news.lm_head_hash,
+                )
+            )
+        case Saved():
+            raise InvalidInput("a checkpoint is no news of a step")
+
+
+def _stepped(progress: Progress) -> pb.PolicyStepped:
+    batch, figures = progress.batch, progress.figures
+    return pb.PolicyStepped(
+        policy_version=progress.policy_version,
+        loss=figures.loss,
+        grad_norm=figures.grad_norm,
+        reward_mean=batch.reward_mean,
+        reward_std=batch.reward_std,
+        entropy=figures.entropy,
+        behavior_gap=figures.behavior_gap,
+        train_s=figures.train_s,
+        world_size=figures.world_size,
+        batch_hash=batch.batch_hash,
+    )
