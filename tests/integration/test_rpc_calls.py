@@ -14,7 +14,15 @@ from paceline.config import SecurityConfig, TelemetryConfig
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.v1.weights_pb2 import AbortRequest, AbortResponse, PrepareRequest, PrepareResponse
+from paceline.v1.weights_pb2 import (
+    AbortRequest,
+    AbortResponse,
+    GetVersionsRequest,
+    PrepareRequest,
+    PrepareResponse,
+    PushRequest,
+    PushResponse,
+)
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer, WeightServiceStub, add_WeightServiceServicer_to_server
 
 OFF = SecurityConfig(token_env="")
@@ -255,6 +263,7 @@ class Weights(WeightServiceServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self.guard = EpochGuard()
         self.failures_left = 2
+        self.pushes = 0
 
     async def Prepare(self, request: PrepareRequest, context: object) -> PrepareResponse:
         self.guard.check(request.context)
@@ -265,6 +274,10 @@ class Weights(WeightServiceServicer):  # type: ignore[misc]
             self.failures_left -= 1
             raise errors.Unavailable("still loading")
         return AbortResponse()
+
+    async def Push(self, requests: AsyncIterator[PushRequest], context: object) -> PushResponse:
+        self.pushes += 1
+        raise errors.Unavailable(f"push {self.pushes}")
 
 
 @pytest.fixture
@@ -290,9 +303,12 @@ async def test_a_unary_call_is_retried_while_the_peer_is_unavailable(weights: We
     assert await weights.Abort(AbortRequest(), timeout=10) == AbortResponse()
 
 
-async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(weights: WeightServiceStub) -> None:
-    from paceline.v1.weights_pb2 import GetVersionsRequest
+async def test_a_streaming_call_is_not_retried(weights: WeightServiceStub) -> None:
+    with pytest.raises(errors.Unavailable, match="push 1"), rpc_errors():
+        await weights.Push(iter([PushRequest()]), timeout=10)
 
+
+async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(weights: WeightServiceStub) -> None:
     with pytest.raises(errors.MissingCapability) as caught, rpc_errors():
         await weights.GetVersions(GetVersionsRequest(), timeout=10)
     assert caught.value.reason == "UNIMPLEMENTED"
