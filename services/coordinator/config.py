@@ -1,0 +1,112 @@
+"""Settings of the coordinator. Owns names, defaults and ranges."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from coordinator.state import Settings
+from paceline.config import Config, ServiceConfig
+
+
+class SamplingConfig(Config):
+    """How training samples are drawn."""
+
+    temperature: float = Field(default=1.0, gt=0, le=10)
+    """Softmax temperature."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Tokens of a response at most."""
+
+
+class EvaluationConfig(Config):
+    """Evaluations, made outside the timed steps with fixed seeds at temperature 1."""
+
+    heldout_prompts: int = Field(default=512, ge=1)
+    """Held-out prompts for the accuracy: the first so many of heldout_path, one sample each."""
+    every: int = Field(default=0, ge=0)
+    """RL steps between two accuracies; 0 measures at the start and the end only."""
+    seed: int = Field(default=20_000, ge=0, lt=2**63)
+    """Seed of all evaluations."""
+    forced_arm: str = ""
+    """Arm of the accuracy; empty lets the bandit choose."""
+    probe_prompts: int = Field(default=64, ge=0)
+    """Held-out prompts of the acceptance probe; 0 switches it off."""
+    probe_every: int = Field(default=10, ge=0)
+    """RL steps between two probes; 0 probes at the start and the end only."""
+    probe_arm: str = "eagle:5_1_6"
+    """Arm that the probe forces; engines without it are not probed."""
+
+
+class RollbackConfig(Config):
+    """When a drafter that serves is taken back."""
+
+    drop: float = Field(default=0.3, ge=0)
+    """Tokens of live acceptance length that a new drafter may lose against the one before; 0 never rolls back."""
+    window_steps: int = Field(default=1, ge=1)
+    """RL steps compared on either side of the change; receivers keep the drafter of the previous set only."""
+
+
+class CoordinatorConfig(ServiceConfig):
+    """The run: how many steps of which tasks, and who may use the slots between."""
+
+    steps: int = Field(default=200, ge=0)
+    """RL steps of the run."""
+    tasks_path: str = ""
+    """Training tasks, .jsonl or .parquet."""
+    heldout_path: str = ""
+    """Held-out tasks; empty makes no evaluations."""
+    prompts_per_step: int = Field(default=16, ge=1)
+    """Tasks drawn for a step."""
+    samples_per_task: int = Field(default=8, ge=2)
+    """Samples of a task: the group size."""
+    sampling: SamplingConfig = SamplingConfig()
+    environment: str = "single_turn"
+    """Environment of the gateway that runs the tasks."""
+    reward: str = "math_answer"
+    """Reward rule of the gateway that scores them."""
+    workers: int = Field(default=0, ge=0)
+    """Engine workers; 0 asks the gateway."""
+    slots_per_worker: int = Field(default=1, ge=1)
+    """Slots that one worker holds: its tensor parallel size."""
+    drafter_enabled: bool = True
+    """Train the drafter on released slots; false needs no drafter trainer."""
+    training_interval_steps: int = Field(default=10, ge=1)
+    """The drafter trains in every so many RL steps."""
+    min_workers_for_training: int = Field(default=1, ge=1)
+    """Workers that must be released before the drafter gets their slots."""
+    max_drafter_slots: int = Field(default=1, ge=1)
+    """Slots leased to the drafter at most."""
+    max_drafter_steps: int = Field(default=0, ge=0)
+    """Optimiser steps of one activation at most; 0 for no limit."""
+    activation_deadline_s: float = Field(default=30.0, gt=0)
+    """Seconds until the drafter must train after its lease."""
+    preempt_deadline_s: float = Field(default=2.0, gt=0)
+    """Seconds until the drafter must have given its slots back."""
+    step_deadline_s: float = Field(default=900.0, gt=0)
+    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails."""
+    group_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a group is trained without the siblings that are missing."""
+    service_recovery_s: float = Field(default=120.0, gt=0)
+    """Seconds that a service may be away before the run fails."""
+    finish_grace_s: float = Field(default=1.0, ge=0)
+    """Seconds between the last fact and the end of the process."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    rollback: RollbackConfig = RollbackConfig()
+
+    def machine_settings(self, workers: int) -> Settings:
+        """What the machine decides by."""
+        evaluated = bool(self.heldout_path)
+        return Settings(
+            workers=workers,
+            slots_per_worker=self.slots_per_worker,
+            total_steps=self.steps,
+            training_interval_steps=self.training_interval_steps,
+            min_workers_for_training=self.min_workers_for_training,
+            max_drafter_slots=self.max_drafter_slots,
+            drafter_enabled=self.drafter_enabled,
+            activation_deadline_s=self.activation_deadline_s,
+            preempt_deadline_s=self.preempt_deadline_s,
+            accuracy_enabled=evaluated,
+            accuracy_every=self.evaluation.every,
+            probe_enabled=evaluated and self.evaluation.probe_prompts > 0,
+            probe_every=self.evaluation.probe_every,
+        )
