@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
+
 from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, wait_redis
 from paceline.streams import connect
@@ -35,9 +36,7 @@ class RedisServer:
         asyncio.run(wait_redis(self.url, 10.0))
 
     def start_without_waiting(self) -> None:
-        self.process = subprocess.Popen(
-            self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self.process = subprocess.Popen(self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
         if self.process is not None:

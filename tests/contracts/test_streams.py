@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
+
 from paceline.errors import ResourceExhausted
 from paceline.streams import MemoryStream, RedisStream, Stream, run_key
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def stream(request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis) -> AsyncIterator[Stream]:
+async def stream(
+    request: pytest.FixtureRequest, run_id: str, redis_client: redis.asyncio.Redis
+) -> AsyncIterator[Stream]:
     made = _make(request.param, run_id, redis_client, None)
     yield made
     await made.close()

@@ -27,8 +27,16 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
         return False
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(death_signal), 0, 0, 0) != 0:
         raise InternalError("prctl(PR_SET_PDEATHSIG) failed", seen=os.strerror(ctypes.get_errno()))
-    if os.getppid() != int(parent):
+    if os.getppid() != int(parent) and not _exists(int(parent)):
         raise SystemExit(1)
+    return True
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
     return True
 
 

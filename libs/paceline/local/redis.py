@@ -106,6 +106,15 @@ def role_url(config: ServiceConfig, role: Role) -> str:
     return config.redis.durable if role == "durable" else config.redis.features
 
 
+def local_urls(config: ServiceConfig) -> dict[Role, str]:
+    """URLs of both roles for a run on this machine: where nothing is configured, each role has a server of its own."""
+    durable = role_url(config, "durable")
+    port = urlsplit(durable).port
+    if config.redis.durable_url or config.redis.features_url or "REDIS_URL" in os.environ or port is None:
+        return {"durable": durable, "features": config.redis.features_url or durable}
+    return {"durable": durable, "features": f"redis://127.0.0.1:{port + 1}/0"}
+
+
 def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
     """How to start a role's server; None when its URL names one that others run, or that the other role serves."""
     url = role_url(config, role)
@@ -133,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     words = parser.parse_args(argv)
     try:
-        config = load_config(ServiceConfig, "redis", words.config, words.overrides)
+        config = load_config(ServiceConfig, "local", words.config, words.overrides)
         found = launcher(config, words.role)
         if found is None:
             return 0

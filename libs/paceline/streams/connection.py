@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import redis.asyncio
 from redis.asyncio.retry import Retry
@@ -43,7 +43,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
     retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
     chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_URL
     try:
-        client = redis.asyncio.Redis.from_url(
+        client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
             chosen,
             protocol=2,
             decode_responses=False,
@@ -57,7 +57,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
         )
     except ValueError as error:
         raise ConfigError("not a Redis URL", seen=chosen, allowed="redis://host:port/db") from error
-    return cast("redis.asyncio.Redis", client)
+    return client
 
 
 def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:

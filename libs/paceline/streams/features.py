@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import DataLoss, InvalidInput
-from paceline.streams.fields import SCHEMA_VERSION, checked, current_traceparent, require_schema
+from paceline.streams.fields import SCHEMA_VERSION, checked, require_schema
+from paceline.telemetry import inject
 from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors, from_numpy
 
 FEATURE_DTYPES = ("BF16", "F32")
@@ -72,7 +73,7 @@ def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
         "dtype": batch.hidden.dtype,
         "rows": str(batch.rows),
         "hidden": str(batch.hidden_size),
-        "traceparent": batch.traceparent or current_traceparent(),
+        "traceparent": batch.traceparent or inject().get("traceparent", ""),
     }
     tensors = [
         from_numpy("versions", batch.versions.astype("<i8", copy=False)),

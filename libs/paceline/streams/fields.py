@@ -1,22 +1,13 @@
-"""What all entries share: the schema version, the trace context, and the check of a tensor's form."""
+"""What all entries share: the schema version and the check of a tensor's form."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from opentelemetry.propagate import inject
-
 from paceline.errors import DataLoss
 from paceline.tensors import NamedTensor
 
 SCHEMA_VERSION = "1"
-
-
-def current_traceparent() -> str:
-    """W3C traceparent of the current span; "" outside any."""
-    carrier: dict[str, str] = {}
-    inject(carrier)
-    return carrier.get("traceparent", "")
 
 
 def require_schema(fields: Mapping[str, str]) -> None:

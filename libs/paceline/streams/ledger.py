@@ -36,7 +36,7 @@ class Ledger:
     """Ledger of one run on the durable Redis. Branches are named by str(BranchKey)."""
 
     def __init__(self, client: redis.asyncio.Redis, run_id: str) -> None:
-        self._client = client
+        self._client: Any = client
         self._run_id = run_id
         self._stream = run_key(run_id, "trajectories")
         self._ledger = run_key(run_id, "ledger")

@@ -57,9 +57,7 @@ class MemoryStream:
         """Append once by key."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(
-                f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget
-            )
+            raise ResourceExhausted(f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget)
         if key is not None:
             if key in self._keys:
                 return None

@@ -29,8 +29,9 @@ class RedisStream:
     def __init__(
         self, client: redis.asyncio.Redis, key: str, byte_budget: int | None = None, *, outage_s: float = OUTAGE_S
     ) -> None:
-        self._client = client
-        self._reader = blocking_twin(client)
+        # The client's annotations leave replies open between text and bytes; ours are always bytes.
+        self._client: Any = client
+        self._reader: Any = blocking_twin(client)
         self._key = key
         self._budget = byte_budget
         self._outage_s = outage_s
@@ -60,12 +61,10 @@ class RedisStream:
         """Append once by key, also when the answer of a first try was lost."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(
-                f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget
-            )
+            raise ResourceExhausted(f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget)
         nonce = uuid.uuid4().hex
         keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
-        head = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
+        head: list[Any] = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
         with redis_errors(self._client, f"append to {self._key}"):
             entry_id, mine = await self._append(keys=keys, args=[*head, *flat(fields, payload)])
         return bytes(entry_id).decode() if mine else None
@@ -106,9 +105,7 @@ class RedisStream:
         who = (self._key, group, consumer, int(min_idle_s * 1000))
         with redis_errors(self._client, f"claim on {self._key} as {group}/{consumer}"):
             while len(claimed) < count:
-                reply = await self._client.execute_command(
-                    "XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed)
-                )
+                reply = await self._client.execute_command("XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed))
                 cursor, entries = autoclaimed(reply)
                 claimed += entries
                 if cursor == "0-0":

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import DataLoss, InvalidInput
-from paceline.streams.fields import SCHEMA_VERSION, checked, current_traceparent, require_schema
+from paceline.streams.fields import SCHEMA_VERSION, checked, require_schema
+from paceline.telemetry import inject
 from paceline.tensors import as_numpy, crc32, decode_safetensors, encode_safetensors, from_numpy
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
 
@@ -31,7 +32,7 @@ def encode_trajectory(trajectory: Trajectory, traceparent: str = "") -> tuple[di
         "version_spans": np.asarray(spans, dtype="<i8").reshape(len(spans), 3),
     }
     payload = encode_safetensors([from_numpy(name, array) for name, array in arrays.items()])
-    return _fields(trajectory, traceparent or current_traceparent(), payload), payload
+    return _fields(trajectory, traceparent or inject().get("traceparent", ""), payload), payload
 
 
 def _fields(trajectory: Trajectory, traceparent: str, payload: bytes) -> dict[str, str]:

@@ -1,0 +1,180 @@
+"""One supervised process: started, watched, restarted with backoff, stopped with its whole group. Knows no other."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import PacelineError, Unavailable
+from paceline.local.processes import child_environment, describe_exit, last_lines, signal_group
+
+EventKind = Literal["started", "healthy", "died", "restarted", "finished", "stopped"]
+EXIT_CONFIG = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How to start one process, and how to see that it serves."""
+
+    name: str
+    command: tuple[str, ...]  # () for a server that others run: only its health is awaited
+    healthy: Callable[[float], Awaitable[None]] | None = None  # (deadline in s); raises PacelineError
+    depends_on: tuple[str, ...] = ()  # names that must be healthy first
+    ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
+    environment: Mapping[str, str] = field(default_factory=dict)
+    ends_run: bool = False  # the run is over when it exits with status 0
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEvent:
+    """What happened to a process, for a terminal view."""
+
+    name: str
+    kind: EventKind
+    pid: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up to cap_s."""
+
+    tries: int = 5
+    window_s: float = 120.0
+    base_s: float = 0.5
+    cap_s: float = 10.0
+
+
+class Child:
+    """Keeps one process running until it finishes, fails too often or is stopped."""
+
+    def __init__(
+        self, launch: Launch, logs: Path, policy: RestartPolicy, on_event: Callable[[ChildEvent], None], health_s: float
+    ) -> None:
+        self.launch = launch
+        self.log = logs / f"{launch.name}.log"
+        self.is_healthy = asyncio.Event()
+        self._policy = policy
+        self._on_event = on_event
+        self._health_s = health_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._crashes: deque[float] = deque()
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 when none runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+
+    async def run(self) -> None:
+        """Start and restart; returns when the process exits with status 0.
+
+        Raises Unavailable, with the end of the log, when it dies before it was ever healthy, is not healthy in time,
+        exits for a config error or dies too often.
+        """
+        if not self.launch.command:
+            await self._become_healthy()
+            return
+        first = True
+        while True:
+            await self._spawn("started" if first else "restarted")
+            code = await self._live()
+            if code == 0:
+                self._tell("finished")
+                return
+            self._tell("died", describe_exit(code))
+            await self._pause_before_restart(code)
+            first = False
+
+    async def stop(self, grace_s: float) -> None:
+        """SIGTERM, `grace_s` seconds, SIGKILL to the whole group. Call it after run() has been cancelled."""
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await process.wait()
+        signal_group(process.pid, signal.SIGKILL)
+        await process.wait()
+        self._tell("stopped")
+        self._process = None
+
+    async def _spawn(self, kind: EventKind) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group can be killed whole.
+            self._process = await asyncio.create_subprocess_exec(
+                *self.launch.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=child_environment(dict(self.launch.environment)),
+            )
+        self._tell(kind)
+
+    async def _live(self) -> int:
+        """Wait for health, then for the end; returns the exit status. What the process started ends with it."""
+        process = self._running
+        ending = asyncio.create_task(process.wait())
+        health = asyncio.create_task(self._become_healthy())
+        try:
+            await asyncio.wait({ending, health}, return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                await health
+            return await ending
+        except PacelineError as error:
+            raise self._failure(f"is not healthy: {error}") from error
+        finally:
+            for task in (health, ending):
+                task.cancel()
+            await asyncio.gather(health, ending, return_exceptions=True)
+            if process.returncode is not None:
+                signal_group(process.pid, signal.SIGKILL)
+
+    async def _become_healthy(self) -> None:
+        if self.launch.healthy is not None:
+            await self.launch.healthy(self._health_s)
+        self.is_healthy.set()
+        self._tell("healthy")
+
+    async def _pause_before_restart(self, code: int) -> None:
+        now = asyncio.get_running_loop().time()
+        self._crashes.append(now)
+        while now - self._crashes[0] > self._policy.window_s:
+            self._crashes.popleft()
+        if not self.is_healthy.is_set() or code == EXIT_CONFIG:
+            raise self._failure(f"{describe_exit(code)} at its start")
+        if len(self._crashes) > self._policy.tries:
+            raise self._failure(f"{describe_exit(code)}, time {len(self._crashes)} in {self._policy.window_s:.0f} s")
+        await asyncio.sleep(min(self._policy.base_s * 2 ** (len(self._crashes) - 1), self._policy.cap_s))
+
+    @property
+    def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            raise Unavailable(f"{self.launch.name} does not run")
+        return self._process
+
+    def _failure(self, what: str) -> Unavailable:
+        end = last_lines(self.log)
+        return Unavailable(
+            f"{self.launch.name} {what}; its log {self.log} ends:\n{end}" if end else f"{self.launch.name} {what}",
+            reason="SERVICE_FAILED",
+        )
+
+    def _tell(self, kind: EventKind, detail: str = "") -> None:
+        self._on_event(ChildEvent(self.launch.name, kind, self._process.pid if self._process else 0, detail))
+
+
+def python_module(module: str, *arguments: str) -> tuple[str, ...]:
+    """Command of `python -m module` with this interpreter."""
+    return (sys.executable, "-m", module, *arguments)

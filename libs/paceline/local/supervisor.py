@@ -1,0 +1,192 @@
+"""Starts the services of a run in the order of their dependencies, keeps them running and leaves none behind.
+
+It decides nothing about the run: the run is over when the coordinator exits with status 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from paceline.config import ServiceConfig
+from paceline.errors import DeadlineExceeded, FailedPrecondition
+from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy, python_module
+from paceline.local.ports import require_free
+from paceline.local.redis import Role, launcher, local_urls, role_url, wait_redis
+from paceline.local.services import SERVICES, ServiceSpec
+from paceline.rpc import wait_healthy
+
+
+def _ignore(event: ChildEvent) -> None:
+    return None
+
+
+class Supervisor:
+    """Runs a set of launches; use it as an async context, or call stop() in any case."""
+
+    def __init__(
+        self,
+        launches: Sequence[Launch],
+        run_dir: Path,
+        *,
+        on_event: Callable[[ChildEvent], None] = _ignore,
+        policy: RestartPolicy | None = None,
+        health_s: float = 120.0,
+    ) -> None:
+        made = policy or RestartPolicy()
+        self._children = {
+            launch.name: Child(launch, run_dir / "logs", made, on_event, health_s) for launch in in_order(launches)
+        }
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process id by service, of those that run."""
+        return {name: child.pid for name, child in self._children.items() if child.pid}
+
+    def log(self, name: str) -> Path:
+        """Log file of a service."""
+        return self._children[name].log
+
+    async def start(self, deadline_s: float) -> None:
+        """Start all and wait until all are healthy.
+
+        Raises Unavailable (a port is in use, a service dies or is not healthy; its log's end is quoted) or
+        DeadlineExceeded. Then nothing is left running.
+        """
+        for child in self._children.values():
+            for address, setting in child.launch.ports:
+                require_free(address, setting)
+        self._tasks = {name: asyncio.create_task(self._run(child)) for name, child in self._children.items()}
+        healthy = asyncio.create_task(self._all_healthy())
+        waits: set[asyncio.Future[None]] = {healthy, self._failing()}
+        try:
+            await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_failure()
+            if not healthy.done():
+                late = [name for name, child in self._children.items() if not child.is_healthy.is_set()]
+                raise DeadlineExceeded(f"services are not healthy after {deadline_s} s", seen=late)
+        except BaseException:
+            await self.stop(1.0)
+            raise
+        finally:
+            healthy.cancel()
+
+    async def wait_finished(self) -> None:
+        """Wait until the service that ends the run exits with status 0; raises Unavailable when a service fails."""
+        if not self._tasks:
+            raise FailedPrecondition("nothing was started")
+        ends = [self._tasks[name] for name, child in self._children.items() if child.launch.ends_run]
+        waits = ends or [task for name, task in self._tasks.items() if self._children[name].launch.command]
+        ended: set[asyncio.Future[Any]] = {asyncio.gather(*waits, return_exceptions=True), self._failing()}
+        await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self._raise_failure()
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Stop all in reverse order; `grace_s` is shared, a service gets at least a second. Leaves no process."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        end = asyncio.get_running_loop().time() + grace_s
+        for child in reversed(self._children.values()):
+            await child.stop(max(1.0, end - asyncio.get_running_loop().time()))
+        self._tasks = {}
+
+    async def __aenter__(self) -> Supervisor:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _run(self, child: Child) -> None:
+        for name in child.launch.depends_on:
+            await self._children[name].is_healthy.wait()
+        await child.run()
+
+    async def _all_healthy(self) -> None:
+        for child in self._children.values():
+            await child.is_healthy.wait()
+
+    def _failing(self) -> asyncio.Future[None]:
+        """Done as soon as one service's task has raised."""
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def note(task: asyncio.Task[None]) -> None:
+            if not failed.done() and not task.cancelled() and task.exception() is not None:
+                failed.set_result(None)
+
+        for task in self._tasks.values():
+            task.add_done_callback(note)
+        return failed
+
+    def _raise_failure(self) -> None:
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled():
+                task.result()
+
+
+def in_order(launches: Sequence[Launch]) -> list[Launch]:
+    """Launches so that each follows what it depends on, else as given. Raises FailedPrecondition for a circle."""
+    ordered: list[Launch] = []
+    waiting = list(launches)
+    known = {launch.name for launch in launches}
+    while waiting:
+        done = {launch.name for launch in ordered}
+        ready = next((launch for launch in waiting if set(launch.depends_on) & known <= done), None)
+        if ready is None:
+            raise FailedPrecondition("services depend on each other in a circle", seen=[each.name for each in waiting])
+        missing = set(ready.depends_on) - known
+        if missing:
+            raise FailedPrecondition(f"{ready.name} depends on services that are not started", seen=sorted(missing))
+        waiting.remove(ready)
+        ordered.append(ready)
+    return ordered
+
+
+def run_launches(config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]) -> list[Launch]:
+    """Launches of a whole run: the service table with one config for all.
+
+    `config` is the shared part that `files` and `overrides` give. Redis that others run is only waited for.
+    """
+    settings = [f"redis.{role}_url={url}" for role, url in local_urls(config).items()]
+    arguments = [*(part for path in files for part in ("--config", str(path))), *overrides, *settings]
+    resolved = config.model_copy(update={"redis": config.redis.model_copy(update=_url_fields(config))})
+    return [_launch(spec, resolved, arguments) for spec in SERVICES]
+
+
+def _url_fields(config: ServiceConfig) -> dict[str, str]:
+    return {f"{role}_url": url for role, url in local_urls(config).items()}
+
+
+def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
+    command = python_module(spec.module, *spec.arguments, *arguments)
+    if not spec.address_key:
+        return _redis_launch(spec, config, command)
+    address = getattr(config.addresses, spec.address_key)
+
+    async def healthy(deadline_s: float) -> None:
+        await wait_healthy(address, config.security, deadline_s)
+
+    keys = (spec.address_key, *spec.more_address_keys)
+    ports = tuple((getattr(config.addresses, key), f"addresses.{key}") for key in keys)
+    return Launch(spec.name, command, healthy, spec.depends_on, ports, ends_run=spec.ends_run)
+
+
+def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...]) -> Launch:
+    role: Role = "features" if "features" in spec.arguments else "durable"
+    url = role_url(config, role)
+    server = launcher(config, role)
+
+    async def healthy(deadline_s: float) -> None:
+        await wait_redis(url, deadline_s)
+
+    if server is None:
+        return Launch(spec.name, (), healthy)
+    server.command()  # fails here, before anything is started, when there is no binary
+    ports = ((f"127.0.0.1:{server.port}", f"redis.{role}_url"),)
+    return Launch(spec.name, command, healthy, spec.depends_on, ports)

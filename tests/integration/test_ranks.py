@@ -1,0 +1,116 @@
+"""Ranks as real processes: ready, messages both ways, death seen at once, none left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.errors import DeadlineExceeded
+from paceline.local.ranks import RankGroup, RankLost
+
+HERE = Path(__file__).parent
+
+
+def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
+    return RankGroup("rank_echo", world_size, 1, [], tmp_path, {"PYTHONPATH": str(HERE), **env})
+
+
+@pytest.fixture
+async def ranks(tmp_path: Path) -> AsyncIterator[RankGroup]:
+    group = _group(tmp_path)
+    await group.start(20.0)
+    yield group
+    await group.stop(2.0)
+
+
+async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
+    await ranks.send(b"x" * 2_000_000)
+    answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
+    assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
+
+
+async def test_ranks_have_the_environment_of_torchrun(ranks: RankGroup) -> None:
+    await ranks.send(b"environment")
+    answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
+    first, second = json.loads(answers[0]), json.loads(answers[1])
+    assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
+    assert first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
+    assert first["MASTER_ADDR"] == "127.0.0.1"
+    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert first["OMP_NUM_THREADS"] == "1"
+
+
+async def test_polling_an_empty_link_does_not_wait(ranks: RankGroup) -> None:
+    await ranks.send(b"poll")
+    assert {(await ranks.receive(10.0))[1], (await ranks.receive(10.0))[1]} == {b"nothing"}
+
+
+async def test_a_killed_rank_is_noticed_within_a_second(ranks: RankGroup) -> None:
+    os.kill(ranks.pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1 .*SIGKILL"):
+        await ranks.receive(30.0)
+    assert time.monotonic() - began < 1.0
+    with pytest.raises(RankLost):
+        await ranks.send(b"x")
+
+
+async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await ranks.receive(0.1)
+
+
+async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGroup) -> None:
+    before = ranks.pids
+    await ranks.stop(2.0)
+    assert ranks.pids == []
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    await ranks.start(20.0)
+    await ranks.send(b"again")
+    assert (await ranks.receive(10.0))[1] == b"again"
+
+
+async def test_a_rank_that_dies_at_its_start_is_quoted(tmp_path: Path) -> None:
+    group = _group(tmp_path, 1, RANK_ECHO="dies")
+    with pytest.raises(RankLost, match="no device for this rank"):
+        await group.start(20.0)
+    assert group.pids == []
+
+
+async def test_a_rank_that_is_never_ready_fails_the_start_and_is_gone(tmp_path: Path) -> None:
+    group = _group(tmp_path, 1, RANK_ECHO="silent")
+    with pytest.raises(DeadlineExceeded):
+        await group.start(0.5)
+    assert group.pids == []
+
+
+def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, pathlib\n"
+        "from paceline.local.ranks import RankGroup\n"
+        "async def main():\n"
+        f"    group = RankGroup('rank_echo', 1, 1, [], pathlib.Path({str(tmp_path)!r}))\n"
+        "    await group.start(20.0)\n"
+        "    print(group.pids[0], flush=True)\n"
+        "    await group.receive(60.0)\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(HERE)}
+    )
+    assert parent.stdout is not None
+    rank = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs([rank], timeout=5)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,120 @@
+"""Facts over real sockets: in order, with their trace, and every gap found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.errors import ConfigError, DeadlineExceeded
+from paceline.events import FactPublisher, FactSubscriber
+from paceline.local.ports import free_port
+from paceline.v1.coordinator_pb2 import Fact, StepBegan
+
+
+class Gaps(list[tuple[int, int]]):
+    async def note(self, first: int, last: int) -> None:
+        self.append((first, last))
+
+
+@pytest.fixture
+def address() -> str:
+    return f"tcp://127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def publisher(address: str) -> Iterator[FactPublisher]:
+    with FactPublisher(address, "run-a") as made:
+        yield made
+
+
+async def _connected(publisher: FactPublisher, subscriber: FactSubscriber) -> Fact:
+    """Publish until the subscription has reached the publisher; returns the first fact heard."""
+    for _ in range(100):
+        await publisher.publish(Fact(step_began=StepBegan(samples=1)))
+        try:
+            return await subscriber.next(0.05)
+        except DeadlineExceeded:
+            continue
+    raise AssertionError("the subscriber never heard the publisher")
+
+
+async def test_facts_arrive_numbered_and_in_order(publisher: FactPublisher, address: str) -> None:
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        first = await _connected(publisher, subscriber)
+        gaps.clear()
+        for n in range(5):
+            await publisher.publish(Fact(step_began=StepBegan(samples=n)))
+        heard = [await subscriber.next(5.0) for _ in range(5)]
+    assert [fact.step_began.samples for fact in heard] == [0, 1, 2, 3, 4]
+    assert [fact.sequence for fact in heard] == [first.sequence + n for n in range(1, 6)]
+    assert gaps == []
+
+
+async def test_a_late_subscriber_is_told_what_it_missed(publisher: FactPublisher, address: str) -> None:
+    for _ in range(3):
+        await publisher.publish(Fact())
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        first = await _connected(publisher, subscriber)
+    assert first.sequence > 3
+    assert gaps == [(1, first.sequence - 1)]
+
+
+async def test_a_skipped_number_is_a_gap_with_its_range(publisher: FactPublisher, address: str) -> None:
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        heard = (await _connected(publisher, subscriber)).sequence
+        gaps.clear()
+        publisher._next += 2
+        await publisher.publish(Fact())
+        assert (await subscriber.next(5.0)).sequence == heard + 3
+    assert gaps == [(heard + 1, heard + 2)]
+
+
+async def test_a_publisher_that_begins_again_is_a_gap(address: str) -> None:
+    gaps = Gaps()
+    with FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        with FactPublisher(address, "run-a", first_sequence=40) as first:
+            await _connected(first, subscriber)
+        gaps.clear()
+        with FactPublisher(address, "run-a") as second:
+            fact = await _connected(second, subscriber)
+    assert fact.sequence < 40
+    assert gaps == [(1, fact.sequence - 1)]
+
+
+async def test_another_run_with_the_same_prefix_is_not_heard(address: str) -> None:
+    gaps = Gaps()
+    with FactPublisher(address, "run-ab") as other, FactSubscriber(address, "run-a", gaps.note) as subscriber:
+        with FactSubscriber(address, "run-ab", gaps.note) as witness:
+            await _connected(other, witness)
+        with pytest.raises(DeadlineExceeded):
+            await subscriber.next(0.1)
+
+
+async def test_the_trace_context_rides_in_its_own_frame(
+    publisher: FactPublisher, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traceparent = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    monkeypatch.setattr("paceline.events.facts.inject_frame", lambda: traceparent)
+    with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
+        await _connected(publisher, subscriber)
+        assert subscriber.traceparent == traceparent
+
+
+async def test_publishing_never_waits_for_a_slow_subscriber(
+    publisher: FactPublisher, address: str
+) -> None:
+    with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
+        await _connected(publisher, subscriber)
+        async with asyncio.timeout(20):
+            for _ in range(5000):
+                await publisher.publish(Fact(step_began=StepBegan(samples=1)))
+
+
+def test_a_taken_address_names_the_setting(publisher: FactPublisher) -> None:
+    with pytest.raises(ConfigError, match=r"addresses\.events"):
+        FactPublisher(publisher.address, "run-a")
