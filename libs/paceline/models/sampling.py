@@ -83,15 +83,21 @@ class DrawParams:
         top_k: Sequence[int] | None = None,
         top_p: Sequence[float] | None = None,
         min_p: Sequence[float] | None = None,
+        device: torch.device | None = None,
     ) -> DrawParams:
-        """Rows from plain numbers."""
+        """Rows from plain numbers; seeds of any size are taken modulo 2^64."""
         n = len(seeds)
+        top_k, top_p, min_p = top_k or [0] * n, top_p or [1.0] * n, min_p or [0.0] * n
+        signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
         return cls(
-            torch.tensor(seeds, dtype=torch.int64),
-            torch.tensor(temperatures, dtype=torch.float32),
-            torch.tensor(top_k if top_k is not None else [0] * n, dtype=torch.int64),
-            torch.tensor(top_p if top_p is not None else [1.0] * n, dtype=torch.float32),
-            torch.tensor(min_p if min_p is not None else [0.0] * n, dtype=torch.float32),
+            torch.tensor(signed, dtype=torch.int64, device=device),
+            torch.tensor(temperatures, dtype=torch.float32, device=device),
+            torch.tensor(top_k, dtype=torch.int64, device=device),
+            torch.tensor(top_p, dtype=torch.float32, device=device),
+            torch.tensor(min_p, dtype=torch.float32, device=device),
+            any_greedy=any(value <= 0 for value in temperatures),
+            all_greedy=all(value <= 0 for value in temperatures),
+            any_masked=any(top_k) or any(value < 1 for value in top_p) or any(min_p),
         )
 
 

@@ -1,0 +1,54 @@
+"""Who chooses the arm of a round. Owns the protocol and the grouping by batch size, no rule of choice."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout_gateway.engines.base import ArmReport
+
+
+class BanditSettings(BaseModel):
+    """Which bandit and how it remembers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str = "epsilon_greedy"
+    epsilon: float = Field(0.1, ge=0.0, le=1.0)  # share of rounds that explore
+    window: int = Field(1000, ge=1)  # rounds remembered per arm and group
+    groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An arm, and whether it was taken to learn about it."""
+
+    arm: str
+    explored: bool
+
+
+class Bandit(Protocol):
+    """Chooses an arm per round, separately in each batch-size group; the reward is tokens per second."""
+
+    def choose(self, batch_size: int) -> Choice:
+        """The arm of the next round."""
+        ...
+
+    def observe(
+        self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
+    ) -> None:
+        """What a round gave: tokens of all rows, seconds of draft and verification, mean tokens per row."""
+        ...
+
+    def reports(self) -> Sequence[ArmReport]:
+        """Statistics of every arm and group that was pulled."""
+        ...
+
+
+def group_of(groups: Sequence[int], batch_size: int) -> int:
+    """Smallest batch size of the group that holds batch_size; groups ascend."""
+    return groups[max(bisect_right(groups, batch_size) - 1, 0)]

@@ -1,0 +1,70 @@
+"""What may enter the engine: checks of a request against model and context. Owns no queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from paceline.errors import InvalidInput, MissingCapability
+from paceline.models.config import ModelConfig
+from rollout_gateway.engines.base import Request
+from rollout_gateway.engines.embedded.sequence import RunningSequence, StopText
+
+
+class Admission:
+    """Turns requests into sequences."""
+
+    def __init__(self, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> None:
+        self.max_sequence_tokens = min(max_sequence_tokens, config.max_position_embeddings)
+        self._config = config
+        self._tokenizer_path = model_dir / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+
+    def sequence(self, request: Request) -> RunningSequence:
+        """A sequence that waits. Raises InvalidInput naming the value that cannot work."""
+        prompt, sampling = request.prompt, request.sampling
+        if not prompt or len(prompt) >= self.max_sequence_tokens:
+            allowed = f"1 to {self.max_sequence_tokens - 1} tokens"
+            raise InvalidInput("the prompt does not fit", seen=len(prompt), allowed=allowed)
+        if min(prompt) < 0 or max(prompt) >= self._config.vocab_size:
+            seen = max(prompt) if min(prompt) >= 0 else min(prompt)
+            raise InvalidInput(
+                "a prompt token is out of range", seen=seen, allowed=f"0 to {self._config.vocab_size - 1}"
+            )
+        self._check_sampling(request)
+        eos = () if sampling.ignore_eos else self._config.eos_token_ids
+        return RunningSequence(
+            request=request,
+            stop_ids=frozenset((*eos, *sampling.stop_token_ids)),
+            token_limit=min(sampling.max_tokens, self.max_sequence_tokens - len(prompt)),
+            stop_text=StopText(self._load_tokenizer(), sampling.stop) if sampling.stop else None,
+            length=len(prompt),
+        )
+
+    def _check_sampling(self, request: Request) -> None:
+        sampling = request.sampling
+        bounds = {
+            "max_tokens": (sampling.max_tokens >= 1, sampling.max_tokens, ">= 1"),
+            "temperature": (0 <= sampling.temperature < float("inf"), sampling.temperature, ">= 0"),
+            "top_p": (0 < sampling.top_p <= 1, sampling.top_p, "0 < top_p <= 1"),
+            "top_k": (sampling.top_k >= 0, sampling.top_k, ">= 0 (0: all)"),
+            "min_p": (0 <= sampling.min_p <= 1, sampling.min_p, "0 to 1"),
+            "stop": (all(sampling.stop), sampling.stop, "strings that are not empty"),
+        }
+        for name, (fine, seen, allowed) in bounds.items():
+            if not fine:
+                raise InvalidInput(f"{name} is out of range", seen=seen, allowed=allowed)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            if not self._tokenizer_path.is_file():
+                raise InvalidInput("stop strings need a tokenizer.json", seen=self._tokenizer_path)
+            self._tokenizer = Tokenizer.from_file(str(self._tokenizer_path))
+        return self._tokenizer
+
+    @staticmethod
+    def check_capture(possible: bool) -> None:
+        """Raises MissingCapability when there is nowhere to write hidden rows."""
+        if not possible:
+            raise MissingCapability("this engine has no ring for hidden rows", seen="capture")

@@ -1,0 +1,48 @@
+"""Everything the engine remembers per slot, in tensors allocated once: keys and values, token ids, hidden states.
+
+Owns memory only; which request sits in which slot is the scheduler's. Peak: max_batch * capacity * (layers * kv_width *
+item + 8 + H * item) bytes, the last term only for a speculator that reads hidden states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.models.cache import StaticCache
+from paceline.models.decoder import Block, DecoderWeights
+
+
+class SlotStore:
+    """S slots of C positions."""
+
+    def __init__(self, weights: DecoderWeights, slots: int, capacity: int, *, keep_hidden: bool) -> None:
+        config, dtype, device = weights.config, weights.head.dtype, weights.head.device
+        self.kv = StaticCache(
+            config, layers=config.num_layers, slots=slots, capacity=capacity, dtype=dtype, device=device
+        )
+        self.token_ids = torch.zeros(slots, capacity, dtype=torch.int64, device=device)
+        """int64 [S, C]: known tokens, garbage behind them."""
+        width = config.hidden_size if keep_hidden else 0
+        self.hidden = torch.zeros(slots, capacity, width, dtype=dtype, device=device)
+        """[S, C, H]: true hidden states of cached tokens; width 0 when no speculator reads them."""
+
+    def start(self, slot: int, prompt: tuple[int, ...]) -> None:
+        """Take in the tokens of a new request."""
+        self.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
+
+    def keep_hidden(self, block: Block, hidden: Tensor) -> None:
+        """Store hidden states [B, Q, H] at the block's positions, for drafters that catch up later."""
+        if self.hidden.shape[-1]:
+            self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.index, hidden.view(-1, hidden.shape[-1]))
+
+    def keep_tokens(self, block: Block, tokens: Tensor) -> None:
+        """Store draws [B, Q], each one position behind its node's; those not emitted are garbage nobody reads."""
+        self.token_ids.view(-1).index_copy_(0, block.index + 1, tokens.reshape(-1))
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """A sequence of `length` known tokens goes to another slot."""
+        self.kv.move(source, destination, length)
+        self.token_ids[destination, :length] = self.token_ids[source, :length]
+        if self.hidden.shape[-1]:
+            self.hidden[destination, :length] = self.hidden[source, :length]

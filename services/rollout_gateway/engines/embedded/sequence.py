@@ -1,0 +1,135 @@
+"""One request inside the engine: what it said, where it stands, when it ends. Owns no tensor."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from paceline.trajectory import SpeculationStats, VersionSpan
+from rollout_gateway.engines.base import Chunk, Finish, Request
+
+BYTES_PER_CHARACTER = 4
+WINDOW_SLACK = 8
+
+
+class StopText:
+    """Finds stop strings in a growing response by decoding a window of its last tokens."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        # A token holds at least one byte, so this many tokens hold every stop string that ends in the last one.
+        self._window = max(len(stop) for stop in stops) * BYTES_PER_CHARACTER + WINDOW_SLACK
+
+    def match(self, tokens: list[int]) -> str:
+        """The stop string that the text of the tokens contains near its end; empty when none."""
+        text = self._tokenizer.decode(tokens[-self._window :], skip_special_tokens=False)
+        return next((stop for stop in self._stops if stop in text), "")
+
+
+@dataclass(eq=False, slots=True)
+class RunningSequence:
+    """A request that has a slot or waits for one."""
+
+    request: Request
+    stop_ids: frozenset[int]
+    token_limit: int  # response tokens at most
+    stop_text: StopText | None = None
+    enqueued_s: float = field(default_factory=time.perf_counter)
+    length: int = 0  # known tokens: prompt and response
+    cached: int = 0  # tokens whose keys, values and state are in the slot; decoding needs length - 1
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    told: int = 0  # response tokens already reported
+    smallest_gap: float = float("inf")
+    finish: Finish | None = None
+    matched_stop: str = ""
+    first_token_s: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_rounds: int = 0
+    drafted_round_tokens: int = 0
+
+    @property
+    def lacking(self) -> int:
+        """Tokens to prefill before it can decode."""
+        return self.length - 1 - self.cached
+
+    def take(self, tokens: list[int], logprobs: list[float], gaps: list[float], version: int) -> int:
+        """Append a round's tokens up to the first end condition; returns how many were taken."""
+        if not self.tokens:
+            self.first_token_s = time.perf_counter() - self.enqueued_s
+        taken = 0
+        for token, logprob, gap in zip(tokens, logprobs, gaps, strict=True):
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.smallest_gap = min(self.smallest_gap, gap)
+            taken += 1
+            if self._ended(token):
+                break
+        self.length += taken
+        self.cached = self.length - 1
+        self._extend_span(taken, version)
+        return taken
+
+    def _ended(self, token: int) -> bool:
+        if token in self.stop_ids:
+            self.finish = Finish.STOP
+        elif self.stop_text is not None and (matched := self.stop_text.match(self.tokens)):
+            self.matched_stop, self.finish = matched, Finish.STOP
+        elif len(self.tokens) >= self.token_limit:
+            self.finish = Finish.LENGTH
+        return self.finish is not None
+
+    def _extend_span(self, taken: int, version: int) -> None:
+        end = len(self.tokens)
+        if self.spans and self.spans[-1].policy_version == version:
+            self.spans[-1] = VersionSpan(self.spans[-1].start, end, version)
+        else:
+            self.spans.append(VersionSpan(end - taken, end, version))
+
+    def count(self, drafted: int, taken: int) -> None:
+        """Statistics of a round with `drafted` proposals."""
+        self.rounds += 1
+        self.drafted += drafted
+        if drafted:
+            self.drafted_rounds += 1
+            self.drafted_round_tokens += taken
+            self.accepted += taken - 1
+
+    def retract(self) -> None:
+        """Forget what was cached: everything is prefilled again."""
+        self.cached = 0
+
+    def chunk(self) -> Chunk:
+        """News since the last chunk."""
+        told, self.told = self.told, len(self.tokens)
+        ended = self.finish is not None
+        return Chunk(
+            request_id=self.request.request_id,
+            token_ids=tuple(self.tokens[told:]),
+            behavior_logprobs=tuple(self.logprobs[told:]),
+            version_spans=tuple(
+                VersionSpan(max(span.start, told), span.end, span.policy_version)
+                for span in self.spans
+                if span.end > told
+            ),
+            finish=self.finish,
+            speculation=self.speculation if ended else SpeculationStats(),
+            smallest_gap=self.smallest_gap,
+            top_logprobs=tuple(self.alternatives[told:]),
+            time_to_first_token_s=self.first_token_s,
+            matched_stop=self.matched_stop,
+        )
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """Counters so far."""
+        return SpeculationStats(
+            self.rounds, self.drafted, self.accepted, self.drafted_round_tokens, self.drafted_rounds
+        )

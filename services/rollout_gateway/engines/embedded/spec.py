@@ -1,0 +1,47 @@
+"""Settings of the embedded engine. Imports no torch, so that the gateway can check them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout_gateway.bandits import BanditSettings
+
+NGRAM_ARMS = ("off", "ngram:4_1_5")
+EAGLE_ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
+
+
+class EmbeddedSpec(BaseModel):
+    """What one engine serves and how."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_dir: str  # Hugging Face checkpoint directory
+    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE checkpoint
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: int = Field(1, ge=1)
+    max_batch: int = Field(64, ge=1)  # requests decoding at once
+    max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context
+    prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one round, padding included
+    arms: tuple[str, ...] = ()  # empty: the drafter's default
+    bandit: BanditSettings = Field(default_factory=BanditSettings)
+    seed: int = 0
+    features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
+    seq: int = 0  # version set served from the start
+    policy_version: int = 0
+    drafter_version: int = 0
+    policy_path: str = ""  # spooled weights of policy_version; empty: those of model_dir
+    drafter_path: str = ""  # spooled weights of drafter_version; empty: those of drafter
+
+    @property
+    def drafter_dir(self) -> str:
+        """Directory of the drafter's checkpoint; empty when there is none."""
+        return "" if self.drafter in ("off", "ngram", "eagle") else self.drafter
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """Arms served; `off` is always the first."""
+        defaults = {"off": ("off",), "ngram": NGRAM_ARMS}.get(self.drafter, EAGLE_ARMS)
+        arms = self.arms or defaults
+        return ("off", *(arm for arm in arms if arm != "off"))

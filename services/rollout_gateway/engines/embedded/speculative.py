@@ -1,0 +1,163 @@
+"""Arms and drafters of the embedded engine: which arm a round uses, what it proposes, what the bandit learns.
+
+Owns the speculators and the choice; not verification. Arm syntax `<speculator>:<steps>_<topk>_<draft tokens>`; this
+engine drafts chains, so topk is 1 and draft tokens = steps + 1 (the root counts).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError, InvalidInput, MissingCapability
+from paceline.models.decoder import DecoderWeights
+from paceline.speculators import SPECULATORS, DraftBatch, Speculator, SpeculatorSetup
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.sequence import RunningSequence
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+
+OFF = "off"
+MAX_STEPS = 15
+_ARM = re.compile(r"(?P<speculator>[a-z]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to draft."""
+
+    name: str
+    speculator: str  # empty: off
+    steps: int  # drafts per round
+
+
+def parse_arm(name: str, speculators: Sequence[str]) -> Arm:
+    """An arm from its name. Raises ConfigError naming what this engine can do."""
+    if name == OFF:
+        return Arm(OFF, "", 0)
+    found = _ARM.fullmatch(name)
+    if found is None:
+        raise ConfigError("not an arm", seen=name, allowed="off or <speculator>:<steps>_1_<steps + 1>")
+    steps = int(found["steps"])
+    if found["speculator"] not in speculators:
+        raise ConfigError(f"arm {name} needs a speculator that is not loaded", seen=name, allowed=list(speculators))
+    if not 1 <= steps <= MAX_STEPS or int(found["topk"]) != 1 or int(found["tokens"]) != steps + 1:
+        raise ConfigError("this engine drafts chains", seen=name, allowed=f"steps 1-{MAX_STEPS}, topk 1, steps + 1")
+    return Arm(name, found["speculator"], steps)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPlan:
+    """Which rows of a round draft with which arm."""
+
+    arms: dict[str, list[int]]  # arm -> rows
+    explored: bool = False
+
+    @property
+    def single(self) -> str:
+        """The arm of all rows; empty when they differ."""
+        return next(iter(self.arms)) if len(self.arms) == 1 else ""
+
+
+class Speculation:
+    """Speculators, arms and the bandit of one engine."""
+
+    def __init__(self, spec: EmbeddedSpec, target: DecoderWeights, slots: int, capacity: int) -> None:
+        names = {"off": (), "ngram": ("ngram",)}.get(spec.drafter, ("eagle", "ngram"))
+        self.arms = {name: parse_arm(name, names) for name in spec.arm_names}
+        used = {arm.speculator for arm in self.arms.values() if arm.speculator}
+        directory = Path(spec.drafter_dir) if spec.drafter_dir else None
+        setup = SpeculatorSetup(target, slots, capacity, target.head.dtype, spec.seed, directory)
+        self.speculators: dict[str, Speculator] = {name: SPECULATORS[name](setup) for name in names if name in used}
+        if spec.drafter_path:
+            trained = self.trained
+            trained.commit_state(trained.load_state(Path(spec.drafter_path)))
+        self._bandit = build_bandit(spec.bandit, tuple(self.arms), spec.seed)
+        self.forced = ""
+
+    @property
+    def needs_hidden(self) -> bool:
+        """True when a speculator reads the target's hidden states."""
+        return any(speculator.capture.layers for speculator in self.speculators.values())
+
+    @property
+    def trainable(self) -> bool:
+        """True when drafter weights can be swapped."""
+        return any(speculator.trainable for speculator in self.speculators.values())
+
+    @property
+    def trained(self) -> Speculator:
+        """The speculator whose weights are swapped. Raises MissingCapability."""
+        for speculator in self.speculators.values():
+            if speculator.trainable:
+                return speculator
+        raise MissingCapability("no speculator of this engine has weights", seen=sorted(self.speculators))
+
+    def check_arm(self, name: str) -> None:
+        """Raises InvalidInput for an arm that is not served; empty is fine."""
+        if name and name not in self.arms:
+            raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
+
+    def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
+        """Forced arm of the engine, else of the request, else the bandit's for all others together."""
+        if self.forced:
+            return RoundPlan({self.forced: list(range(len(rows)))})
+        arms: dict[str, list[int]] = {}
+        for row, sequence in enumerate(rows):
+            arms.setdefault(sequence.request.forced_arm, []).append(row)
+        free = arms.pop("", [])
+        if not free:
+            return RoundPlan(arms)
+        choice = self._bandit.choose(len(rows))
+        arms.setdefault(choice.arm, []).extend(free)
+        return RoundPlan(arms, choice.explored)
+
+    def draft(self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> Tensor:
+        """Drafts int64 [B, K], -1 where a row has fewer; K = 0 when nobody proposes anything."""
+        parts: list[tuple[list[int], Tensor]] = []
+        for name, members in plan.arms.items():
+            arm = self.arms[name]
+            if not arm.steps:
+                continue
+            batch = DraftBatch(
+                [slots[row] for row in members], [rows[row].length for row in members], store.token_ids, store.hidden
+            )
+            proposed = self.speculators[arm.speculator].propose(batch, arm.steps)
+            if len(members) == len(rows):
+                return proposed if arm.speculator != "ngram" or bool((proposed >= 0).any()) else proposed[:, :0]
+            parts.append((members, proposed))
+        steps = max((proposed.shape[1] for _, proposed in parts), default=0)
+        drafts = torch.full((len(rows), steps), -1, dtype=torch.int64, device=store.token_ids.device)
+        for members, proposed in parts:
+            drafts[members, : proposed.shape[1]] = proposed
+        return drafts
+
+    def observe(self, plan: RoundPlan, batch: int, tokens: int, seconds: float) -> None:
+        """Tell the bandit of a round; one with several arms teaches nothing about any."""
+        if plan.single:
+            self._bandit.observe(plan.single, batch, tokens, seconds, tokens / batch, explored=plan.explored)
+
+    def reports(self) -> tuple[ArmReport, ...]:
+        """Statistics of the arms."""
+        return tuple(self._bandit.reports())
+
+    def free(self, slot: int) -> None:
+        """Nobody sits in the slot any more, or its states are to be rebuilt."""
+        for speculator in self.speculators.values():
+            speculator.free(slot)
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """A sequence changes its slot."""
+        for speculator in self.speculators.values():
+            speculator.move(source, destination, length)
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Draft for new target weights."""
+        for speculator in self.speculators.values():
+            speculator.bind(target)

@@ -1,0 +1,78 @@
+"""Versions of one engine: prepared beside the serving ones, swapped by reference. Owns no running request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.errors import WeightsError
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import DecoderWeights
+from paceline.models.loading import build_weights, read_tensors
+from paceline.trajectory import VersionSet
+from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.embedded.speculative import Speculation
+
+PREPARED_AT_MOST = 2
+"""Versions of one target that wait for their commit; preparing more forgets the oldest."""
+
+
+class EngineWeights:
+    """Serving, previous drafter and prepared weights of one engine."""
+
+    def __init__(
+        self, policy: DecoderWeights, speculation: Speculation, versions: VersionSet, *, capacity: int
+    ) -> None:
+        self.policy = policy
+        self.versions = versions
+        self._speculation = speculation
+        self._capacity = capacity
+        self._prepared: dict[Target, dict[int, object]] = {Target.POLICY: {}, Target.DRAFTER: {}}
+
+    def prepare(self, target: Target, version: int, path: Path) -> None:
+        """Load and check a version. Raises WeightsError, DataLoss, InvalidInput or MissingCapability."""
+        state: object
+        if target is Target.POLICY:
+            state = load_policy(path, self.policy.config, self.policy.head.dtype, self._capacity)
+        else:
+            state = self._speculation.trained.load_state(path)
+        prepared = self._prepared[target]
+        prepared[version] = state
+        while len(prepared) > PREPARED_AT_MOST:
+            prepared.pop(next(iter(prepared)))
+
+    def forget(self, target: Target, version: int) -> None:
+        """Drop a prepared version, if there is one."""
+        self._prepared[target].pop(version, None)
+
+    def commit(self, versions: VersionSet) -> bool:
+        """Serve a set; True when the policy changed. Raises WeightsError and changes nothing when a part is missing."""
+        if versions.seq < self.versions.seq:
+            raise WeightsError("an older set may not follow a newer one", seen=versions.seq, allowed=self.versions.seq)
+        new_policy = self._part(Target.POLICY, versions.policy, self.versions.policy)
+        new_drafter = self._part(Target.DRAFTER, versions.drafter, self.versions.drafter)
+        if isinstance(new_policy, DecoderWeights):
+            self.policy = new_policy
+            self._speculation.bind(new_policy)
+        if new_drafter is not None:
+            self._speculation.trained.commit_state(new_drafter)
+        self.versions = versions
+        self.forget(Target.POLICY, versions.policy)
+        self.forget(Target.DRAFTER, versions.drafter)
+        return new_policy is not None
+
+    def _part(self, target: Target, version: int, serving: int) -> object | None:
+        if version in self._prepared[target]:
+            return self._prepared[target][version]
+        if version == serving:
+            return None
+        allowed = sorted({serving, *self._prepared[target]})
+        raise WeightsError(
+            f"this {target} version is not prepared", seen=version, allowed=allowed, reason="WEIGHTS_NOT_PREPARED"
+        )
+
+
+def load_policy(path: Path, config: ModelConfig, dtype: torch.dtype, positions: int) -> DecoderWeights:
+    """A version's tensors as weights of a known model. Raises WeightsError, DataLoss or InvalidInput."""
+    return build_weights(config, read_tensors(path), dtype=dtype, positions=positions)
