@@ -1,1 +1,13 @@
-"""Engines behind one contract; the table is filled by `engine_named` in engines/worker.py."""
+"""Engines behind one contract. The table names builders by import path, so that choosing one imports no other."""
+
+from __future__ import annotations
+
+ENGINES = {
+    "embedded": "rollout_gateway.engines.embedded:build_embedded",
+    "scripted": "rollout_gateway.engines.scripted:build_scripted",
+}
+SPECS = {
+    "embedded": "rollout_gateway.engines.embedded.spec:EmbeddedSpec",
+    "scripted": "rollout_gateway.engines.script:ScriptedSpec",
+}
+"""Settings class of each engine; a WorkerSpec carries its values as JSON."""

@@ -1,0 +1,137 @@
+"""Settings of the gateway. Owns names, defaults and ranges; not what they switch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from paceline.config import Config, ServiceConfig
+from paceline.errors import ConfigError
+
+
+class BanditConfig(Config):
+    """How the arm of a round is chosen."""
+
+    kind: str = "epsilon_greedy"
+    epsilon: float = Field(0.1, ge=0, le=1)
+    window: int = Field(1000, ge=1)  # rounds remembered per arm and group
+    groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
+
+
+class EngineConfig(Config):
+    """The engine and its worker processes."""
+
+    kind: Literal["embedded", "scripted"] = "embedded"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    workers: int = Field(0, ge=0)  # 0: one per core
+    threads: int = Field(1, ge=1)  # per worker
+    max_batch: int = Field(64, ge=1)  # requests decoding at once in one worker
+    max_sequence_tokens: int = Field(512, ge=2)  # prompt and response together
+    prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one prefill
+    script: str = ""  # JSON file of the scripted engine
+    pin_cores: bool = False  # worker i runs on core i only
+    ready_deadline_s: float = Field(180, gt=0)
+    command_deadline_s: float = Field(60, gt=0)
+    restart_backoff_s: float = Field(0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
+
+
+class SpeculationConfig(Config):
+    """Arms and who chooses among them."""
+
+    arms: tuple[str, ...] = ()  # empty: the engine's default for its drafter
+    forced_arm: str = ""  # empty: the bandit chooses
+    bandit: BanditConfig = BanditConfig()
+
+
+class FeaturesConfig(Config):
+    """Hidden rows for the drafter trainer."""
+
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    ring_rows: int = Field(16384, ge=1)  # rows of each worker's ring
+    queue_batches: int = Field(64, ge=1)  # batches waiting for Redis; more are dropped and counted
+    gather_bytes: int = Field(128 << 20, ge=1)  # rows held for requests still running
+    byte_budget: int = Field(256 << 20, ge=1)  # of the features stream
+
+
+class GatewayConfig(ServiceConfig):
+    """Everything `serve gateway` understands; shared sections come from ServiceConfig."""
+
+    model: str = ""  # Hugging Face checkpoint directory; served under its last path component
+    tokenizer: str = ""  # directory; empty: the model's
+    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | a directory
+    trajectories: bool = False  # write ledger, trajectories and features to Redis
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    features: FeaturesConfig = FeaturesConfig()
+    spool_dir: str = ""  # empty: <run.dir>/spool/gateway
+    max_unsent_bytes: int = Field(64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
+    max_sessions: int = Field(10_000, ge=1)
+    session_timeout_s: float = Field(3600, gt=0)  # of silence, then a session ends unscored
+    request_queue: int = Field(1024, ge=1)  # requests of callers running or waiting; more are refused
+    answer_marker: str = "#"  # the answer of a response follows the last one
+
+    @property
+    def model_dir(self) -> Path:
+        """The checkpoint directory. Raises ConfigError in one line when it is none."""
+        if not self.model:
+            raise ConfigError("gateway.model is not set", allowed="a Hugging Face checkpoint directory")
+        path = Path(self.model)
+        if not (path / "config.json").is_file():
+            raise ConfigError(
+                "gateway.model is not a checkpoint directory",
+                seen=path,
+                allowed="a directory with config.json, tokenizer.json and model.safetensors",
+            )
+        return path
+
+    @property
+    def worker_count(self) -> int:
+        """Engine workers; one per usable core unless set."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return self.engine.workers or cores
+
+    @property
+    def spool(self) -> Path:
+        """Directory of the committed and prepared versions."""
+        return Path(self.spool_dir) if self.spool_dir else Path(self.run.dir) / "spool" / "gateway"
+
+
+def engine_settings(config: GatewayConfig) -> dict[str, Any]:
+    """Values of the engine's own settings class (see engines.SPECS), as JSON types."""
+    if config.engine.kind == "scripted":
+        return _scripted_settings(config)
+    settings: dict[str, Any] = {
+        "model_dir": str(config.model_dir),
+        "drafter": config.drafter,
+        "dtype": config.engine.dtype,
+        "threads": config.engine.threads,
+        "max_batch": config.engine.max_batch,
+        "max_sequence_tokens": config.engine.max_sequence_tokens,
+        "prefill_tokens": config.engine.prefill_tokens,
+        "bandit": config.speculation.bandit.model_dump(mode="json"),
+        "seed": config.run.seed,
+        "features_dtype": config.features.dtype,
+    }
+    if config.speculation.arms:
+        settings["arms"] = list(config.speculation.arms)
+    return settings
+
+
+def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:
+    from rollout_gateway.engines.script import read_script
+
+    settings = read_script(Path(config.engine.script)) if config.engine.script else {}
+    settings = {
+        "max_batch": config.engine.max_batch,
+        "max_sequence_tokens": config.engine.max_sequence_tokens,
+        "tokenizer": str(Path(config.tokenizer or config.model) / "tokenizer.json"),
+        "features_dtype": config.features.dtype,
+        "bandit": config.speculation.bandit.model_dump(mode="json"),
+        **settings,
+    }
+    if config.speculation.arms:
+        settings["arms"] = list(config.speculation.arms)
+    return settings

@@ -1,0 +1,118 @@
+"""The shared-memory ring of hidden rows between one worker (writes) and the gateway's publisher (reads).
+
+Owns the layout of the file; neither side ever waits for the other. The first page is the header, six little-endian
+u64: magic, capacity in rows, bytes of a row's hidden state, rows written, rows read, rows dropped. The three counters
+only grow; modulo the capacity the first two give the slot. Rows are published by advancing `written` after their bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import DataLoss, InvalidInput
+
+HEADER_BYTES = 4096
+MAGIC = 0x50414345_52494E47
+_MAGIC, _CAPACITY, _ROW_BYTES, _WRITTEN, _READ, _DROPPED = range(6)
+RowArray = npt.NDArray[Any]
+
+
+def row_dtype(row_bytes: int) -> np.dtype[Any]:
+    """One stamped row: which request, policy version, absolute position, the token there, its hidden state's bytes."""
+    return np.dtype(
+        [
+            ("request_id", "<u8"),
+            ("policy_version", "<u8"),
+            ("position", "<u4"),
+            ("token_id", "<u4"),
+            ("hidden", "u1", (row_bytes,)),
+        ]
+    )
+
+
+class RowRing:
+    """Single producer, single consumer. A RowSink for engines on the writing side."""
+
+    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
+        self._path = path
+        self._buffer = buffer
+        self._header = np.frombuffer(buffer, dtype="<u8", count=6)
+        if int(self._header[_MAGIC]) != MAGIC:
+            raise DataLoss("this file is not a ring of hidden rows", seen=path)
+        self.capacity = int(self._header[_CAPACITY])
+        self.row_bytes = int(self._header[_ROW_BYTES])
+        dtype = row_dtype(self.row_bytes)
+        self._rows = np.frombuffer(buffer, dtype=dtype, count=self.capacity, offset=HEADER_BYTES)
+
+    @classmethod
+    def create(cls, path: Path, capacity: int, row_bytes: int) -> RowRing:
+        """A new empty ring; replaces a file of the same name. Raises InvalidInput for sizes below 1."""
+        if capacity < 1 or row_bytes < 1:
+            raise InvalidInput("a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1")
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            file.truncate(HEADER_BYTES + capacity * row_dtype(row_bytes).itemsize)
+        with path.open("r+b") as file:
+            buffer = mmap.mmap(file.fileno(), 0)
+        np.frombuffer(buffer, dtype="<u8", count=6)[:] = (MAGIC, capacity, row_bytes, 0, 0, 0)
+        return cls(path, buffer)
+
+    @classmethod
+    def attach(cls, path: Path) -> RowRing:
+        """An existing ring. Raises DataLoss when the file is none."""
+        with path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size <= HEADER_BYTES:
+                raise DataLoss("this file is too short for a ring of hidden rows", seen=path)
+            return cls(path, mmap.mmap(file.fileno(), 0))
+
+    @property
+    def rows_written(self) -> int:
+        """Rows published since creation."""
+        return int(self._header[_WRITTEN])
+
+    @property
+    def rows_dropped(self) -> int:
+        """Rows that found no room since creation."""
+        return int(self._header[_DROPPED])
+
+    def write(
+        self,
+        request_ids: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.uint32],
+        token_ids: npt.NDArray[np.uint32],
+        policy_version: int,
+        hidden: npt.NDArray[np.uint8],
+    ) -> int:
+        """Append rows; those beyond the free room are dropped and counted. hidden [n, row_bytes]. Returns rows kept."""
+        if hidden.shape != (len(request_ids), self.row_bytes):
+            raise InvalidInput("hidden rows do not fit the ring", seen=hidden.shape, allowed=f"[n, {self.row_bytes}]")
+        written = self.rows_written
+        kept = min(len(request_ids), self.capacity - (written - int(self._header[_READ])))
+        slots = (written + np.arange(kept)) % self.capacity
+        self._rows["request_id"][slots] = request_ids[:kept]
+        self._rows["policy_version"][slots] = policy_version
+        self._rows["position"][slots] = positions[:kept]
+        self._rows["token_id"][slots] = token_ids[:kept]
+        self._rows["hidden"][slots] = hidden[:kept]
+        self._header[_DROPPED] += np.uint64(len(request_ids) - kept)
+        self._header[_WRITTEN] = written + kept
+        return kept
+
+    def read(self, rows_written: int) -> RowArray:
+        """Rows up to `rows_written` not read before, as a structured copy (see row_dtype); frees their slots."""
+        start = int(self._header[_READ])
+        if rows_written - start > self.capacity or rows_written > self.rows_written:
+            raise DataLoss("the ring was told of rows it does not hold", seen=rows_written, allowed=self.rows_written)
+        rows = self._rows[(start + np.arange(max(rows_written - start, 0))) % self.capacity]
+        self._header[_READ] = start + len(rows)
+        return rows
+
+    def unlink(self) -> None:
+        """Remove the file; mapped memory lives until both sides end."""
+        self._path.unlink(missing_ok=True)

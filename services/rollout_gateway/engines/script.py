@@ -1,0 +1,128 @@
+"""What the scripted engine replays: prompts and responses, costs, clocks, rows. Owns the script's file format."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.errors import InvalidInput
+from rollout_gateway.bandits import BanditSettings
+
+
+class Clock(Protocol):
+    """Seconds, as the engine spends them."""
+
+    def now(self) -> float:
+        """Seconds since an arbitrary start."""
+        ...
+
+    def spend(self, seconds: float) -> None:
+        """Let seconds pass."""
+        ...
+
+
+class VirtualClock:
+    """Time passes only when spent; nothing sleeps."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def spend(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class RealClock:
+    """Spending sleeps; for benches."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def spend(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class Line(BaseModel):
+    """What to answer to one prompt; the seed picks among the responses."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompt: tuple[int, ...]
+    responses: tuple[tuple[int, ...], ...] = Field(min_length=1)
+
+
+class ScriptedSpec(BaseModel):
+    """Settings. A prompt without a Line gets a response drawn from hash(prompt, seed)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    script: tuple[Line, ...] = ()
+    vocab_size: int = 320
+    hidden_size: int = 8
+    max_sequence_tokens: int = 512
+    max_batch: int = 64
+    eos_token_id: int = 1
+    response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
+    tokenizer: str = ""  # tokenizer.json; needed only for stop strings
+    arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
+    accept_lengths: dict[str, float] = Field(default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
+    costs_s: dict[str, dict[int, float]] = Field(
+        default_factory=lambda: {"off": {1: 1e-3, 8: 2e-3}, "eagle:3_1_4": {1: 1.2e-3, 8: 3e-3}}
+    )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
+    default_cost_s: float = 1e-3  # of arms without costs
+    real_time: bool = False
+    fault_token: int | None = None  # a round over a prompt that holds this token raises
+    bandit: BanditSettings = Field(default_factory=BanditSettings)
+    seed: int = 0
+    features_dtype: str = "bfloat16"  # "bfloat16" | "float32"
+
+
+def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """The token ids the engine answers with, eos included; the oracle of tests."""
+    for line in spec.script:
+        if line.prompt == prompt:
+            return line.responses[seed % len(line.responses)]
+    digest = hashlib.sha256(repr((prompt, seed)).encode()).digest()
+    rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
+    low, high = spec.response_tokens
+    body = rng.integers(3, spec.vocab_size, size=int(rng.integers(low, high + 1)) - 1)
+    return (*(int(token) for token in body), spec.eos_token_id)
+
+
+def scripted_rows(
+    token_ids: npt.NDArray[np.uint32], positions: npt.NDArray[np.uint32], hidden_size: int, dtype: str
+) -> npt.NDArray[np.uint8]:
+    """Hidden rows [n, row bytes] as a function of token and position: h_i = ((31 token + 7 position + i) % 256) / 256.
+
+    All values are exact in bfloat16.
+    """
+    base = 31 * token_ids.astype(np.int64) + 7 * positions.astype(np.int64)
+    values = (((base[:, None] + np.arange(hidden_size)) % 256) / 256).astype("<f4")
+    if dtype == "float32":
+        return values.view(np.uint8)
+    return (values.view("<u4") >> 16).astype("<u2").view(np.uint8)
+
+
+def scripted_logprob(token_id: int) -> float:
+    """Behavior log-prob of a token, in (-1, 0)."""
+    return -(1 + token_id % 7) / 8
+
+
+def read_script(path: Path) -> dict[str, Any]:
+    """Settings stored as JSON, checked; for the gateway's `engine.script`. Raises InvalidInput naming the file."""
+    try:
+        return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(exclude_unset=True)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(f"the script {path} cannot be used: {error}") from error
+
+
+CLOCKS: dict[bool, Callable[[], Clock]] = {False: VirtualClock, True: RealClock}

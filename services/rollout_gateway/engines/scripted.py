@@ -1,0 +1,315 @@
+"""The scripted engine: replays given token ids under a cost table. No model, no torch; for tests, benches and demos.
+
+It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes, capture, abort), so
+that everything above an engine can be tried in milliseconds. A response depends on (prompt, seed) alone, never on arm,
+batch or time. Seconds come from a cost table (arm, batch size) and pass on an injected clock: virtual by default, so
+that nothing sleeps; `real_time` sleeps them, for benches. It says nothing about how good a model would be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from paceline.errors import InvalidInput, WeightsError
+from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.engines.base import (
+    Capability,
+    Chunk,
+    EngineInfo,
+    Finish,
+    Load,
+    PauseMode,
+    Request,
+    RowSink,
+    Target,
+)
+from rollout_gateway.engines.script import (
+    CLOCKS,
+    Clock,
+    ScriptedSpec,
+    scripted_logprob,
+    scripted_response,
+    scripted_rows,
+)
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request being answered."""
+
+    request: Request
+    response: tuple[int, ...]
+    versions: list[int] = field(default_factory=list)  # policy version of each token emitted
+    told: int = 0  # tokens already reported
+    rows_written: int = 0  # positions whose rows are out
+    credit: float = 0.0  # fraction of accepted tokens carried to the next round
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    enqueued_s: float = 0.0
+    first_token_s: float = 0.0
+    matched_stop: str = ""
+
+    @property
+    def emitted(self) -> int:
+        return len(self.versions)
+
+
+class ScriptedEngine:
+    """Engine of engines/base.py over a script."""
+
+    def __init__(self, spec: ScriptedSpec, sink: RowSink | None, clock: Clock) -> None:
+        self._spec = spec
+        self._sink = sink
+        self._clock = clock
+        self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
+        self._tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
+        self._waiting: list[_Running] = []
+        self._running: list[_Running] = []
+        self._versions = VersionSet()
+        self._prepared: set[tuple[Target, int]] = set()
+        self._served = {(Target.POLICY, 0), (Target.DRAFTER, 0)}
+        self._paused = False
+        self._forced = ""
+        self._capture = True
+        self._tokens = 0
+        self._busy_s = 0.0
+        self._stats = SpeculationStats()
+
+    @property
+    def info(self) -> EngineInfo:
+        spec = self._spec
+        return EngineInfo(
+            spec.vocab_size, spec.hidden_size, spec.max_sequence_tokens, spec.arms, frozenset(Capability)
+        )
+
+    @property
+    def versions(self) -> VersionSet:
+        return self._versions
+
+    @property
+    def lm_head_hash(self) -> str:
+        """A name of the policy version, since there are no weights."""
+        return hashlib.sha256(f"scripted/{self._versions.policy}".encode()).hexdigest()[:16]
+
+    @property
+    def has_work(self) -> bool:
+        return not self._paused and bool(self._running or self._waiting)
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            len(self._running),
+            len(self._waiting),
+            self._tokens,
+            self._busy_s,
+            self._stats,
+            tuple(self._bandit.reports()),
+        )
+
+    def enqueue(self, request: Request) -> None:
+        spec = self._spec
+        if not request.prompt or len(request.prompt) >= spec.max_sequence_tokens:
+            allowed = f"1 to {spec.max_sequence_tokens - 1} tokens"
+            raise InvalidInput("the prompt does not fit", seen=len(request.prompt), allowed=allowed)
+        if max(request.prompt) >= spec.vocab_size:
+            raise InvalidInput("a prompt token is out of range", seen=max(request.prompt), allowed=spec.vocab_size - 1)
+        if request.sampling.stop and self._tokenizer is None:
+            raise InvalidInput("stop strings need the setting `tokenizer`", seen=request.sampling.stop)
+        self._check_arm(request.forced_arm)
+        response = scripted_response(spec, request.prompt, request.sampling.seed)
+        self._waiting.append(_Running(request, response, enqueued_s=self._clock.now()))
+
+    def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
+        ended = [
+            run
+            for run in (*self._running, *self._waiting)
+            if request_ids is None or run.request.request_id in request_ids
+        ]
+        self._running = [run for run in self._running if run not in ended]
+        self._waiting = [run for run in self._waiting if run not in ended]
+        return [self._chunk(run, Finish.ABORT) for run in ended]
+
+    def step(self) -> list[Chunk]:
+        room = self._spec.max_batch - len(self._running)
+        self._running += self._waiting[:room]
+        del self._waiting[:room]
+        batch = list(self._running)
+        if any(self._spec.fault_token in run.request.prompt for run in batch):
+            raise RuntimeError("the script asks for a fault")
+        arm, explored = self._choose(batch)
+        cost = self._cost(arm, len(batch))
+        self._clock.spend(cost)
+        before = self._tokens
+        finishes = {run.request.request_id: self._advance(run, arm) for run in batch}
+        self._busy_s += cost
+        emitted = self._tokens - before
+        self._bandit.observe(arm, len(batch), emitted, cost, emitted / len(batch), explored=explored)
+        self._running = [run for run in batch if finishes[run.request.request_id] is None]
+        return [
+            self._chunk(run, finishes[run.request.request_id])
+            for run in batch
+            if run.request.stream or finishes[run.request.request_id] is not None
+        ]
+
+    def pause(self, mode: PauseMode) -> list[Chunk]:
+        self._paused = True
+        return self._apply(mode)
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def prepare_weights(self, target: Target, version: int, path: Path) -> None:
+        if not path.is_dir():
+            raise WeightsError("no such version in the spool", seen=path)
+        self._prepared.add((target, version))
+
+    def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
+        parts = {(Target.POLICY, versions.policy), (Target.DRAFTER, versions.drafter)}
+        missing = parts - self._prepared - self._served
+        if missing:
+            raise WeightsError(
+                "a part of the set is not prepared", seen=sorted(missing), reason="WEIGHTS_NOT_PREPARED"
+            )
+        changed = versions.policy != self._versions.policy
+        self._versions = versions
+        self._prepared -= parts
+        self._served |= parts
+        return self._apply(mode) if changed else []
+
+    def abort_weights(self, target: Target, version: int) -> None:
+        self._prepared.discard((target, version))
+
+    def force_arm(self, arm: str) -> None:
+        self._check_arm(arm)
+        self._forced = arm
+
+    def set_capture(self, enabled: bool) -> None:
+        self._capture = enabled
+
+    def close(self) -> None:
+        self._running, self._waiting = [], []
+
+    def _check_arm(self, arm: str) -> None:
+        if arm and arm not in self._spec.arms:
+            raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(self._spec.arms))
+
+    def _apply(self, mode: PauseMode) -> list[Chunk]:
+        if mode is PauseMode.ABORT:
+            return self.abort(None)
+        if mode is PauseMode.RETRACT:
+            for run in self._running:
+                run.rows_written = 0  # the rebuilt cache gives new rows
+        return []
+
+    def _choose(self, batch: list[_Running]) -> tuple[str, bool]:
+        forced = self._forced or next((run.request.forced_arm for run in batch if run.request.forced_arm), "")
+        if forced:
+            return forced, False
+        choice = self._bandit.choose(len(batch))
+        return choice.arm, choice.explored
+
+    def _cost(self, arm: str, batch: int) -> float:
+        table = self._spec.costs_s.get(arm, {})
+        sizes = [size for size in table if size <= batch]
+        return table[max(sizes)] if sizes else self._spec.default_cost_s
+
+    def _advance(self, run: _Running, arm: str) -> Finish | None:
+        """Emit one round's tokens of a request; its finish if it ended."""
+        drafted = arm != "off"
+        run.credit += self._spec.accept_lengths.get(arm, 1.0) if drafted else 1.0
+        wanted = max(int(run.credit), 1)
+        run.credit = max(run.credit - wanted, 0.0)
+        taken, finish = 0, None
+        while taken < wanted and finish is None:
+            run.versions.append(self._versions.policy)
+            taken += 1
+            finish = self._finish(run)
+        proposed = int(arm.rpartition("_")[2]) - 1 if drafted else 0
+        stats = SpeculationStats(1, proposed, taken - 1 if drafted else 0, taken * drafted, int(drafted))
+        run.stats += stats
+        self._stats += stats
+        self._tokens += taken
+        run.first_token_s = run.first_token_s or self._clock.now() - run.enqueued_s
+        self._write_rows(run)
+        return finish
+
+    def _finish(self, run: _Running) -> Finish | None:
+        sampling = run.request.sampling
+        token = run.response[(run.emitted - 1) % len(run.response)]
+        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {self._spec.eos_token_id})
+        if token in stops or self._stopped_by_text(run):
+            return Finish.STOP
+        length = len(run.request.prompt) + run.emitted
+        if run.emitted >= sampling.max_tokens or length >= self._spec.max_sequence_tokens:
+            return Finish.LENGTH
+        if run.emitted >= len(run.response) and not sampling.ignore_eos:
+            return Finish.STOP
+        return None
+
+    def _stopped_by_text(self, run: _Running) -> bool:
+        if self._tokenizer is None or not run.request.sampling.stop:
+            return False
+        text = self._tokenizer.decode(list(self._tokens_of(run)))
+        run.matched_stop = next((stop for stop in run.request.sampling.stop if stop in text), "")
+        return bool(run.matched_stop)
+
+    def _tokens_of(self, run: _Running) -> tuple[int, ...]:
+        """What was emitted; a response that must go on after its end starts again."""
+        return tuple(run.response[index % len(run.response)] for index in range(run.emitted))
+
+    def _write_rows(self, run: _Running) -> None:
+        """Rows of all tokens but the last, whose state the next round would compute."""
+        if self._sink is None or not (run.request.capture and self._capture):
+            return
+        tokens = np.array((*run.request.prompt, *self._tokens_of(run)), dtype=np.uint32)
+        start, end = run.rows_written, len(tokens) - 1
+        positions = np.arange(start, end, dtype=np.uint32)
+        rows = scripted_rows(tokens[start:end], positions, self._spec.hidden_size, self._spec.features_dtype)
+        ids = np.full(end - start, run.request.request_id, dtype=np.uint64)
+        self._sink.write(ids, positions, tokens[start:end], self._versions.policy, rows)
+        run.rows_written = end
+
+    def _chunk(self, run: _Running, finish: Finish | None) -> Chunk:
+        tokens = self._tokens_of(run)[run.told :]
+        chunk = Chunk(
+            run.request.request_id,
+            tokens,
+            tuple(scripted_logprob(token) for token in tokens),
+            _spans(run.versions, run.told),
+            top_logprobs=tuple(_alternatives(token, run.request.sampling.top_logprobs) for token in tokens),
+        )
+        run.told = run.emitted
+        if finish is None:
+            return chunk
+        return replace(
+            chunk,
+            finish=finish,
+            speculation=run.stats,
+            smallest_gap=1.0,
+            time_to_first_token_s=run.first_token_s,
+            matched_stop=run.matched_stop,
+        )
+
+
+def _alternatives(token: int, count: int) -> tuple[tuple[int, float], ...]:
+    return tuple((token + rank, scripted_logprob(token) - rank) for rank in range(count))
+
+
+def _spans(versions: list[int], start: int) -> tuple[VersionSpan, ...]:
+    spans: list[VersionSpan] = []
+    for index in range(start, len(versions)):
+        if spans and spans[-1].policy_version == versions[index]:
+            spans[-1] = VersionSpan(spans[-1].start, index + 1, versions[index])
+        else:
+            spans.append(VersionSpan(index, index + 1, versions[index]))
+    return tuple(spans)
+
+
+def build_scripted(spec: ScriptedSpec, sink: RowSink | None = None, clock: Clock | None = None) -> ScriptedEngine:
+    """The engine of a script; `clock` replaces the one `real_time` names."""
+    return ScriptedEngine(spec, sink, clock or CLOCKS[spec.real_time]())

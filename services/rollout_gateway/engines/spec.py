@@ -1,0 +1,35 @@
+"""What the gateway tells a worker process before it starts. Owns the JSON file between the two, not its transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SPEC_VARIABLE = "PACELINE_WORKER_SPEC"
+"""Environment variable: path of the WorkerSpec file."""
+SOCKET_VARIABLE = "PACELINE_WORKER_SOCKET"
+"""Environment variable: ipc address the worker connects its DEALER to."""
+
+
+class WorkerSpec(BaseModel):
+    """One worker: which engine, how many threads, which cores, where its ring lies."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker_index: int
+    kind: str  # key of rollout_gateway.engines.ENGINES
+    threads: int = 1
+    cores: tuple[int, ...] = ()  # empty: not pinned
+    ring_path: str = ""  # empty: no capture
+    engine: dict[str, Any] = Field(default_factory=dict)  # values of the engine's settings class
+
+    def write(self, path: Path) -> None:
+        """Store as JSON."""
+        path.write_text(self.model_dump_json(), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> WorkerSpec:
+        """Load what `write` stored."""
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))

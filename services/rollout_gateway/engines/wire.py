@@ -1,0 +1,148 @@
+"""Worker protocol messages to engine nouns and back. Owns the translation only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.errors import InvalidInput
+from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.base import ArmReport, Chunk, Finish, Load, PauseMode, Request, Sampling, Target
+
+FINISH = {
+    Finish.STOP: tpb.FINISH_REASON_STOP,
+    Finish.LENGTH: tpb.FINISH_REASON_LENGTH,
+    Finish.ABORT: tpb.FINISH_REASON_ABORT,
+    Finish.ERROR: tpb.FINISH_REASON_ERROR,
+}
+PAUSE_MODES = {
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
+
+
+def pause_mode(mode: pb.PauseMode) -> PauseMode:
+    """Raises InvalidInput for unknown modes."""
+    if mode not in PAUSE_MODES:
+        raise InvalidInput("unknown pause mode", seen=int(mode), allowed=[str(known) for known in PauseMode])
+    return PAUSE_MODES[mode]
+
+
+def target(value: pb.WeightTarget) -> Target:
+    """Raises InvalidInput for targets an engine does not serve."""
+    if value not in TARGETS:
+        raise InvalidInput("an engine does not serve this target", seen=int(value), allowed=[str(t) for t in Target])
+    return TARGETS[value]
+
+
+def versions_from(message: tpb.VersionSet) -> VersionSet:
+    return VersionSet(message.seq, message.policy, message.drafter)
+
+
+def versions_to(versions: VersionSet) -> tpb.VersionSet:
+    return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
+
+
+def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        message.target_steps,
+        message.drafted_tokens,
+        message.accepted_tokens,
+        message.drafted_round_tokens,
+        message.drafted_rounds,
+    )
+
+
+def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
+    return tpb.SpeculationStats(
+        target_steps=stats.target_steps,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        drafted_round_tokens=stats.drafted_round_tokens,
+        drafted_rounds=stats.drafted_rounds,
+    )
+
+
+def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[VersionSpan, ...]:
+    """Spans moved by `shift` tokens; neighbours of one version become one."""
+    merged: list[VersionSpan] = []
+    for span in messages:
+        start, end = span.start + shift, span.end + shift
+        if merged and merged[-1].policy_version == span.policy_version and merged[-1].end == start:
+            merged[-1] = VersionSpan(merged[-1].start, end, span.policy_version)
+        else:
+            merged.append(VersionSpan(start, end, span.policy_version))
+    return tuple(merged)
+
+
+def request_from(message: pb.EngineRequest) -> Request:
+    sampling = message.sampling
+    return Request(
+        request_id=message.request_id,
+        prompt=tuple(message.prompt_token_ids),
+        sampling=Sampling(
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p or 1.0,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=tuple(sampling.stop),
+            stop_token_ids=tuple(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            top_logprobs=sampling.top_logprobs,
+        ),
+        stream=message.stream,
+        capture=message.capture,
+        forced_arm=message.forced_arm,
+    )
+
+
+def chunk_to(chunk: Chunk) -> pb.TokenChunk:
+    message = pb.TokenChunk(
+        request_id=chunk.request_id,
+        token_ids=chunk.token_ids,
+        behavior_logprobs=chunk.behavior_logprobs,
+        version_spans=[
+            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version) for s in chunk.version_spans
+        ],
+        top_logprobs=[
+            pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row]) for row in chunk.top_logprobs
+        ],
+    )
+    if chunk.finish is not None:
+        message.finish_reason = FINISH[chunk.finish]
+        message.error = chunk.error
+        message.speculation.CopyFrom(stats_to(chunk.speculation))
+        message.cached_prompt_tokens = chunk.cached_prompt_tokens
+        message.smallest_gap = chunk.smallest_gap
+        message.time_to_first_token_s = chunk.time_to_first_token_s
+        message.matched_stop = chunk.matched_stop
+    return message
+
+
+def arm_to(report: ArmReport) -> pb.ArmStats:
+    return pb.ArmStats(
+        arm=report.arm,
+        batch_group=report.batch_group,
+        pulls=report.pulls,
+        explorations=report.explorations,
+        mean_tokens_per_s=report.mean_tokens_per_s,
+        mean_accept_length=report.mean_accept_length,
+    )
+
+
+def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
+    return pb.WorkerHealth(
+        running=load.running,
+        waiting=load.waiting,
+        versions=versions_to(versions),
+        tokens_emitted=load.tokens_emitted,
+        busy_s=load.busy_s,
+        speculation=stats_to(load.speculation),
+        arms=[arm_to(report) for report in load.arms],
+        rows_dropped=load.rows_dropped,
+    )

@@ -1,0 +1,55 @@
+"""What an environment is: it leads one session from a task to an episode. Owns no model and no reward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTask:
+    """What is asked."""
+
+    task_id: str
+    prompt: str
+    answer: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model said to one prompt."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    finish: str  # "stop" | "length" | "abort" | "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What came of a task; the reward rule sees this."""
+
+    task: EpisodeTask
+    text: str  # of the last turn
+    finish: str  # of the last turn
+
+
+class Model(Protocol):
+    """The model as one session sees it; every generation is recorded in the session."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Prompt ids of a text."""
+        ...
+
+    async def generate(self, prompt: tuple[int, ...]) -> Turn:
+        """One generation; `prompt` extends what the model saw before, or begins a branch."""
+        ...
+
+
+class Environment(Protocol):
+    """Leads one session."""
+
+    async def run(self, task: EpisodeTask, model: Model) -> Episode:
+        """From task to episode. An episode whose finish is "abort" or "error" is not scored."""
+        ...

@@ -1,0 +1,87 @@
+"""One request under way, between the router that feeds it and the caller who reads it. Owns no decision."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+
+
+class Generation:
+    """Tokens of one request. News wait in one merged chunk, so memory is bounded by the request's max_tokens."""
+
+    def __init__(self, request: pb.EngineRequest, worker_index: int | None) -> None:
+        self.request = request
+        self.pinned = worker_index  # None: the router may choose
+        self.worker_index = worker_index if worker_index is not None else 0
+        self.tries = 0
+        self._replayed = 0  # tokens of the present try that an earlier one had given out
+        self.whole = pb.TokenChunk(request_id=request.request_id)
+        self._news = pb.TokenChunk(request_id=request.request_id)
+        self._wake = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """True after the last chunk."""
+        return self.whole.finish_reason != tpb.FINISH_REASON_UNSPECIFIED
+
+    def accept(self, chunk: pb.TokenChunk) -> None:
+        """Take news from the worker; after a restart, tokens given out before must come again and are left out."""
+        if self.tries and not self._leave_out_replayed(chunk):
+            self.fail("the worker was lost and its replacement drew other tokens (weights changed meanwhile)")
+        elif not self.finished:
+            self._push(chunk)
+
+    def _leave_out_replayed(self, chunk: pb.TokenChunk) -> bool:
+        """False when a repeated token differs from what was given out."""
+        seen = self.whole.token_ids
+        skip = min(len(chunk.token_ids), len(seen) - self._replayed)
+        if skip <= 0:
+            return True
+        same = list(chunk.token_ids[:skip]) == list(seen[self._replayed : self._replayed + skip])
+        self._replayed += skip
+        del chunk.token_ids[:skip], chunk.behavior_logprobs[:skip], chunk.top_logprobs[:skip]
+        spans = [span for span in chunk.version_spans if span.end > self._replayed]
+        del chunk.version_spans[:]
+        chunk.version_spans.extend(spans)
+        for span in chunk.version_spans:
+            span.start = max(span.start, self._replayed)
+        return same
+
+    def restart(self) -> None:
+        """The worker is gone; the next try begins at the first token."""
+        self.tries += 1
+        self._replayed = 0
+
+    def fail(self, message: str) -> None:
+        """End with FINISH_REASON_ERROR, unless it has ended."""
+        if not self.finished:
+            self._push(
+                pb.TokenChunk(
+                    request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=message
+                )
+            )
+
+    async def chunks(self) -> AsyncIterator[pb.TokenChunk]:
+        """News as they come, merged while the reader is slow; the last one has finish_reason."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            news, self._news = self._news, pb.TokenChunk(request_id=self.request.request_id)
+            yield news
+            if news.finish_reason:
+                return
+
+    async def result(self) -> pb.TokenChunk:
+        """The whole answer, once it has ended."""
+        while not self.finished:
+            await self._wake.wait()
+            self._wake.clear()
+        return self.whole
+
+    def _push(self, chunk: pb.TokenChunk) -> None:
+        self.whole.MergeFrom(chunk)
+        self._news.MergeFrom(chunk)
+        self._wake.set()

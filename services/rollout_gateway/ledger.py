@@ -1,0 +1,131 @@
+"""Finished branches on their way to the durable Redis. Owns what is not sent yet; Redis holds the ledger itself.
+
+Putting never waits. What waits is counted in bytes, and admission of new work stops above a limit, so memory is bounded
+by that limit plus what was already running. Redis may be away for any time: nothing is lost while this process lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis.asyncio
+
+from paceline.errors import PacelineError, ResourceExhausted
+from paceline.streams import Ledger, encode_trajectory
+from paceline.telemetry import extract, get_logger, span
+from paceline.trajectory import Trajectory
+
+BATCH = 16
+RETRY_S = 0.25
+LEDGERS_KEPT = 16
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    trajectory: Trajectory = field(repr=False)
+    unpublished: str  # why it never enters the stream; empty when it does
+    fields: dict[str, str]
+    payload: bytes = field(repr=False)
+
+
+class Outbox:
+    """Sends branches in order of their end, a few at a time. `client` None: nothing is kept (no Redis configured)."""
+
+    def __init__(self, client: redis.asyncio.Redis | None, max_unsent_bytes: int) -> None:
+        self._client = client
+        self._max_unsent_bytes = max_unsent_bytes
+        self._parcels: deque[_Parcel] = deque()
+        self._unsent_bytes = 0
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes put and not yet acknowledged by Redis."""
+        return self._unsent_bytes
+
+    def admit(self) -> None:
+        """Raises ResourceExhausted while more bytes wait than allowed."""
+        if self._unsent_bytes > self._max_unsent_bytes:
+            raise ResourceExhausted(
+                "trajectories wait for Redis; new work is refused until they are sent",
+                seen=f"{self._unsent_bytes} bytes",
+                allowed=f"{self._max_unsent_bytes} bytes",
+            )
+
+    def start(self) -> None:
+        """Begin to send."""
+        if self._client is not None:
+            self._task = asyncio.create_task(self._run())
+
+    async def stop(self, grace_s: float) -> None:
+        """Send what waits for up to `grace_s` seconds, then say what could not be sent."""
+        if self._task is None:
+            return
+        try:
+            await asyncio.wait_for(self._empty.wait(), grace_s)
+        except TimeoutError:
+            log.error("branches were not sent before the stop", branches=len(self._parcels), bytes=self._unsent_bytes)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def put(self, trajectory: Trajectory, unpublished: str = "") -> None:
+        """Queue a finished branch; `unpublished` says why it only gets a note in the ledger."""
+        if self._client is None:
+            return
+        fields, payload = encode_trajectory(trajectory)
+        self._parcels.append(_Parcel(trajectory, unpublished, fields, payload))
+        self._unsent_bytes += len(payload)
+        self._empty.clear()
+        self._wake.set()
+
+    async def finals(self, run_id: str, step: int) -> dict[str, dict[str, Any]]:
+        """Ledger records of a step's final branches by branch key; empty without Redis."""
+        if self._client is None:
+            return {}
+        return {record["key"]: record for record in await self._ledger(run_id).finals(step)}
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._parcels:
+                batch = [self._parcels.popleft() for _ in range(min(BATCH, len(self._parcels)))]
+                sent = await asyncio.gather(*(self._send(parcel) for parcel in batch))
+                left = [parcel for parcel, done in zip(batch, sent, strict=True) if not done]
+                self._parcels.extendleft(reversed(left))
+                self._unsent_bytes -= sum(len(parcel.payload) for parcel in batch) - sum(
+                    len(parcel.payload) for parcel in left
+                )
+                if left:
+                    await asyncio.sleep(RETRY_S)
+            self._empty.set()
+
+    async def _send(self, parcel: _Parcel) -> bool:
+        trajectory = parcel.trajectory
+        try:
+            ledger = self._ledger(trajectory.key.run_id)
+            with span("trajectory.append", kind="producer", parent=extract(parcel.fields), branch=str(trajectory.key)):
+                if parcel.unpublished:
+                    await ledger.record_unpublished(trajectory, parcel.unpublished)
+                else:
+                    await ledger.append_final(trajectory, parcel.fields, parcel.payload)
+        except PacelineError as error:
+            log.warning("branch not sent; it is tried again", branch=str(trajectory.key), error=str(error))
+            return False
+        return True
+
+    def _ledger(self, run_id: str) -> Ledger:
+        assert self._client is not None
+        if run_id not in self._ledgers:
+            self._ledgers[run_id] = Ledger(self._client, run_id)
+            if len(self._ledgers) > LEDGERS_KEPT:
+                self._ledgers.popitem(last=False)
+        return self._ledgers[run_id]

@@ -1,0 +1,274 @@
+"""Which worker answers which request. Owns the worker processes, their restarts and the requests under way.
+
+A lost worker is replaced; its requests go to the replacement (or another worker) once, which is safe because seeds fix
+the tokens. What requests mean (sessions, rewards) is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from paceline.errors import PacelineError
+from paceline.telemetry import get_logger, meter
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.config import EngineConfig
+from rollout_gateway.engines.ring import RowArray, RowRing
+from rollout_gateway.engines.spec import WorkerSpec
+from rollout_gateway.generation import Generation
+from rollout_gateway.worker_process import WorkerProcess
+
+MAX_TRIES = 2
+MAX_BACKOFF_S = 5.0
+STARTS_BEFORE_GIVING_UP = 3
+"""Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
+
+log = get_logger(__name__)
+OnWorker = Callable[[WorkerProcess], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Size of each worker's ring."""
+
+    rows: int
+    row_bytes: int
+
+
+@dataclass
+class _Slot:
+    """A worker's place; the process in it changes with restarts."""
+
+    index: int
+    process: WorkerProcess | None = None  # None while it starts
+    live: dict[int, Generation] = field(default_factory=dict)
+    unsent: list[Generation] = field(default_factory=list)
+
+
+class Router:
+    """Routes requests to `count` workers. Use on one event loop: start, submit, stop."""
+
+    def __init__(
+        self,
+        count: int,
+        config: EngineConfig,
+        settings: dict[str, Any],
+        rows: RowShape | None,
+        on_rows: Callable[[RowArray], None],
+        on_discard: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._rows = rows
+        self._on_rows = on_rows
+        self._on_discard = on_discard
+        self._slots = [_Slot(index) for index in range(count)]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._flushing = False
+        self.on_ready: Callable[[WorkerProcess], Any] | None = None
+        """Awaited before a worker gets requests: loads the committed versions."""
+        self.ready = pb.WorkerReady()
+        """Facts of the engine, from the first worker."""
+        self.rows_dropped = [0] * count
+        self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
+        self._restarts = meter().create_counter("paceline.gateway.worker_restarts", unit="{restart}")
+
+    @property
+    def count(self) -> int:
+        """Workers, ready or not."""
+        return len(self._slots)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return sum(len(slot.live) for slot in self._slots)
+
+    def processes(self) -> list[WorkerProcess]:
+        """Workers that serve now."""
+        return [slot.process for slot in self._slots if slot.process is not None]
+
+    async def start(self) -> None:
+        """Start all workers; returns when all serve. Raises what the first failing one says."""
+        self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._context = zmq.asyncio.Context()
+        try:
+            first = await asyncio.gather(*(self._start_worker(slot) for slot in self._slots))
+        except BaseException:
+            await self.stop()
+            raise
+        self.ready = first[0].ready
+        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+
+    async def stop(self) -> None:
+        """End requests with an error and workers with Shutdown."""
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for slot in self._slots:
+            self._fail(slot, "the gateway is stopping")
+        await asyncio.gather(*(process.stop() for process in self.processes()))
+        for slot in self._slots:
+            slot.process = None
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def submit(self, request: pb.EngineRequest, *, worker: int | None = None, prefer: int | None = None) -> Generation:
+        """Queue a request: on `worker` only, else on `prefer` while that one serves, else on the least loaded."""
+        generation = Generation(request, worker)
+        self._place(generation, prefer)
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Stop a request; it ends with FINISH_REASON_ABORT."""
+        slot = self._slots[generation.worker_index]
+        request_id = generation.request.request_id
+        if request_id not in slot.live:
+            return
+        if generation in slot.unsent or slot.process is None:
+            if generation in slot.unsent:
+                slot.unsent.remove(generation)
+            self._deliver(slot, pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT))
+        else:
+            slot.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
+
+    async def ask_all(self, command: pb.WorkerCommand, processes: Iterable[WorkerProcess] | None = None) -> list[Any]:
+        """Ask workers at once (default: all that serve); answers or exceptions, in their order."""
+        asked = list(self.processes() if processes is None else processes)
+        copies = [pb.WorkerCommand() for _ in asked]
+        for copy in copies:
+            copy.CopyFrom(command)
+        deadline = self._config.command_deadline_s
+        return await asyncio.gather(
+            *(process.ask(copy, deadline) for process, copy in zip(asked, copies, strict=True)),
+            return_exceptions=True,
+        )
+
+    def _place(self, generation: Generation, prefer: int | None = None) -> None:
+        slot = self._slots[self._choose(generation, prefer)]
+        generation.worker_index = slot.index
+        slot.live[generation.request.request_id] = generation
+        slot.unsent.append(generation)
+        if not self._flushing:
+            # Requests of one turn of the event loop leave in one message, so that the engine admits them together.
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _choose(self, generation: Generation, prefer: int | None) -> int:
+        if generation.pinned is not None:
+            return generation.pinned
+        serving = [slot for slot in self._slots if slot.process is not None] or self._slots
+        if prefer is not None and self._slots[prefer] in serving:
+            return prefer
+        return min(serving, key=lambda slot: len(slot.live)).index
+
+    def _flush(self) -> None:
+        self._flushing = False
+        for slot in self._slots:
+            if slot.process is not None and slot.unsent:
+                requests = [generation.request for generation in slot.unsent]
+                slot.unsent = []
+                slot.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
+
+    def _on_tokens(self, slot: _Slot, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        self.rows_dropped[slot.index] = tokens.rows_dropped
+        if rows is not None and len(rows):
+            self._on_rows(rows)
+        for chunk in tokens.chunks:
+            self._deliver(slot, chunk)
+
+    def _deliver(self, slot: _Slot, chunk: pb.TokenChunk) -> None:
+        generation = slot.live.get(chunk.request_id)
+        if generation is None:
+            return
+        self._tokens.add(len(chunk.token_ids))
+        generation.accept(chunk)
+        if generation.finished:
+            del slot.live[chunk.request_id]
+
+    async def _start_worker(self, slot: _Slot) -> WorkerProcess:
+        """A worker that serves the committed versions."""
+        ring = None
+        if self._rows is not None:
+            shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
+            folder = shared if shared.is_dir() else self._directory
+            path = folder / f"{self._directory.name}-{slot.index}.ring"
+            ring = RowRing.create(path, self._rows.rows, self._rows.row_bytes)
+        spec = WorkerSpec(
+            worker_index=slot.index,
+            kind=self._config.kind,
+            threads=self._config.threads,
+            cores=(slot.index,) if self._config.pin_cores else (),
+            ring_path=str(path) if ring is not None else "",
+            engine=self._settings,
+        )
+        process = WorkerProcess(spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows))
+        try:
+            await process.start(self._context, self._config.ready_deadline_s)
+            if self.on_ready is not None:
+                await self.on_ready(process)
+        except BaseException:
+            await process.close()
+            raise
+        slot.process = process
+        self._flush()
+        return process
+
+    async def _keep(self, slot: _Slot) -> None:
+        """Replace the worker whenever it is lost."""
+        while True:
+            process = slot.process
+            if process is None:
+                return
+            reason = await asyncio.shield(process.lost)
+            slot.process = None
+            log.warning("engine worker lost", worker=slot.index, reason=reason)
+            await process.close()
+            self._restarts.add(1)
+            self._requeue(slot)
+            await self._replace(slot)
+
+    async def _replace(self, slot: _Slot) -> None:
+        backoff, failures = self._config.restart_backoff_s, 0
+        while slot.process is None:
+            await asyncio.sleep(backoff)
+            try:
+                await self._start_worker(slot)
+            except PacelineError as error:
+                failures += 1
+                backoff = min(backoff * 2, MAX_BACKOFF_S)
+                log.error("engine worker does not start", worker=slot.index, failures=failures, error=str(error))
+                if failures >= STARTS_BEFORE_GIVING_UP:
+                    self._fail(slot, f"engine worker {slot.index} does not start: {error}")
+
+    def _requeue(self, slot: _Slot) -> None:
+        lost = list(slot.live.values())
+        unsent = set(map(id, slot.unsent))
+        slot.live, slot.unsent = {}, []
+        for generation in lost:
+            if id(generation) not in unsent:
+                generation.restart()
+                self._on_discard(generation.request.request_id)
+            if generation.tries >= MAX_TRIES:
+                generation.fail(f"the engine worker was lost {generation.tries} times under this request")
+            else:
+                self._place(generation)
+
+    def _fail(self, slot: _Slot, message: str) -> None:
+        for generation in slot.live.values():
+            generation.fail(message)
+        slot.live, slot.unsent = {}, []
+
+
+def versions_of(process: WorkerProcess) -> VersionSet:
+    """Set a worker served when it got ready."""
+    served = process.ready.versions
+    return VersionSet(served.seq, served.policy, served.drafter)
