@@ -1,0 +1,126 @@
+"""What is particular to Redis: both server generations, lost answers, lost groups, a server that went away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+import redis.asyncio
+
+from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.local.ports import free_port
+from paceline.streams import RedisStream, connect, run_key, scripts
+from paceline.streams.redis_stream import autoclaimed, flat
+
+ROW = (b"5-1", {b"n": b"1", b"payload": b"\x00\xff"})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        pytest.param([b"0-0", [(None, None), ROW]], id="6.2: nothing in place of the deleted"),
+        pytest.param([b"0-0", [None, ROW]], id="6.2 on the wire"),
+        pytest.param([b"0-0", [ROW], [b"4-0"]], id="7.0: deleted ids apart"),
+        pytest.param([b"0-0", [(b"5-1", [b"n", b"1", b"payload", b"\x00\xff"])], []], id="flat fields"),
+    ],
+)
+def test_both_generations_of_claim_replies_are_read(reply: list[object]) -> None:
+    cursor, entries = autoclaimed(reply)
+    assert cursor == "0-0"
+    assert [(entry.id, entry.fields, entry.payload) for entry in entries] == [("5-1", {"n": "1"}, b"\x00\xff")]
+
+
+async def test_a_repeated_call_is_known_as_the_same(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    """The client repeats a script whose answer was lost; the second run must not append and must answer alike."""
+    name = run_key(run_id, "s")
+    script = redis_client.register_script(scripts.APPEND)
+    keys = [name, f"{name}:once:k", f"{name}:sizes"]
+    first = await script(keys=keys, args=["nonce-a", 0, 0, 1, *flat({}, b"x")])
+    again = await script(keys=keys, args=["nonce-a", 0, 0, 1, *flat({}, b"x")])
+    other = await script(keys=keys, args=["nonce-b", 0, 0, 1, *flat({}, b"x")])
+    assert first == again == [first[0], 1]
+    assert other == [first[0], 0]
+    assert await redis_client.xlen(name) == 1
+
+
+async def test_markers_of_appends_without_a_key_expire(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    await stream.append({}, b"x")
+    await stream.append({}, b"x", key="k")
+    lifetimes = {
+        name.endswith(b":once:k"): await redis_client.pttl(name)
+        async for name in redis_client.scan_iter(match=f"{stream.name}:once:*".replace("{", "\\{"))
+    }
+    assert lifetimes[True] == -1
+    assert 0 < lifetimes[False] <= 120_000
+    await stream.close()
+
+
+async def test_a_server_that_came_back_empty_gets_its_group_again(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    await stream.create_group("g")
+    await redis_client.delete(stream.name)
+    await stream.append({"n": "1"}, b"x")
+    assert [entry.fields["n"] for entry in await stream.read("g", "c", 1, 1.0)] == ["1"]
+    await stream.close()
+
+
+async def test_what_was_delivered_into_a_lost_connection_is_read_next(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    await stream.create_group("g")
+    for n in range(4):
+        await stream.append({"n": str(n)}, b"x")
+    (seen,) = await stream.read("g", "c", 1, 0)
+    # Another connection takes two entries as the same consumer, as a read does whose answer never arrives.
+    await redis_client.xreadgroup("g", "c", {stream.name: ">"}, count=2)
+    stream._doubtful.add(("g", "c"))
+    numbers = [entry.fields["n"] for _ in range(3) for entry in await stream.read("g", "c", 1, 0)]
+    assert (seen.fields["n"], numbers) == ("0", ["1", "2", "3"])
+    await stream.close()
+
+
+async def test_a_killed_connection_does_not_end_a_blocking_read(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    await stream.create_group("g")
+    reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
+    blocked: list[dict[str, str]] = []
+    async with asyncio.timeout(10):
+        while not blocked:
+            clients = await redis_client.client_list()
+            blocked = [each for each in clients if each["cmd"] == "xreadgroup" and "b" in each["flags"]]
+            await asyncio.sleep(0.01)
+    assert await redis_client.client_kill_filter(_id=blocked[0]["id"]) == 1
+    await stream.append({"n": "1"}, b"x")
+    assert [entry.fields["n"] for entry in await reading] == ["1"]
+    await stream.close()
+
+
+async def test_a_server_that_stays_away_is_unavailable_within_the_outage_allowed() -> None:
+    url = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    client = connect(url, outage_s=0.3)
+    stream = RedisStream(client, "s", outage_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:\d+ does not answer") as caught:
+        await stream.append({}, b"x")
+    assert "secret" not in str(caught.value)
+    with pytest.raises(Unavailable):
+        await stream.read("g", "c", 1, 0.1)
+    assert time.monotonic() - began < 10
+    await stream.close()
+    await client.aclose()
+
+
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="localhost:1"):
+        connect("localhost:1")
+
+
+def test_a_run_id_cannot_leave_its_keys() -> None:
+    assert run_key("a-1", "journal") == "paceline:{a-1}:journal"
+    with pytest.raises(InvalidInput):
+        run_key("a}:{b", "journal")
