@@ -38,9 +38,9 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
     """
     if len(ours) != len(theirs) or not ours:
         raise InvalidInput("paired measurements come in pairs", seen=(len(ours), len(theirs)), allowed="equal, >= 1")
+    if (least := min(*ours, *theirs)) <= 0:
+        raise InvalidInput("measurements are positive", seen=least, allowed="> 0")
     ratios = np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64)
-    if min(*ours, *theirs) <= 0:
-        raise InvalidInput("measurements are positive", seen=min(*ours, *theirs), allowed="> 0")
     draws = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
     medians = np.median(ratios[draws], axis=1)
     low, high = np.percentile(medians, [2.5, 97.5])

@@ -83,7 +83,7 @@ def receive_tcp() -> None:
 def _fill(connection: socket.socket, view: memoryview) -> memoryview:
     done = 0
     while done < len(view):
-        read = connection.recv_into(view[done:])
+        read = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
         if not read:
             raise SystemExit(0)
         done += read

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -67,10 +68,12 @@ class BenchResult:
 
     def print(self, console: Console | None = None) -> None:
         """Prints rows and goals as tables."""
-        console = console or Console()
+        console = console or Console(width=None if sys.stdout.isatty() else 140)
         console.print(_table(self.title, self.rows))
         words = {True: "met", False: "missed", None: "unresolved"}
-        goals = [{"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]} for one in self.goals]
+        goals: list[Row] = [
+            {"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]} for one in self.goals
+        ]
         if goals:
             console.print(_table("goals", goals))
         console.print(self.machine, style="dim")

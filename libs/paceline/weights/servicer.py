@@ -82,7 +82,7 @@ class WeightServicer(WeightServiceServicer):
         """Set being served; version 0 of everything before the first commit."""
         return self._spool.serving or VersionSet()
 
-    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:  # noqa: N802
+    async def Prepare(self, request: pb.PrepareRequest, context: Any) -> pb.PrepareResponse:
         """Answers the chunks still wanted; allocates the buffer of a new version."""
         self._guard.check(request.context)
         manifest = request.manifest
@@ -106,7 +106,7 @@ class WeightServicer(WeightServiceServicer):
                 raise _differs(manifest, assembly.manifest)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted())
 
-    async def Push(self, request_iterator: AsyncIterator[PushChunk], context: Any) -> pb.PushResponse:  # noqa: N802
+    async def Push(self, request_iterator: AsyncIterator[PushChunk], context: Any) -> pb.PushResponse:
         """Takes the chunks of one version; returns when it is spooled and loaded beside the serving one."""
         part: Part | None = None
         received = 0
@@ -127,7 +127,7 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._finish(part, received)
 
-    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:  # noqa: N802
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Serves a set: workers first, then versions.json; the serving set again is answered without effect."""
         self._guard.check(request.context)
         versions = versions_from_proto(request.versions)
@@ -141,7 +141,7 @@ class WeightServicer(WeightServiceServicer):
                 self._forget_older(versions)
         return pb.CommitResponse(versions=versions_to_proto(versions))
 
-    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:  # noqa: N802
+    async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Forgets a version; one that is not here is forgotten already. WeightsError when it is being served."""
         self._guard.check(request.context)
         part = (request.target, request.version)
@@ -158,7 +158,7 @@ class WeightServicer(WeightServiceServicer):
             await asyncio.to_thread(self._spool.discard, *part)
         return pb.AbortResponse()
 
-    async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:  # noqa: N802
+    async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:
         """Serving, previous and prepared versions."""
         previous = self._spool.previous
         return pb.GetVersionsResponse(
@@ -179,8 +179,11 @@ class WeightServicer(WeightServiceServicer):
                 raise _differs(manifest, spooled)
             return True
         serving = part_version(self.serving, manifest.target)
-        if manifest.target != WEIGHT_TARGET_DRAFTER and manifest.version <= serving:
-            raise WeightsError("policy versions only grow", seen=manifest.version, allowed=f"> {serving}")
+        if manifest.version in (0, serving) or (
+            manifest.target != WEIGHT_TARGET_DRAFTER and manifest.version < serving
+        ):
+            message = f"{target_name(manifest.target)} versions that may be pushed only grow"
+            raise WeightsError(message, seen=manifest.version, allowed=f"> {serving}")
         return False
 
     def _admit(self, part: Part) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from google.protobuf import json_format
 
-from paceline.errors import DataLoss, InvalidInput, NotFound, WeightsError
+from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
 from paceline.tensors import safetensors_header
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
@@ -93,7 +93,8 @@ class Spool:
     def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
         """Writes one version durably and returns its directory; the same version again replaces nothing.
 
-        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest is spooled already.
+        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest is spooled
+        already, ResourceExhausted when the file cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
         spooled = self.manifest(manifest.target, manifest.version)
@@ -102,14 +103,11 @@ class Spool:
             raise WeightsError(f"{name} is spooled with another content", seen=manifest.content_hash)
         path = self._directory / name
         if spooled is None:
-            temporary = self._directory / f"{_TEMPORARY}{name}"
-            temporary.mkdir()
-            header = safetensors_header(layouts(manifest), {"format": "pt", **manifest.metadata})
-            _write_synced(temporary / "model.safetensors", header, buffer)
-            _write_synced(temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode())
-            _sync_directory(temporary)
-            temporary.rename(path)
-            _sync_directory(self._directory)
+            try:
+                self._write_new(manifest, buffer, path)
+            except OSError as error:
+                self._remove_leftovers()
+                raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
         if not self._committed((manifest.target, manifest.version)):
             self._prepared.add((manifest.target, manifest.version))
         return path
@@ -134,6 +132,16 @@ class Spool:
         if not self._committed((target, version)):
             self._prepared.discard((target, version))
             self._prune()
+
+    def _write_new(self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path) -> None:
+        temporary = self._directory / f"{_TEMPORARY}{path.name}"
+        temporary.mkdir()
+        header = safetensors_header(layouts(manifest), {"format": "pt", **manifest.metadata})
+        _write_synced(temporary / "model.safetensors", header, buffer)
+        _write_synced(temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode())
+        _sync_directory(temporary)
+        temporary.rename(path)
+        _sync_directory(self._directory)
 
     def _prune(self) -> None:
         for part in self.spooled():

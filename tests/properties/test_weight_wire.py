@@ -1,0 +1,102 @@
+"""The hand-written PushRequest against the generated class as oracle, in both directions."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import DataLoss
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.v1.weights_pb2 import PushRequest
+from paceline.weights.wire import PushChunk, decode_push, encode_push
+
+U32 = st.one_of(st.integers(0, 300), st.integers(0, 2**32 - 1))
+U64 = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1))
+CONTEXTS = st.none() | st.builds(CommandContext, run_id=st.text(max_size=70), step=U64, epoch=U64)
+CHUNKS = st.builds(
+    PushChunk,
+    target=st.integers(0, 3),
+    version=U64,
+    chunk_index=U32,
+    crc32=U32,
+    data=st.binary(max_size=400).map(memoryview),
+    context=CONTEXTS,
+)
+
+
+def varint(value: int) -> bytes:
+    out = b""
+    while value > 0x7F:
+        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
+    return out + bytes([value])
+
+
+UNKNOWN = st.one_of(
+    st.tuples(st.integers(16, 1000), U64).map(lambda pair: varint(pair[0] << 3) + varint(pair[1])),
+    st.tuples(st.integers(16, 1000), st.binary(min_size=8, max_size=8)).map(
+        lambda pair: varint(pair[0] << 3 | 1) + pair[1]
+    ),
+    st.tuples(st.integers(16, 1000), st.binary(max_size=200)).map(
+        lambda pair: varint(pair[0] << 3 | 2) + varint(len(pair[1])) + pair[1]
+    ),
+    st.tuples(st.integers(16, 1000), st.binary(min_size=4, max_size=4)).map(
+        lambda pair: varint(pair[0] << 3 | 5) + pair[1]
+    ),
+)
+REQUESTS = st.builds(
+    PushRequest,
+    target=st.integers(-(2**31), 2**31 - 1),
+    version=U64,
+    chunk_index=U32,
+    crc32=U32,
+    data=st.binary(max_size=400),
+    context=CONTEXTS,
+)
+
+
+def same(chunk: PushChunk, request: PushRequest) -> bool:
+    context = request.context if request.HasField("context") else None
+    ours = (chunk.target, chunk.version, chunk.chunk_index, chunk.crc32, bytes(chunk.data), chunk.context)
+    theirs = (request.target, request.version, request.chunk_index, request.crc32, request.data, context)
+    return ours == theirs
+
+
+@given(CHUNKS)
+def test_generated_class_parses_what_we_encode(chunk: PushChunk) -> None:
+    assert same(chunk, PushRequest.FromString(encode_push(chunk)))
+
+
+@given(st.lists(st.one_of(REQUESTS.map(PushRequest.SerializeToString), UNKNOWN), max_size=6))
+def test_concatenated_messages_and_unknown_fields_parse_as_the_generated_class_parses_them(parts: list[bytes]) -> None:
+    message = b"".join(parts)
+    assert same(decode_push(message), PushRequest.FromString(message))
+
+
+@given(REQUESTS.map(PushRequest.SerializeToString), st.data())
+def test_cut_or_spoiled_bytes_parse_like_the_generated_class_or_are_data_loss(
+    message: bytes, data: st.DataObject
+) -> None:
+    spoiled = bytearray(message[: data.draw(st.integers(0, len(message)))])
+    if spoiled:
+        spoiled[data.draw(st.integers(0, len(spoiled) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        chunk = decode_push(bytes(spoiled))
+    except DataLoss:
+        return
+    assert same(chunk, PushRequest.FromString(bytes(spoiled)))
+
+
+@given(st.binary(max_size=60))
+def test_what_the_generated_class_refuses_is_data_loss(message: bytes) -> None:
+    try:
+        PushRequest.FromString(message)
+    except DecodeError:
+        with pytest.raises(DataLoss):
+            decode_push(message)
+
+
+def test_decoded_data_is_a_view_of_the_message() -> None:
+    message = encode_push(PushChunk(1, 2, 3, 4, memoryview(b"bytes"), None))
+    assert decode_push(message).data.obj is message

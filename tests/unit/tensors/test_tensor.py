@@ -1,0 +1,49 @@
+"""Names, sizes and views of tensors."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from paceline.errors import InvalidInput
+from paceline.tensors import NamedTensor, as_numpy, crc32, from_numpy, head_hash
+
+
+def test_bfloat16_is_shown_as_its_bits() -> None:
+    tensor = from_numpy("w", np.array([[0x3F80, 0xBF80]], dtype=np.uint16), "BF16")
+    assert (tensor.dtype, tensor.shape, as_numpy(tensor).tolist()) == ("BF16", (1, 2), [[0x3F80, 0xBF80]])
+
+
+def test_contiguous_array_is_not_copied() -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert np.shares_memory(as_numpy(from_numpy("w", array)), array)
+
+
+def test_strided_array_is_copied_in_row_order() -> None:
+    array = np.arange(6, dtype=np.int64).reshape(2, 3)
+    assert as_numpy(from_numpy("w", array.T)).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_bytes_that_do_not_fill_the_shape_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="do not fill") as refusal:
+        NamedTensor("w", "F32", (2,), b"1234567")
+    assert (refusal.value.seen, refusal.value.allowed) == ("7", "8")
+
+
+@pytest.mark.parametrize(("name", "dtype", "shape"), [("", "U8", (1,)), ("__metadata__", "U8", (1,)), ("w", "X", (1,))])
+def test_odd_names_and_dtypes_are_refused(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInput):
+        NamedTensor(name, dtype, shape, b"x")
+
+
+def test_dtypes_without_a_name_are_refused() -> None:
+    for code in (">f4", "c8"):
+        with pytest.raises(InvalidInput):
+            from_numpy("w", np.zeros(2, dtype=code))
+
+
+def test_head_is_named_by_the_start_of_its_sha256() -> None:
+    assert head_hash(b"abc") == hashlib.sha256(b"abc").hexdigest()[:16]
+    assert crc32(b"123456789") == 0xCBF43926  # the check value of CRC-32/ISO-HDLC

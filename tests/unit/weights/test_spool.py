@@ -1,0 +1,160 @@
+"""The spool: whole or absent, whatever happens in between."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
+from paceline.tensors import from_numpy
+from paceline.trajectory import VersionSet
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights import Spool, build_manifest
+
+P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
+
+
+def version(target: int, number: int, size: int = 3000) -> tuple[Manifest, bytes]:
+    array = np.full(size, number, dtype=np.float32)
+    return build_manifest(target, number, [from_numpy("w", array)]), array.tobytes()
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_committed_sets_survive_a_restart_and_older_ones_go(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for number in (1, 2, 3):
+        spool.write(*version(P, number))
+        spool.commit(VersionSet(number, number, 0))
+    again = Spool(tmp_path)
+    assert (again.serving, again.previous) == (VersionSet(3, 3, 0), VersionSet(2, 2, 0))
+    assert names(tmp_path) == {"policy-2", "policy-3", "versions.json"}
+    assert load_file(again.path(P, 3) / "model.safetensors")["w"][0] == 3
+
+
+def test_four_sets_are_kept_on_request(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, keep=4)
+    for number in range(1, 7):
+        spool.write(*version(P, number))
+        spool.commit(VersionSet(number, number, 0))
+    assert names(tmp_path) == {"policy-3", "policy-4", "policy-5", "policy-6", "versions.json"}
+
+
+def test_prepared_version_survives_commits_of_others_until_it_is_discarded(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.write(*version(D, 5))
+    spool.write(*version(P, 1))
+    spool.commit(VersionSet(1, 1, 0))
+    assert Spool(tmp_path).prepared == {(D, 5)}
+    spool.discard(D, 5)
+    assert names(tmp_path) == {"policy-1", "versions.json"}
+    spool.discard(P, 1)
+    assert spool.has(P, 1), "what serves is never discarded"
+
+
+def test_rolled_back_drafter_stays_until_no_set_names_it(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    for number in (1, 2):
+        spool.write(*version(D, number))
+        spool.commit(VersionSet(number, 0, number))
+    spool.commit(VersionSet(3, 0, 1))
+    assert spool.has(D, 2)
+    spool.commit(VersionSet(4, 0, 1))
+    assert names(tmp_path) == {"drafter-1", "versions.json"}
+
+
+def test_leftovers_of_a_kill_are_ignored_and_removed(tmp_path: Path) -> None:
+    Spool(tmp_path).write(*version(P, 1))
+    (tmp_path / ".tmp-policy-2").mkdir()
+    (tmp_path / ".tmp-policy-2" / "model.safetensors").write_bytes(b"half")
+    (tmp_path / ".tmp-versions.json").write_text('{"sets"')
+    spool = Spool(tmp_path)
+    assert (spool.serving, spool.prepared) == (None, {(P, 1)})
+    assert names(tmp_path) == {"policy-1"}
+
+
+KILLED = """
+import sys
+from pathlib import Path
+import numpy as np
+from paceline.tensors import from_numpy
+from paceline.trajectory import VersionSet
+from paceline.weights import Spool, build_manifest
+spool = Spool(Path(sys.argv[1]))
+for number in range(1, 10_000):
+    array = np.full(200_000, number, dtype=np.float32)
+    spool.write(build_manifest(1, number, [from_numpy("w", array)]), array.tobytes())
+    print("written", flush=True)
+    spool.commit(VersionSet(number, number, 0))
+    print("committed", number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("lines", [1, 2, 5, 8])
+def test_kill_at_any_point_leaves_a_whole_serving_set(tmp_path: Path, lines: int) -> None:
+    """The child is killed while it is about the step that follows its n-th line."""
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        told = [child.stdout.readline().split() for _ in range(lines)]
+        child.send_signal(signal.SIGKILL)
+    committed = [int(words[1]) for words in told if words[0] == "committed"]
+    spool = Spool(tmp_path)
+    assert (spool.serving or VersionSet()).policy >= max(committed, default=0)
+    for one in filter(None, (spool.serving, spool.previous)):
+        weights = load_file(spool.path(P, one.policy) / "model.safetensors")["w"]
+        assert weights.shape == (200_000,)
+        assert (weights == one.policy).all()
+    assert not [name for name in names(tmp_path) if name.startswith(".tmp")]
+
+
+def test_same_version_with_other_content_is_refused(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.write(*version(P, 1))
+    spool.write(*version(P, 1))
+    with pytest.raises(WeightsError, match="another content"):
+        spool.write(*version(P, 1, size=2000))
+
+
+def test_seq_must_grow(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    spool.commit(VersionSet(2, 0, 0))
+    with pytest.raises(WeightsError, match="> 2"):
+        spool.commit(VersionSet(2, 0, 0))
+
+
+def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(tmp_path)
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ResourceExhausted, match="No space left"):
+        spool.write(*version(P, 1))
+    assert names(tmp_path) == set()
+    monkeypatch.undo()
+    spool.write(*version(P, 1))
+    assert spool.prepared == {(P, 1)}
+
+
+def test_start_version_is_found_in_its_own_directory(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "spool", initial={P: tmp_path / "start"})
+    assert spool.path(P, 0) == tmp_path / "start"
+    with pytest.raises(NotFound):
+        spool.path(D, 0)
+    with pytest.raises(NotFound, match="seen: 7"):
+        spool.path(P, 7)
+
+
+def test_spoiled_versions_file_is_data_loss(tmp_path: Path) -> None:
+    (tmp_path / "versions.json").write_text('{"sets": [{"seq": 1, "colour": 2}]}')
+    with pytest.raises(DataLoss):
+        Spool(tmp_path)
