@@ -17,24 +17,29 @@ async def show_status(address: str, console: Console) -> int:
     """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator answers."""
     async with channel(address, SecurityConfig()) as connection:
         with rpc_errors():
-            snapshot = await coordinator_pb2_grpc.CoordinatorServiceStub(connection).GetSnapshot(
+            snapshot = await coordinator_pb2_grpc.CoordinatorServiceStub(connection).GetSnapshot(  # type: ignore[no-untyped-call]
                 pb.GetSnapshotRequest(), timeout=DEADLINE_S
             )
     console.print(
-        f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  phase [bold]{snapshot.phase}[/]  "
+        f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  "
+        f"phase [bold]{snapshot.phase}[/]  "
         f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set {snapshot.versions.seq})"
     )
     slots = Table("slot", "holder", "epoch", "worker")
     for slot in snapshot.slots:
         slots.add_row(
-            str(slot.slot), enum_word(pb.Holder, slot.holder), str(slot.epoch), enum_word(pb.WorkerState, slot.worker_state)
+            str(slot.slot),
+            enum_word(pb.Holder, slot.holder),
+            str(slot.epoch),
+            enum_word(pb.WorkerState, slot.worker_state),
         )
     console.print(slots)
     record = snapshot.last_step
     if record.step_s:
         console.print(
-            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} tokens in {record.rollout_s:.2f} s, "
-            f"acceptance length {record.accept_length:.2f}, {record.drafter_steps} drafter steps, {record.step_s:.2f} s in all"
+            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} tokens in "
+            f"{record.rollout_s:.2f} s, acceptance length {record.accept_length:.2f}, "
+            f"{record.drafter_steps} drafter steps, {record.step_s:.2f} s in all"
         )
     if snapshot.failure:
         console.print(f"[bold red]{snapshot.failure}[/]", highlight=False)

@@ -1,0 +1,61 @@
+"""What remains of a run: the copied journal, summary.json, report.html, closing lines. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.run_files import RunFiles
+from paceline.config import ServiceConfig
+from paceline.report.charts import duration
+from paceline.report.html import write_report
+from paceline.report.journal import copy_journal, read_history
+from paceline.report.spans import read_report
+from paceline.report.summary import Summary, summarize, write_summary
+from paceline.streams import Ledger, LedgerCount, connect
+
+JOURNAL = "journal.jsonl"
+
+
+async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
+    """Copy the journal beside the run and count its trajectories, while Redis still serves. Raises Unavailable."""
+    client = connect(config.redis.durable)
+    try:
+        await copy_journal(client, config.run.id, files.directory / JOURNAL)
+        return await Ledger(client, config.run.id).count()
+    finally:
+        await client.aclose()
+
+
+def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int]) -> Summary:
+    """Write summary.json and report.html, after all services have written their last spans."""
+    history = read_history(files.directory / JOURNAL)
+    spans = read_report(files.spans)
+    summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
+    write_summary(files.summary, summary)
+    write_report(files.report, summary, history, spans)
+    return summary
+
+
+def print_closing(summary: Summary, files: RunFiles, console: Console) -> None:
+    """The figures a reader wants first, and where the rest lies."""
+    table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
+    table.add_row("reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"]))
+    table.add_row("held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"]))
+    table.add_row("acceptance length", _number(summary["accept_len_first"], 2), _number(summary["accept_len_last"], 2))
+    console.print(table)
+    console.print(
+        f"{summary['steps']} steps in {duration(summary['wall_s'])}; {_number(summary['tokens_per_s'], 0)} tokens/s; "
+        f"{summary['drafter_steps']} drafter steps in {duration(summary['drafter_train_slot_s'])} of idle slot time; "
+        f"trajectories: {summary['trajectories_published']} published, {summary['trajectories_trained']} trained, "
+        f"{summary['trajectories_lost']} lost",
+        highlight=False,
+    )
+    console.print(f"[bold]summary[/] {files.summary}\n[bold]report[/]  {files.report}", highlight=False, soft_wrap=True)
+
+
+def _number(value: Any, digits: int = 3) -> str:
+    return "not measured" if value is None else f"{value:,.{digits}f}"

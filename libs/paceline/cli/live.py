@@ -1,0 +1,75 @@
+"""The view of a running demo: a picture that stays in place on a terminal, else one line per step. Decides nothing."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+
+from paceline.cli.run_state import RunState, step_line
+from paceline.cli.supervise import event_line
+from paceline.local.child import ChildEvent
+from paceline.v1.coordinator_pb2 import StepRecord
+
+
+class View(Protocol):
+    """What a run tells its reader."""
+
+    async def started(self) -> None:
+        """All services are healthy."""
+
+    def event(self, event: ChildEvent) -> None:
+        """Something happened to a process."""
+
+    def record(self, record: StepRecord) -> None:
+        """A step is finished."""
+
+    def say(self, text: str) -> None:
+        """A phase outside the steps."""
+
+    def __enter__(self) -> View: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_view(state: RunState, console: Console) -> View:
+    """The view that fits the console."""
+    return LineView(state, console)
+
+
+class LineView:
+    """One line per step, for pipes and logs."""
+
+    def __init__(self, state: RunState, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._serving = False
+
+    async def started(self) -> None:
+        """Says that the steps begin."""
+        self._serving = True
+        self._console.print("all services are healthy; the steps begin", highlight=False)
+
+    def event(self, event: ChildEvent) -> None:
+        """Starts are told until everything serves, later only what went wrong."""
+        if not self._serving or event.kind in ("died", "restarted", "healthy"):
+            self._console.print(event_line(event), highlight=False, soft_wrap=True)
+
+    def record(self, record: StepRecord) -> None:
+        """One line."""
+        self._console.print(step_line(record, self._state.total_steps), highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(f"[dim]{text}[/]", highlight=False)
+
+    def __enter__(self) -> LineView:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None

@@ -1,0 +1,242 @@
+"""The files of one demo run: its number, its directory, its config. Owns what the options set; starts nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
+from paceline.errors import ConfigError, NotFound
+from paceline.local.ports import free_port
+
+Tree = dict[str, Any]
+
+EXAMPLES = Path("examples/demo")
+"""Where the demo's model, tasks and settings lie, from the root of the repository."""
+
+_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What `paceline demo` was asked for."""
+
+    steps: int = 150  # RL steps, 0-based steps 0 .. steps-1
+    seed: int = 0
+    speculation: bool = True
+    frozen_drafter: Path | None = None
+    resume: str | None = None
+    out: Path = Path("runs")
+    overrides: tuple[str, ...] = ()  # <section>.<key>=<value>
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Where one run keeps its files."""
+
+    run_id: str
+    directory: Path  # absolute
+
+    @property
+    def config(self) -> Path:
+        """Settings of all services."""
+        return self.directory / "config.toml"
+
+    @property
+    def spans(self) -> Path:
+        """Span files of all processes."""
+        return self.directory / "spans"
+
+    @property
+    def logs(self) -> Path:
+        """Log file of each process."""
+        return self.directory / "logs"
+
+    @property
+    def summary(self) -> Path:
+        """Figures of the run."""
+        return self.directory / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.directory / "report.html"
+
+    def read_config(self) -> Tree:
+        """The settings as TOML tables."""
+        return read_toml(self.config)
+
+
+def repository_root() -> Path:
+    """Root of the repository that holds examples/demo; NotFound says how to get it."""
+    places = (Path.cwd(), Path(paceline.__file__).resolve().parents[2])
+    for place in places:
+        if (place / EXAMPLES / "demo.toml").is_file():
+            return place
+    raise NotFound(
+        "the demo's model and tasks are not installed with the package; run it inside a clone of the repository",
+        seen=", ".join(str(place) for place in places),
+        allowed=f"a directory with {EXAMPLES}/demo.toml",
+    )
+
+
+def prepare_run(options: DemoOptions) -> RunFiles:
+    """Make the run's directory and config.toml, or bring those of a run to be resumed up to date.
+
+    Raises NotFound when the demo's files or the run to resume are absent, ConfigError for an option that cannot work.
+    """
+    out = options.out.absolute()
+    if options.resume is not None:
+        files = _existing_run(out, options.resume)
+        tree = files.read_config()
+    else:
+        root = repository_root()
+        tree = _rooted(read_toml(root / EXAMPLES / "demo.toml"), root)
+        files = _new_run(out, options.seed)
+        _merge(tree, _variant(options))
+        _merge(tree, {"run": {"seed": options.seed}})
+    _merge(tree, _placement(files))
+    _merge(tree, {"coordinator": {"steps": options.steps}})
+    _merge(tree, _workers(tree))
+    for override in options.overrides:
+        _merge(tree, parse_override(override))
+    write_toml(files.config, tree)
+    return files
+
+
+def _existing_run(out: Path, run_id: str) -> RunFiles:
+    files = RunFiles(run_id, out / run_id)
+    if not _RUN_ID.fullmatch(run_id) or not files.config.is_file():
+        found = sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
+        raise NotFound(f"no run of this id in {out}", seen=run_id, allowed=", ".join(found) or "no runs there yet")
+    return files
+
+
+def _new_run(out: Path, seed: int) -> RunFiles:
+    number = 1
+    while True:
+        files = RunFiles(f"demo-{seed}-{number}", out / f"demo-{seed}-{number}")
+        try:
+            files.directory.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            continue
+        except OSError as error:
+            raise ConfigError(f"the run's directory cannot be made: {error.strerror}", seen=files.directory) from error
+        return files
+
+
+def _variant(options: DemoOptions) -> Tree:
+    if not options.speculation and options.frozen_drafter is not None:
+        raise ConfigError("--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter)
+    if not options.speculation:
+        gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
+        return {"gateway": gateway, "coordinator": {"drafter_enabled": False}}
+    if options.frozen_drafter is not None:
+        drafter = options.frozen_drafter.absolute()
+        if not (drafter / "config.json").is_file():
+            raise ConfigError(
+                "--frozen-drafter is not a drafter checkpoint", seen=drafter, allowed="a directory with config.json"
+            )
+        served = {"drafter": str(drafter)}
+        return {"gateway": served, "drafter_trainer": served, "coordinator": {"drafter_enabled": False}}
+    return {}
+
+
+def _workers(tree: Tree) -> Tree:
+    """No more engine workers than cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
+    return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
+
+
+def _placement(files: RunFiles) -> Tree:
+    """Where the run lives: its directory and ports that are free now. An own $REDIS_URL is used as it is."""
+    own = os.environ.get("REDIS_URL")
+    redis = {role: own or f"redis://127.0.0.1:{free_port()}/0" for role in ("durable_url", "features_url")}
+    services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
+    addresses = {name: f"127.0.0.1:{free_port()}" for name in services}
+    addresses["events"] = f"tcp://127.0.0.1:{free_port()}"
+    return {
+        "run": {"id": files.run_id, "dir": str(files.directory)},
+        "redis": redis,
+        "addresses": addresses,
+        "telemetry": {"spans_dir": str(files.spans)},
+    }
+
+
+def _rooted(tree: Tree, root: Path) -> Tree:
+    """The same settings with paths into the examples made absolute."""
+    rooted: Tree = {}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            rooted[key] = _rooted(value, root)
+        elif isinstance(value, str) and value.startswith(f"{EXAMPLES}/"):
+            rooted[key] = str(root / value)
+        else:
+            rooted[key] = value
+    return rooted
+
+
+def parse_override(text: str) -> Tree:
+    """`section.key=value` as a tree. Raises ConfigError when the key names no section that a service reads."""
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or len(parts) < 2 or parts[0] not in (*SHARED_SECTIONS, *SERVICE_SECTIONS):
+        raise ConfigError(
+            "an override of a whole run names its section",
+            seen=text,
+            allowed=f"<section>.<key>=<value> with one of {', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
+        )
+    value: Any
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    for part in reversed(parts):
+        value = {part: value}
+    return dict(value)
+
+
+def _merge(into: Tree, new: Mapping[str, Any]) -> None:
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            into.setdefault(key, {})
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def read_toml(path: Path) -> Tree:
+    """Tables of a file; ConfigError when it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def write_toml(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write tables to a file that only its owner can read: a Redis URL may hold a password."""
+    temporary = path.with_suffix(".tmp")
+    temporary.touch(mode=0o600)
+    temporary.write_text("\n".join(_lines(tree)).lstrip("\n") + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if path and values:
+        yield f"\n[{path}]"
+    for key, value in values.items():
+        # JSON's literals of text, numbers, booleans and lists are TOML's too.
+        yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _lines(value, f"{path}.{key}" if path else key)

@@ -1,0 +1,62 @@
+"""Follows a run by its facts, with a snapshot where facts are missing. Owns the subscription, not what is shown."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from paceline.cli.run_state import RunState
+from paceline.config import ServiceConfig
+from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.events import FactSubscriber
+from paceline.rpc import channel, rpc_errors
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+
+_SNAPSHOT_S = 5.0
+_QUIET_S = 30.0
+"""Without a fact for so long the coordinator is asked: it may have been restarted."""
+
+OnRecord = Callable[[pb.StepRecord], None]
+
+
+async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) -> None:
+    """Keep `state` up to date until the run has ended; `on_record` hears of each finished step once."""
+    async with channel(config.addresses.coordinator, config.security) as connection:
+        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
+
+        async def catch_up(first: int, last: int) -> None:
+            try:
+                with rpc_errors():
+                    snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=_SNAPSHOT_S)
+                    known = state.records[-1].step + 1 if state.records else 0
+                    steps = await stub.ListSteps(pb.ListStepsRequest(from_step=known), timeout=_SNAPSHOT_S)
+            except PacelineError:
+                return  # It restarts or has ended; the next fact tells.
+            for record in steps.steps:
+                _take(state.take_record(record), on_record)
+            _take(state.take_snapshot(snapshot, time.time()), on_record)
+
+        with FactSubscriber(config.addresses.events, config.run.id, catch_up) as facts:
+            await catch_up(0, 0)
+            while not state.finished or state.failure:  # a failed run is taken up again by the next coordinator
+                try:
+                    _take(state.take_fact(await facts.next(_QUIET_S)), on_record)
+                except DeadlineExceeded:
+                    await catch_up(0, 0)
+
+
+def _take(record: pb.StepRecord | None, on_record: OnRecord) -> None:
+    if record is not None:
+        on_record(record)
+
+
+async def end_with(task: asyncio.Task[None], deadline_s: float) -> None:
+    """Give a follower a moment to hear the last fact, then end it; raises what it raised."""
+    await asyncio.wait({task}, timeout=deadline_s)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return

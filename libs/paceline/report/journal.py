@@ -1,0 +1,126 @@
+"""A finished run as its journal tells it: records, evaluations, sets served, slots held. Owns no figure of its own.
+
+The journal is copied from Redis to a file of the run first, so that a report can be made again without any server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+from redis.asyncio import Redis
+
+from paceline.errors import DataLoss
+from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
+from paceline.streams import run_key
+from paceline.streams.connection import redis_errors
+from paceline.v1.coordinator_pb2 import StepRecord
+
+ACCURACY, PROBE = "accuracy", "accept_length_probe"
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """One evaluation, made when `steps` RL steps were finished."""
+
+    steps: int
+    kind: str  # ACCURACY or PROBE
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A set that began to serve."""
+
+    at_s: float
+    seq: int
+    policy: int
+    drafter: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunHistory:
+    """What happened in a run."""
+
+    records: tuple[StepRecord, ...]  # by step
+    evaluations: tuple[Evaluated, ...]
+    served: tuple[Served, ...]
+    intervals: tuple[SlotInterval, ...]
+    windows: tuple[StepWindow, ...]
+    began_s: float  # wall clock of the first and the last entry
+    ended_s: float
+    away_s: float  # seconds in which no coordinator ran, before a resume
+    drafter_tokens: int  # tokens the drafter trained on
+    phase: str  # of the last entry
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return 1 + max((interval.slot for interval in self.intervals), default=-1)
+
+    def evaluated(self, kind: str) -> list[tuple[int, float]]:
+        """(finished steps, value) of one kind, in order; a repeated one counts once."""
+        return sorted({one.steps: one.value for one in self.evaluations if one.kind == kind}.items())
+
+
+async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
+    """Write the run's journal to `path`, an entry a line; returns the number of entries. Raises Unavailable."""
+    key, last, count = run_key(run_id, "journal"), "-", 0
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("wb") as file:
+        while True:
+            with redis_errors(client, "reading the journal"):
+                page: Any = await client.xrange(key, min=last, max="+", count=_PAGE)
+            if not page:
+                break
+            file.writelines(fields[b"entry"] + b"\n" for _, fields in page)
+            count += len(page)
+            last = "(" + page[-1][0].decode()
+    temporary.replace(path)
+    return count
+
+
+def read_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Entries of a copied journal. Raises DataLoss for a line that is none."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise DataLoss(f"{path} line {number} is no journal entry", seen=line[:80]) from error
+
+
+def read_history(path: Path) -> RunHistory:
+    """The run of a copied journal. Raises DataLoss when it has no entry or one does not decode."""
+    records: dict[int, StepRecord] = {}
+    evaluations: list[Evaluated] = []
+    served: list[Served] = []
+    began_s = ended_s = away_s = 0.0
+    tokens, phase = 0, ""
+    for entry in read_entries(path):
+        at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
+        began_s = began_s or at_s
+        if event == "Resumed":
+            away_s += at_s - ended_s
+        ended_s, phase = at_s, str(entry["phase"])
+        if entry.get("record"):
+            record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
+            records[record.step] = record
+        if event in ("RunStarted", "Committed"):
+            served.append(Served(at_s, **{name: int(data["versions"][name]) for name in ("seq", "policy", "drafter")}))
+        elif event == "EvaluationDone" and data.get("value") is not None:
+            evaluations.append(Evaluated(int(entry["step"]), str(data["kind"]), float(data["value"])))
+        elif event == "Detached":
+            tokens += int(data.get("details", {}).get("tokens", 0))
+    if not began_s:
+        raise DataLoss("the journal is empty: the run has not begun", seen=path)
+    return RunHistory(
+        tuple(records[step] for step in sorted(records)), tuple(evaluations), tuple(served),
+        tuple(slot_intervals(read_entries(path))), tuple(step_windows(read_entries(path))),
+        began_s, ended_s, away_s, tokens, phase,
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""What the span files of a run say: latency per edge between services, and the spans of one trace.
+
+Reads line by line, twice: the first pass remembers who called or produced, the second meets who answered or consumed.
+Memory is bounded: at most `_INDEXED` callers are remembered and `_SAMPLES` latencies per edge; what is left out is
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_INDEXED = 400_000
+_SAMPLES = 20_000
+_TRACE_SPANS = 4_000
+_MILESTONES = ("rollout.session", "policy.optimizer_step", "drafter.micro_step", "drafter.activate")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One finished span; times in nanoseconds since the epoch."""
+
+    trace_id: str
+    span_id: str
+    parent_id: str
+    name: str
+    kind: str  # internal, client, server, producer, consumer
+    service: str
+    start_ns: int
+    end_ns: int
+    links: tuple[str, ...] = ()  # traceparents
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from start to end."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """Latencies between two services over one method or stream, in seconds."""
+
+    source: str
+    target: str
+    what: str  # gRPC method, or producer and consumer span
+    transport: str  # "gRPC" or "Redis"
+    count: int
+    p50_s: float
+    p95_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpanReport:
+    """What the report shows of the spans."""
+
+    edges: tuple[Edge, ...] = ()
+    trace: tuple[Span, ...] = ()  # spans of the trace chosen, by start
+    spans: int = 0  # lines read
+    unreadable: int = 0  # lines that are no span, e.g. cut by a kill
+    left_out: int = 0  # callers beyond the memory bound
+
+
+def read_spans(directory: Path) -> Iterator[Span | None]:
+    """Every span of every file, in file order; None for a line that is no span."""
+    for path in sorted(directory.glob("*.jsonl")):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                yield _span(line)
+
+
+def read_report(directory: Path, trace_id: str = "") -> SpanReport:
+    """Edges and one trace of a run. Without `trace_id` the newest trace that reaches both optimisers is taken."""
+    first = _first_pass(directory)
+    chosen = trace_id or first.best_trace()
+    edges: dict[tuple[str, str, str, str], _Sample] = {}
+    trace: list[Span] = []
+    for span in read_spans(directory):
+        if span is None:
+            continue
+        if span.trace_id == chosen and len(trace) < _TRACE_SPANS:
+            trace.append(span)
+        for key, seconds in _hops(span, first.callers):
+            edges.setdefault(key, _Sample()).add(seconds)
+    return SpanReport(
+        edges=tuple(sample.edge(*key) for key, sample in sorted(edges.items())),
+        trace=tuple(sorted(trace, key=lambda span: span.start_ns)),
+        spans=first.spans,
+        unreadable=first.unreadable,
+        left_out=first.left_out,
+    )
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Value below which `share` of the sorted values lie, linear between neighbours (NumPy's default); NaN of none."""
+    if not values:
+        return float("nan")
+    position = (len(values) - 1) * share
+    low = int(position)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (values[high] - values[low]) * (position - low)
+
+
+@dataclass(slots=True)
+class _Sample:
+    """A uniform sample of at most _SAMPLES latencies; the seed is fixed so that a report can be made again."""
+
+    count: int = 0
+    values: list[float] = field(default_factory=list)
+    draws: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        if len(self.values) < _SAMPLES:
+            self.values.append(value)
+        elif (place := self.draws.randrange(self.count)) < _SAMPLES:
+            self.values[place] = value
+
+    def edge(self, source: str, target: str, what: str, transport: str) -> Edge:
+        ordered = sorted(self.values)
+        p50, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.95, 0.99))
+        return Edge(source, target, what, transport, self.count, p50, p95, p99)
+
+
+@dataclass(slots=True)
+class _FirstPass:
+    """Callers by span id, and which milestones each trace reached."""
+
+    callers: dict[str, Span] = field(default_factory=dict)
+    milestones: dict[str, set[str]] = field(default_factory=dict)
+    spans: int = 0
+    unreadable: int = 0
+    left_out: int = 0
+
+    def best_trace(self) -> str:
+        best, most = "", 0
+        for trace_id, reached in self.milestones.items():
+            if len(reached) >= most:
+                best, most = trace_id, len(reached)
+        return best
+
+
+def _first_pass(directory: Path) -> _FirstPass:
+    seen = _FirstPass()
+    for span in read_spans(directory):
+        seen.spans += 1
+        if span is None:
+            seen.unreadable += 1
+            continue
+        if span.name in _MILESTONES:
+            seen.milestones.setdefault(span.trace_id, set()).add(span.name)
+        if span.kind in ("client", "producer"):
+            if len(seen.callers) < _INDEXED:
+                seen.callers[span.span_id] = span
+            else:
+                seen.left_out += 1
+    return seen
+
+
+def _hops(span: Span, callers: dict[str, Span]) -> Iterator[tuple[tuple[str, str, str, str], float]]:
+    """Edges that end in this span: a call seen by its caller, or the wait of an entry between append and read."""
+    if span.kind == "server" and (caller := callers.get(span.parent_id)) is not None:
+        yield (caller.service, span.service, caller.name, "gRPC"), caller.duration_s
+    if span.kind == "consumer":
+        for span_id in (span.parent_id, *(_span_id(link) for link in span.links)):
+            producer = callers.get(span_id)
+            if producer is not None and producer.kind == "producer":
+                # A blocking read opens before its entry is there: such an entry did not wait.
+                waited = max(0.0, (span.start_ns - producer.end_ns) / 1e9)
+                yield (producer.service, span.service, f"{producer.name} → {span.name}", "Redis"), waited
+
+
+def _span_id(traceparent: str) -> str:
+    parts = traceparent.split("-")
+    return parts[2] if len(parts) == 4 else ""
+
+
+def _span(line: str) -> Span | None:
+    try:
+        record = json.loads(line)
+        return Span(
+            trace_id=str(record["trace_id"]),
+            span_id=str(record["span_id"]),
+            parent_id=str(record["parent_id"]),
+            name=str(record["name"]),
+            kind=str(record["kind"]),
+            service=str(record["service"]),
+            start_ns=int(record["start_ns"]),
+            end_ns=int(record["end_ns"]),
+            links=tuple(record.get("links", ())),
+            attributes=dict(record.get("attributes", {})),
+        )
+    except (ValueError, KeyError, TypeError):
+        return None

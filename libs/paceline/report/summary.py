@@ -1,0 +1,110 @@
+"""The figures of a run: summary.json. Computed from journal, ledger and spans; owns their definitions, no drawing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.machine import machine_in_words, versions
+from paceline.report.slots import drafter_train_slot_s, idle_slot_s, slot_wall_s
+from paceline.report.spans import SpanReport
+from paceline.streams import LedgerCount
+
+Summary = dict[str, Any]
+WINDOW = 10
+"""Steps that count as first and as last."""
+
+_SERVICES = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
+
+
+def summarize(
+    run_id: str,
+    history: RunHistory,
+    ledger: LedgerCount,
+    spans: SpanReport,
+    pids: Mapping[str, int],
+    config: Mapping[str, Any],
+) -> Summary:
+    """Everything summary.json holds. Figures that were not measured are None."""
+    records = history.records
+    rollout_s = sum(record.rollout_s for record in records)
+    step_s = sum(record.step_s for record in records)
+    drafter_steps = sum(record.drafter_steps for record in records)
+    tail = records[-20:]
+    trace_id = spans.trace[0].trace_id if spans.trace else (records[-1].trace_id if records else "")
+    return {
+        "run_id": run_id,
+        "phase": history.phase,
+        "steps": len(records),
+        "wall_s": history.ended_s - history.began_s - history.away_s,
+        "reward_first": mean([record.reward_mean for record in records[:WINDOW]]),
+        "reward_last": mean([record.reward_mean for record in records[-WINDOW:]]),
+        **_ends("accuracy", history.evaluated(ACCURACY)),
+        "tokens_per_s": ratio(sum(record.response_tokens for record in records), rollout_s),
+        "tokens_per_s_last": ratio(sum(r.response_tokens for r in tail), sum(r.rollout_s for r in tail)),
+        **_ends("accept_len", history.evaluated(PROBE)),
+        "accept_len_live_last": mean([record.accept_length for record in tail if record.accept_length]),
+        "policy_versions": len({served.policy for served in history.served}),
+        "drafter_versions": len({served.drafter for served in history.served}),
+        "drafter_train_slot_s": drafter_train_slot_s(history.intervals),
+        "idle_slot_s": idle_slot_s(history.intervals, history.windows),
+        "slot_wall_s": slot_wall_s(history.slots, history.windows),
+        "slots": history.slots,
+        "drafter_steps": drafter_steps,
+        "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),
+        "drafter_tokens": history.drafter_tokens,
+        "preempt_wait_share": ratio(sum(record.preempt_wait_s for record in records), step_s),
+        "trajectories_published": ledger.final,
+        "trajectories_trained": ledger.trained,
+        "trajectories_dropped": dict(ledger.dropped),
+        "trajectories_open": ledger.open,
+        "trajectories_lost": ledger.lost,
+        "near_ties": sum(record.near_ties for record in records),
+        "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
+        "pids": {name: pids[name] for name in (*_SERVICES, *sorted(set(pids) - set(_SERVICES))) if name in pids},
+        "trace_id": trace_id,
+        "sha256": _hashes(config),
+        "machine": machine_in_words(),
+        "versions": versions(),
+    }
+
+
+def mean(values: Sequence[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole; None when whole is 0."""
+    return part / whole if whole else None
+
+
+def write_summary(path: Path, summary: Summary) -> None:
+    """Write summary.json whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def _ends(name: str, values: Sequence[tuple[int, float]]) -> Summary:
+    return {
+        f"{name}_first": values[0][1] if values else None,
+        f"{name}_last": values[-1][1] if values else None,
+    }
+
+
+def _hashes(config: Mapping[str, Any]) -> dict[str, str]:
+    """sha256 of the start policy's weights and of the held-out tasks, by the names they have in the examples."""
+    model = Path(config.get("gateway", {}).get("model", "")) / "model.safetensors"
+    heldout = Path(config.get("coordinator", {}).get("heldout_path", ""))
+    named = {f"{model.parent.name}/{model.name}": model, heldout.name: heldout}
+    return {name: _sha256(path) for name, path in named.items() if path.is_file()}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
