@@ -1,4 +1,4 @@
-"""Turns commands into running calls and their failures into events. Owns the calls' lifetime and the wait for lost peers.
+"""Turns commands into running calls and their failures into events. Owns the calls' lifetime and waits for lost peers.
 
 Decides nothing about the run: every outcome goes back to the machine through `emit`. One call per kind of command
 lives at a time; a newer one cancels the older, whose late answers the machine refuses by their epoch.
@@ -36,8 +36,10 @@ class _Absence:
 class Executor:
     """Runs commands; `close` ends all calls."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, on_defect: Callable[[BaseException], None]) -> None:
+        """`on_defect` is told of an exception that is no error of paceline: our own defect, which ends the process."""
         self._calls = calls
+        self._on_defect = on_defect
         self._log = get_logger("coordinator")
         self._running: dict[str, asyncio.Task[None]] = {}
         self._absent: dict[Service, _Absence] = {}
@@ -87,10 +89,8 @@ class Executor:
         if self._running.get(key) is task:
             del self._running[key]
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A defect of ours: told to the machine, so that the run ends with a report instead of waiting for ever.
             self._log.error("call failed", call=key, exc_info=error)
-            message = f"{type(error).__name__}: {error}"
-            self._calls.emit(events.CallFailed(self._now(), Service.GATEWAY, key, message))
+            self._on_defect(error)
 
     async def _run_tasks(self, command: commands.RunTasks) -> None:
         def worker_lost(error: Unavailable) -> None:
@@ -125,7 +125,6 @@ class Executor:
         except (TimeoutError, DeadlineExceeded):
             self._calls.emit(events.Deadline(self._now(), command.epoch, "preempt", command.deadline_s))
         except Unavailable as error:
-            self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
             self._lost(service, error)
         except PacelineError as error:
             self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
@@ -196,7 +195,10 @@ class Executor:
         try:
             await work
         except Unavailable as error:
-            (lost or {}).get(error.reason, lambda missing: self._lost(service, missing))(error)
+            if lost and error.reason in lost:
+                lost[error.reason](error)
+            else:
+                self._lost(service, error)
         except DeadlineExceeded:
             self._calls.emit(events.Deadline(self._now(), epoch, what, self._calls.config.step_deadline_s))
         except PacelineError as error:

@@ -1,0 +1,102 @@
+"""The coordinator's process: CoordinatorService, facts and the runner. Owns their start and end, no decision."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from coordinator.config import CoordinatorConfig
+from coordinator.facts import slot_statuses, version_set
+from coordinator.journal import Journal
+from coordinator.peers import Peers
+from coordinator.runner import Runner
+from coordinator.state import Phase
+from paceline.errors import ConfigError, FailedPrecondition
+from paceline.events import FactPublisher
+from paceline.rpc import Server
+from paceline.streams import connect
+from paceline.telemetry import get_logger
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+
+SERVICE_NAME = "paceline.v1.CoordinatorService"
+_STOP_GRACE_S = 1.0
+
+
+class RunFailed(FailedPrecondition):
+    """The run ended in phase failed; its journal says where, and the same run id takes it up again."""
+
+    reason = "RUN_FAILED"
+
+
+class CoordinatorServicer(CoordinatorServiceServicer):
+    """Answers from the runner's memory."""
+
+    def __init__(self, run_id: str, runner: Runner, facts: FactPublisher) -> None:
+        self._run_id = run_id
+        self._runner = runner
+        self._facts = facts
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> Any:
+        """The whole state."""
+        state, records = self._runner.state, self._runner.records
+        return pb.GetSnapshotResponse(
+            run_id=self._run_id,
+            step=state.step,
+            total_steps=state.settings.total_steps,
+            phase=state.phase.value,
+            slots=slot_statuses(state),
+            versions=version_set(state),
+            fact_sequence=self._facts.sequence,
+            last_step=records.finished[-1] if records.finished else None,
+            failure=state.failure,
+            trace_id=records.trace_id,
+        )
+
+    async def ListSteps(self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext) -> Any:
+        """Records of the finished steps from the one asked for."""
+        return pb.ListStepsResponse(steps=self._runner.records.finished[request.from_step :])
+
+    async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
+        """Ends the run with the running step. FailedPrecondition before the run began."""
+        if self._runner.state.phase is Phase.NEW:
+            raise FailedPrecondition("the run has not begun", seen=Phase.NEW.value)
+        return pb.StopRunResponse(last_step=max(0, self._runner.request_stop() - 1))
+
+
+async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
+    """Runs the run; returns when it is finished or `stop` is set. Raises RunFailed when the run failed."""
+    if not config.tasks_path:
+        raise ConfigError("the coordinator has no training tasks; set coordinator.tasks_path", seen="''")
+    client = connect(config.redis.durable)
+    peers = Peers.open(config.addresses, config.security)
+    facts = FactPublisher(config.addresses.events, config.run.id)
+    server = Server(config.addresses.coordinator, config.security)
+    try:
+        runner = Runner(config, Journal(client, config.run.id), peers, facts.publish, time.time)
+        servicer = CoordinatorServicer(config.run.id, runner, facts)
+        server.add(add_CoordinatorServiceServicer_to_server, servicer, SERVICE_NAME)
+        await server.start()
+        if await runner.run(stop):
+            await _leave(config, runner, stop)
+    finally:
+        await server.stop(_STOP_GRACE_S)
+        facts.close()
+        await peers.close()
+        await client.aclose()
+
+
+async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event) -> None:
+    """Gives subscribers a moment for the last facts, then says how the run ended."""
+    try:
+        async with asyncio.timeout(config.finish_grace_s):
+            await stop.wait()
+    except TimeoutError:
+        pass
+    state = runner.state
+    if state.phase is Phase.FAILED:
+        raise RunFailed(f"run {config.run.id} failed in step {state.step}: {state.failure}")
+    get_logger("coordinator").info("run finished", run=config.run.id, steps=state.step)
