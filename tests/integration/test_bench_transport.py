@@ -11,7 +11,7 @@ import psutil
 
 
 def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) -> None:
-    words = ["transport", "--mib", "4", "--pairs", "2", "--json", str(tmp_path / "t.json")]
+    words = ["transport", "--mib", "4", "--pairs", "2", "--looks", "1", "--json", str(tmp_path / "t.json")]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.bench", *words], capture_output=True, text=True, timeout=60, check=False
     )
