@@ -86,6 +86,7 @@ class Child:
             await self._spawn("started" if first else "restarted")
             code = await self._live()
             if code == 0:
+                self.is_healthy.set()  # it may have done its work before anyone saw it serve
                 self._tell("finished")
                 return
             self._tell("died", describe_exit(code))

@@ -39,7 +39,7 @@ def run_service(name: str, config_class: type[C], serve: Serve[C], argv: Sequenc
     """
     die_with_parent()
     try:
-        code = _run(name, config_class, serve, _arguments(name).parse_args(argv))
+        code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))
     except PacelineError as error:
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"{name}: {error}", style="red", markup=False)
         code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED

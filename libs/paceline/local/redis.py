@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--role", choices=get_args(Role), default="durable")
     parser.add_argument("--config", type=Path, action="append", default=[])
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    words = parser.parse_args(argv)
+    words = parser.parse_intermixed_args(argv)
     try:
         config = load_config(ServiceConfig, "local", words.config, words.overrides)
         found = launcher(config, words.role)

@@ -1,0 +1,28 @@
+"""A service for the tests of the entry: writes down what it was given, then waits or ends."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from paceline.config import ServiceConfig
+from paceline.errors import FailedPrecondition
+from paceline.local.entry import run_service
+
+
+class StubConfig(ServiceConfig):
+    mode: str = "wait"
+    """wait, finish or fail."""
+
+
+async def serve(config: StubConfig, stop: asyncio.Event) -> None:
+    if config.mode == "fail":
+        raise FailedPrecondition("the model is [bold]not[/bold] there", seen="models/x")
+    if config.mode == "wait":
+        (Path(config.run.dir) / "serving").write_text(config.run.id)
+        print("serving", flush=True)
+        await stop.wait()
+
+
+if __name__ == "__main__":
+    run_service("policy_trainer", StubConfig, serve)

@@ -1,0 +1,54 @@
+"""A process for the supervisor's tests: serves health on an address and ends as it is told."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from paceline.config import SecurityConfig
+from paceline.local.processes import die_with_parent
+from paceline.rpc import Server
+
+
+async def serve(words: argparse.Namespace) -> int:
+    """Serve until SIGTERM; SIGUSR1 ends it as --exits says."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    if words.deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = Server(words.address, SecurityConfig())
+    await server.start()
+    server.set_serving("stub", not words.sick)
+    if words.starts:
+        with words.starts.open("a") as starts:
+            starts.write("x")
+    await stop.wait()
+    await server.stop(0.1)
+    if words.exits:
+        sys.stderr.write("the disk is full\n")
+    return words.exits
+
+
+def main() -> int:
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--exits", type=int, default=0)
+    parser.add_argument("--sick", action="store_true")
+    parser.add_argument("--deaf", action="store_true")
+    parser.add_argument("--grandchild", type=Path)
+    parser.add_argument("--starts", type=Path)
+    words = parser.parse_args()
+    if words.grandchild:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        words.grandchild.write_text(str(child.pid))
+    return asyncio.run(serve(words))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

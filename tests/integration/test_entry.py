@@ -1,0 +1,88 @@
+"""How a service process starts and ends, seen from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.local.ports import free_port
+
+STUB = Path(__file__).parent / "entry_stub.py"
+
+
+def _start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
+    address = f"addresses.policy_trainer=127.0.0.1:{free_port()}"
+    return subprocess.Popen(
+        [sys.executable, str(STUB), f"run.dir={tmp_path}", address, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "40"},
+    )  # fmt: skip
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=30)
+    return process.returncode, out, err
+
+
+def test_a_service_that_ends_by_itself_exits_with_0(tmp_path: Path) -> None:
+    assert _ended(_start(tmp_path, "mode=finish"))[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_it_in_order_and_shows_in_the_status(tmp_path: Path, number: signal.Signals) -> None:
+    process = _start(tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "serving\n"
+    pid_file = tmp_path / "pids" / "policy_trainer.pid"
+    assert int(pid_file.read_text()) == process.pid
+    process.send_signal(number)
+    assert _ended(process)[0] == 128 + number
+    assert not pid_file.exists()
+
+
+def test_files_and_overrides_reach_the_service(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[run]\nid = "from-file"\n[policy_trainer]\nmode = "fail"\n')
+    process = _start(tmp_path, "--config", str(config), "mode=wait")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "serving\n"
+    assert (tmp_path / "serving").read_text() == "from-file"
+    process.terminate()
+    _ended(process)
+
+
+def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
+    code, out, err = _ended(_start(tmp_path, "mode=fail"))
+    assert (code, out) == (1, "")
+    assert err == "policy_trainer: the model is [bold]not[/bold] there; seen: models/x\n"
+
+
+def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> None:
+    code, _, err = _ended(_start(tmp_path, "moed=wait"))
+    assert code == 2
+    assert "mode" in err
+    assert err.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line_with_port_and_setting(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, _, err = _ended(_start(tmp_path, f"addresses.policy_trainer=127.0.0.1:{port}"))
+    assert code == 1
+    assert f"port {port} is in use" in err
+    assert "addresses.policy_trainer" in err
+    assert err.count("\n") == 1
+
+
+def test_the_config_is_printed_and_nothing_is_started(tmp_path: Path) -> None:
+    code, out, _ = _ended(_start(tmp_path, "--print-config", "run.id=shown"))
+    assert code == 0
+    assert 'id = "shown"' in out
+    assert not (tmp_path / "pids").exists()

@@ -1,0 +1,42 @@
+"""Redis under the supervisor: both roles, killed and back with the durable data."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from paceline.config import RedisConfig, RunConfig, ServiceConfig
+from paceline.local.child import RestartPolicy
+from paceline.local.ports import free_port
+from paceline.local.supervisor import Supervisor, run_launches
+from paceline.streams import RedisStream, connect, run_key
+
+
+async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    urls = RedisConfig(
+        durable_url=f"redis://127.0.0.1:{free_port()}/0", features_url=f"redis://127.0.0.1:{free_port()}/0"
+    )
+    config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
+    launches = run_launches(config, [], [f"run.dir={tmp_path}"])[:2]
+    async with Supervisor(launches, tmp_path, policy=RestartPolicy(base_s=0.05)) as supervisor:
+        await supervisor.start(20.0)
+        client = connect(urls.durable)
+        stream = RedisStream(client, run_key(run_id, "s"))
+        await stream.create_group("g")
+        await stream.append({"n": "1"}, b"x")
+        reading = asyncio.create_task(stream.read("g", "c", 2, 0.0))
+        await reading
+        os.kill(supervisor.pids["redis"], signal.SIGKILL)
+        await stream.append({"n": "2"}, b"y")
+        assert [entry.fields["n"] for entry in await stream.unacked("g", "c")] == ["1"]
+        assert [entry.fields["n"] for entry in await stream.read("g", "c", 2, 5.0)] == ["2"]
+        assert (tmp_path / "redis-durable").is_dir()
+        await stream.close()
+        await client.aclose()

@@ -1,0 +1,209 @@
+"""The supervisor over real processes: order, health, restarts, clear failures, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from paceline.config import SecurityConfig
+from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.child import ChildEvent, Launch, RestartPolicy
+from paceline.local.ports import free_port
+from paceline.local.supervisor import Supervisor
+from paceline.rpc import wait_healthy
+
+HERE = Path(__file__).parent
+QUICK = RestartPolicy(tries=2, window_s=60.0, base_s=0.01)
+
+
+def _launch(name: str, *arguments: str, needs: tuple[str, ...] = (), ends_run: bool = False) -> Launch:
+    address = f"127.0.0.1:{free_port()}"
+
+    async def healthy(deadline_s: float) -> None:
+        await wait_healthy(address, SecurityConfig(), deadline_s)
+
+    command = (sys.executable, str(HERE / "service_stub.py"), "--address", address, *arguments)
+    return Launch(name, command, healthy, needs, ((address, f"addresses.{name}"),), ends_run=ends_run)
+
+
+class Events(list[ChildEvent]):
+    """Events heard, and a wait for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heard = asyncio.Condition()
+        self._notes: set[asyncio.Task[None]] = set()
+
+    def hear(self, event: ChildEvent) -> None:
+        self.append(event)
+        note = asyncio.get_running_loop().create_task(self._note())
+        self._notes.add(note)
+        note.add_done_callback(self._notes.discard)
+
+    async def _note(self) -> None:
+        async with self._heard:
+            self._heard.notify_all()
+
+    async def until(self, fits: Callable[[Events], bool]) -> None:
+        async with asyncio.timeout(20), self._heard:
+            await self._heard.wait_for(lambda: fits(self))
+
+    def kinds(self, name: str) -> list[str]:
+        return [event.kind for event in self if event.name == name]
+
+
+def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
+    """Tell a service to end each time it is healthy."""
+
+    def hear(event: ChildEvent) -> None:
+        if event.name == name and event.kind == "healthy":
+            os.kill(event.pid, signal.SIGUSR1)
+
+    return hear
+
+
+async def test_work_done_before_anyone_looked_counts_as_finished(tmp_path: Path) -> None:
+    done = Launch("coordinator", (sys.executable, "-c", ""), _launch("x").healthy, ends_run=True)
+    async with Supervisor([done], tmp_path) as supervisor:
+        await supervisor.start(30.0)
+        await asyncio.wait_for(supervisor.wait_finished(), 20)
+
+
+def _gone(pids: list[int]) -> bool:
+    processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
+    events = Events()
+    launches = [_launch("last", needs=("middle",)), _launch("middle", needs=("first",)), _launch("first")]
+    supervisor = Supervisor(launches, tmp_path, on_event=events.hear)
+    await supervisor.start(30.0)
+    pids = list(supervisor.pids.values())
+    assert list(supervisor.pids) == ["first", "middle", "last"]
+    assert [(event.name, event.kind) for event in events] == [
+        (name, kind) for name in ("first", "middle", "last") for kind in ("started", "healthy")
+    ]
+    await supervisor.stop(5.0)
+    assert [event.name for event in events if event.kind == "stopped"] == ["last", "middle", "first"]
+    assert _gone(pids)
+    assert supervisor.pids == {}
+
+
+async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -> None:
+    events = Events()
+    async with Supervisor([_launch("one"), _launch("two")], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
+        await supervisor.start(30.0)
+        before = supervisor.pids
+        os.kill(before["one"], signal.SIGKILL)
+        await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
+        assert events.kinds("one") == ["started", "healthy", "died", "restarted", "healthy"]
+        assert supervisor.pids["one"] != before["one"]
+        assert supervisor.pids["two"] == before["two"]
+
+
+async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    launch = _launch("gateway", "--exits", "7", "--starts", str(starts))
+    async with Supervisor([launch], tmp_path, on_event=_end_when_healthy("gateway"), policy=QUICK) as supervisor:
+        await supervisor.start(30.0)
+        with pytest.raises(Unavailable, match=r"(?s)gateway exited with status 7, time 3.*the disk is full") as caught:
+            await asyncio.wait_for(supervisor.wait_finished(), 60)
+        assert str(tmp_path / "logs" / "gateway.log") in str(caught.value)
+        assert starts.read_text() == "xxx"
+
+
+async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path) -> None:
+    launches = [_launch("other"), _launch("coordinator", needs=("other",), ends_run=True)]
+    async with Supervisor(launches, tmp_path, on_event=_end_when_healthy("coordinator")) as supervisor:
+        await supervisor.start(30.0)
+        await asyncio.wait_for(supervisor.wait_finished(), 20)
+        assert list(supervisor.pids) == ["other"]
+
+
+async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down(tmp_path: Path) -> None:
+    broken = Launch("broken", (sys.executable, "-c", "raise SystemExit('no such model')"), _launch("x").healthy)
+    supervisor = Supervisor([_launch("good"), broken], tmp_path)
+    with pytest.raises(Unavailable, match=r"(?s)broken exited with status 1 at its start.*no such model"):
+        await supervisor.start(30.0)
+    assert supervisor.pids == {}
+
+
+async def test_a_service_that_never_serves_fails_with_its_name(tmp_path: Path) -> None:
+    supervisor = Supervisor([_launch("sick", "--sick")], tmp_path, health_s=1.0)
+    with pytest.raises(Unavailable, match="sick is not healthy"):
+        await supervisor.start(30.0)
+    assert supervisor.pids == {}
+
+
+async def test_the_start_ends_at_its_deadline(tmp_path: Path) -> None:
+    supervisor = Supervisor([_launch("sick", "--sick")], tmp_path)
+    with pytest.raises(DeadlineExceeded, match="sick"):
+        await supervisor.start(1.0)
+    assert supervisor.pids == {}
+
+
+async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    events = Events()
+    taken = _launch("taken")
+    async with Supervisor([taken], tmp_path / "a") as first:
+        await first.start(30.0)
+        second = Supervisor([_launch("other"), taken], tmp_path / "b", on_event=events.hear)
+        port = taken.ports[0][0].rpartition(":")[2]
+        with pytest.raises(Unavailable, match=rf"port {port} is in use.*addresses\.taken"):
+            await second.start(30.0)
+    assert events == []
+
+
+async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    note = tmp_path / "grandchild"
+    supervisor = Supervisor([_launch("deaf", "--deaf", "--grandchild", str(note))], tmp_path)
+    await supervisor.start(30.0)
+    pids = [supervisor.pids["deaf"], int(note.read_text())]
+    began = time.monotonic()
+    await supervisor.stop(1.0)
+    assert time.monotonic() - began < 5
+    assert _gone(pids)
+
+
+async def test_what_a_crashed_service_started_is_gone_before_its_restart(tmp_path: Path) -> None:
+    note, events = tmp_path / "grandchild", Events()
+    launch = _launch("one", "--grandchild", str(note))
+    async with Supervisor([launch], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
+        await supervisor.start(30.0)
+        orphan = int(note.read_text())
+        os.kill(supervisor.pids["one"], signal.SIGKILL)
+        await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
+        assert _gone([orphan])
+
+
+def test_services_die_with_a_killed_supervisor(tmp_path: Path) -> None:
+    script = (
+        "import asyncio, pathlib, sys\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "from test_supervisor import _launch, Supervisor\n"
+        "async def main():\n"
+        f"    supervisor = Supervisor([_launch('one')], pathlib.Path({str(tmp_path)!r}))\n"
+        "    await supervisor.start(30.0)\n"
+        "    print(supervisor.pids['one'], flush=True)\n"
+        "    await supervisor.wait_finished()\n"
+        "asyncio.run(main())\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert _gone([pid])

