@@ -1,0 +1,440 @@
+"""The coordinator against peers that answer from scripts: real gRPC sockets, real Redis, real ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.server import RunFailed, serve
+from paceline.config import SecurityConfig, load_config
+from paceline.errors import FailedPrecondition, InternalError
+from paceline.events import FactSubscriber
+from paceline.local.ports import free_port
+from paceline.report.slots import (
+    drafter_train_slot_s,
+    held_seconds,
+    idle_slot_s,
+    overlaps,
+    slot_intervals,
+    slot_wall_s,
+    step_windows,
+)
+from paceline.rpc import EpochGuard, Server, channel
+from paceline.streams import connect, run_key
+from paceline.tasks import Task, write_tasks
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
+from paceline.v1.drafter_pb2_grpc import DrafterServiceServicer, add_DrafterServiceServicer_to_server
+from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
+from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
+from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN, Reward, SpeculationStats, VersionSet
+from paceline.v1.weights_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
+
+SECURITY = SecurityConfig()
+WAIT_S = 20.0
+pytestmark = pytest.mark.timeout(60)
+
+
+@dataclass
+class Script:
+    """What the peers are to do, and what they saw."""
+
+    hold_step: int | None = None  # the rollouts of this step wait until `released`
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    holding: asyncio.Event = field(default_factory=asyncio.Event)
+    deaf_to_preempt: bool = False
+    policy_failures: int = 0
+    activated: asyncio.Event = field(default_factory=asyncio.Event)
+    preempted: asyncio.Event = field(default_factory=asyncio.Event)
+    rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
+    trained: list[int] = field(default_factory=list)
+    epochs: list[tuple[str, int]] = field(default_factory=list)
+    commits: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Gateway(RolloutServiceServicer):
+    """Two workers; the second waits for the drafter, as a straggler would make it."""
+
+    def __init__(self, script: Script, guard: EpochGuard) -> None:
+        self.script, self.guard = script, guard
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        workers = [rollout_pb2.WorkerStatus(worker_index=i, ready=True) for i in range(2)]
+        return rollout_pb2.GetStatusResponse(workers=workers)
+
+    async def RunTasks(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        script, step = self.script, request.context.step
+        self.guard.check(request.context)
+        script.rollouts.append(request)
+        script.epochs.append(("gateway", request.context.epoch))
+        train = request.purpose == PURPOSE_TRAIN
+        if train:
+            script.activated.clear()
+        for share in range(2):
+            if train and share == 1:
+                await asyncio.wait_for(script.activated.wait(), WAIT_S)
+                if step == script.hold_step:
+                    script.holding.set()
+                    await asyncio.wait_for(script.released.wait(), WAIT_S)
+            for task in request.tasks[share::2]:
+                for sample in range(request.samples_per_task):
+                    yield rollout_pb2.RunTasksResponse(sample=_sample(task, sample))
+            yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
+        count = len(request.tasks) * request.samples_per_task
+        stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
+        finished = rollout_pb2.TasksFinished(scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats)
+        yield rollout_pb2.RunTasksResponse(finished=finished)
+
+
+def _sample(task: Any, sample: int) -> Any:
+    return rollout_pb2.SampleFinished(
+        task_id=task.task_id,
+        group_id=task.group_id,
+        sample_index=sample,
+        reward=Reward(value=float(sample % 2)),
+        response_tokens=7,
+        smallest_gap=1.0,
+        tokens_hash=f"{task.task_index:08d}{sample:08d}",
+    )
+
+
+class Weights(WeightServiceServicer):
+    """Serves every set it is told to; refuses old epochs."""
+
+    def __init__(self, script: Script, guard: EpochGuard, name: str) -> None:
+        self.script, self.guard, self.name = script, guard, name
+        self.versions = VersionSet()
+
+    async def Commit(self, request: Any, context: Any) -> Any:
+        self.guard.check(request.context)
+        self.versions = request.versions
+        if self.name == "gateway":
+            self.script.commits.append((request.versions.seq, request.versions.policy, request.versions.drafter))
+        return weights_pb2.CommitResponse(versions=request.versions)
+
+    async def Abort(self, request: Any, context: Any) -> Any:
+        return weights_pb2.AbortResponse()
+
+    async def GetVersions(self, request: Any, context: Any) -> Any:
+        return weights_pb2.GetVersionsResponse(versions=self.versions)
+
+
+class Policy(PolicyServiceServicer):
+    """Trains at once."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.guard = script, EpochGuard()
+
+    async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.guard.check(request.context)
+        if self.script.policy_failures:
+            self.script.policy_failures -= 1
+            raise InternalError("the loss is not finite", seen="nan")
+        self.script.trained.append(request.context.step)
+        version = request.policy_version + 1
+        yield policy_pb2.TrainStepResponse(batch=policy_pb2.BatchReady(trajectories=4, tokens=40))
+        stepped = policy_pb2.PolicyStepped(policy_version=version, loss=0.5, reward_mean=0.25, world_size=2)
+        yield policy_pb2.TrainStepResponse(stepped=stepped)
+        yield policy_pb2.TrainStepResponse(prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1))
+
+    async def SavePolicyCheckpoint(self, request: Any, context: Any) -> Any:
+        return policy_pb2.SavePolicyCheckpointResponse(path="policy", policy_version=1)
+
+
+class Drafter(DrafterServiceServicer):
+    """Promotes a candidate in every activation and trains until it is preempted."""
+
+    def __init__(self, script: Script, guard: EpochGuard) -> None:
+        self.script, self.guard = script, guard
+        self.versions = 0
+
+    async def Activate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        self.guard.check(request.context)
+        script = self.script
+        script.epochs.append(("drafter", request.context.epoch))
+        preempted = script.preempted = asyncio.Event()
+        self.versions += 1
+        yield drafter_pb2.ActivateResponse(activated=drafter_pb2.Activated(attach_s=0.01, world_size=1))
+        gate = drafter_pb2.GateDecision(drafter_version=self.versions, promoted=True)
+        yield drafter_pb2.ActivateResponse(gate=gate)
+        script.activated.set()
+        await asyncio.wait_for(preempted.wait(), WAIT_S)
+        yield drafter_pb2.ActivateResponse(detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64))
+
+    async def Preempt(self, request: Any, context: Any) -> Any:
+        if self.script.deaf_to_preempt:
+            await asyncio.sleep(WAIT_S)
+        self.script.preempted.set()
+        return drafter_pb2.PreemptResponse(stopped_after_s=0.01, was_active=True)
+
+    async def SaveDrafterCheckpoint(self, request: Any, context: Any) -> Any:
+        return drafter_pb2.SaveDrafterCheckpointResponse(path="drafter")
+
+
+@dataclass
+class Peers:
+    """Three servers that may be stopped and started again on their ports."""
+
+    script: Script
+    ports: dict[str, int]
+    servers: dict[str, Server] = field(default_factory=dict)
+    guards: dict[str, EpochGuard] = field(default_factory=lambda: {"gateway": EpochGuard(), "drafter": EpochGuard()})
+    drafter: Drafter | None = None
+
+    async def start(self, name: str) -> None:
+        server = Server(f"127.0.0.1:{self.ports[name]}", SECURITY)
+        if name == "policy_trainer":
+            server.add(add_PolicyServiceServicer_to_server, Policy(self.script), "paceline.v1.PolicyService")
+        else:
+            kind = "gateway" if name == "gateway" else "drafter"
+            guard = self.guards[kind]
+            weights = Weights(self.script, guard, kind)
+            server.add(add_WeightServiceServicer_to_server, weights, "paceline.v1.WeightService")
+            if name == "gateway":
+                gateway = Gateway(self.script, guard)
+                server.add(add_RolloutServiceServicer_to_server, gateway, "paceline.v1.RolloutService")
+            else:
+                drafter = Drafter(self.script, guard)
+                server.add(add_DrafterServiceServicer_to_server, drafter, "paceline.v1.DrafterService")
+        await server.start()
+        self.servers[name] = server
+
+
+@asynccontextmanager
+async def running_peers(script: Script) -> AsyncIterator[Peers]:
+    peers = Peers(script, {name: free_port() for name in ("gateway", "policy_trainer", "drafter_trainer")})
+    for name in peers.ports:
+        await peers.start(name)
+    try:
+        yield peers
+    finally:
+        for server in peers.servers.values():
+            await server.stop(0)
+
+
+def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> list[str]:
+    """Settings of a three-step run on two slots."""
+    tasks = [Task(f"t{i}", f"{i}+1=", str(i + 1)) for i in range(4)]
+    write_tasks(directory / "train.jsonl", tasks)
+    write_tasks(directory / "heldout.jsonl", tasks[:2])
+    values: dict[str, object] = {
+        "run.id": f"t-{uuid.uuid4().hex[:12]}",
+        "run.dir": directory,
+        "redis.durable_url": redis_url,
+        **{f"addresses.{name}": f"127.0.0.1:{port}" for name, port in peers.ports.items()},
+        "addresses.coordinator": f"127.0.0.1:{free_port()}",
+        "addresses.events": f"tcp://127.0.0.1:{free_port()}",
+        "steps": 3,
+        "tasks_path": directory / "train.jsonl",
+        "heldout_path": directory / "heldout.jsonl",
+        "prompts_per_step": 2,
+        "samples_per_task": 2,
+        "training_interval_steps": 1,
+        "finish_grace_s": 0.2,
+        "preempt_deadline_s": 1.0,
+        **more,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def config_of(words: list[str]) -> CoordinatorConfig:
+    return load_config(CoordinatorConfig, "coordinator", [], words)
+
+
+async def run_to_end(config: CoordinatorConfig) -> None:
+    await asyncio.wait_for(serve(config, asyncio.Event()), 2 * WAIT_S)
+
+
+async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
+    client = connect(config.redis.durable)
+    entries = await client.xrange(run_key(config.run.id, "journal"))
+    await client.aclose()
+    return [json.loads(fields[b"entry"]) for _, fields in entries]
+
+
+def check_slots(entries: list[dict[str, Any]]) -> float:
+    """No overlap, the drafter only inside rollouts; returns the drafter's slot-seconds."""
+    intervals, windows = slot_intervals(entries), step_windows(entries)
+    assert overlaps(intervals) == []
+    policy = [(one.start_s, one.end_s) for one in intervals if one.holder == "policy"]
+    for lease in (one for one in intervals if one.holder == "drafter"):
+        assert all(end <= lease.start_s or start >= lease.end_s for start, end in policy)
+    holders = sum(held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter"))
+    assert holders + idle_slot_s(intervals, windows) == pytest.approx(slot_wall_s(2, windows))
+    return drafter_train_slot_s(intervals)
+
+
+def records_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [entry["record"] for entry in entries if "record" in entry]
+
+
+async def test_a_run_trains_policy_and_drafter_and_reports_every_step(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script()) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
+        run = asyncio.create_task(run_to_end(config))
+        facts = [await subscriber.next(WAIT_S)]
+        while not facts[-1].HasField("run_finished"):
+            facts.append(await subscriber.next(WAIT_S))
+        await run
+        subscriber.close()
+    assert script.commits == [(1, 1, 1), (2, 2, 2), (3, 3, 3)]
+    assert script.trained == [0, 1, 2]
+    entries = await journal_of(config)
+    assert check_slots(entries) > 0
+    records = records_of(entries)
+    assert [int(record.get("step", 0)) for record in records] == [0, 1, 2]
+    last = records[-1]
+    assert (last["drafter_steps"], last["accept_length"], last["reward_mean"]) == ("2", 2.5, 0.25)
+    assert last["drafter_slot_s"] > 0
+    assert len({record["tokens_hash"] for record in records}) == 1
+    evaluated = [(e["data"]["kind"], e["data"]["value"], e["step"]) for e in entries if e["event"] == "EvaluationDone"]
+    both = [("accuracy", 0.0), ("accept_length_probe", 3.0)]
+    assert evaluated == [(*one, step) for step in (0, 3) for one in both]
+    finished = [fact.step_finished.record for fact in facts if fact.HasField("step_finished")]
+    assert finished[-1].evaluations["accept_length_probe"] == 3.0
+    assert facts[-1].run_finished.failure == ""
+
+
+async def _ignore_gap(first: int, last: int) -> None:
+    """Facts from before the subscription are no matter here."""
+
+
+async def test_epochs_only_grow_for_each_receiver(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script()) as peers:
+        await run_to_end(config_of(overrides(peers, redis_url, tmp_path)))
+    for receiver in ("gateway", "drafter"):
+        epochs = [epoch for name, epoch in script.epochs if name == receiver]
+        assert epochs == sorted(set(epochs))
+
+
+async def test_a_killed_coordinator_takes_its_run_up_again(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        words = overrides(peers, redis_url, tmp_path)
+        first = await _process(words)
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+        script.released.set()
+        second = await _process(words)
+        assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
+    train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
+    assert [request.context.step for request in train] == [0, 1, 1, 2]
+    assert train[1].tasks == train[2].tasks
+    assert train[2].context.epoch > train[1].context.epoch
+    assert script.trained == [0, 1, 2]
+    entries = await journal_of(config_of(words))
+    assert check_slots(entries) > 0
+    records = records_of(entries)
+    traces = {entry["data"]["traceparent"] for entry in entries if entry["event"] == "StepBegan"}
+    assert len(records) == len(traces) == 3
+
+
+async def _process(words: list[str]) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
+
+
+async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        await peers.servers["gateway"].stop(0)
+        await asyncio.sleep(2.0)  # the outage itself
+        script.released.set()
+        await peers.start("gateway")
+        await run
+    entries = await journal_of(config)
+    assert {"ServiceLost", "ServiceBack"} <= {entry["event"] for entry in entries}
+    assert [commit[1] for commit in script.commits] == [1, 2, 3]
+    assert check_slots(entries) > 0
+
+
+async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(Script(deaf_to_preempt=True)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, preempt_deadline_s=0.3))
+        await run_to_end(config)
+    entries = await journal_of(config)
+    names = [entry["event"] for entry in entries]
+    at = names.index("Deadline")
+    assert entries[at]["data"]["what"] == "preempt"
+    lease = next(e for e in entries if any(slot["holder"] == "drafter" for slot in e["slots"]))["slots"][0]
+    assert all(slot["epoch"] > lease["epoch"] for slot in entries[at]["slots"])
+    assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < 1.5
+
+
+async def test_a_failed_run_says_why_and_resumes(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(policy_failures=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        with pytest.raises(RunFailed, match="policy_trainer: policy: the loss is not finite; seen: nan"):
+            await run_to_end(config)
+        await run_to_end(config)
+    assert script.trained == [0, 1, 2]
+    assert len(records_of(await journal_of(config))) == 3
+
+
+async def test_a_finished_run_ends_at_once_without_its_peers(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(Script()) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
+        await run_to_end(config)
+    await asyncio.wait_for(serve(config, asyncio.Event()), 5.0)
+    assert len(records_of(await journal_of(config))) == 1
+
+
+async def test_a_stopped_run_ends_with_the_running_step_and_answers_snapshots(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        async with channel(config.addresses.coordinator, SECURITY) as to:
+            stub: Any = CoordinatorServiceStub(to)
+            snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest())
+            assert (snapshot.step, snapshot.total_steps, snapshot.phase) == (1, 3, "rollout")
+            assert [slot.holder for slot in snapshot.slots] == [pb.HOLDER_DRAFTER, pb.HOLDER_ENGINE]
+            assert len((await stub.ListSteps(pb.ListStepsRequest())).steps) == 1
+            assert (await stub.StopRun(pb.StopRunRequest())).last_step == 1
+        script.released.set()
+        await run
+    assert len(records_of(await journal_of(config))) == 2
+
+
+async def test_a_second_coordinator_of_the_same_run_cannot_write(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=0)) as peers:
+        words = overrides(peers, redis_url, tmp_path)
+        run = asyncio.create_task(run_to_end(config_of(words)))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        moved = [f"addresses.coordinator=127.0.0.1:{free_port()}", f"addresses.events=tcp://127.0.0.1:{free_port()}"]
+        other = asyncio.create_task(run_to_end(config_of([*words, *moved])))
+        # The newcomer preempts the drafter; the first one hears of it and finds the journal taken.
+        with pytest.raises(FailedPrecondition) as refused:
+            await run
+        script.released.set()
+        await other
+    assert refused.value.reason == "JOURNAL_TAKEN"
+
+
+async def test_a_durable_redis_that_is_away_for_two_seconds_loses_nothing(durable_server: Any, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, durable_server.url, tmp_path))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        durable_server.kill()
+        script.released.set()
+        await asyncio.sleep(2.0)  # the outage itself
+        durable_server.start_without_waiting()
+        await run
+    entries = await journal_of(config)
+    assert [int(record.get("step", 0)) for record in records_of(entries)] == [0, 1, 2]
+    assert check_slots(entries) > 0
