@@ -16,8 +16,8 @@ class BanditConfig(Config):
     """How the arm of a round is chosen."""
 
     kind: str = "epsilon_greedy"
-    epsilon: float = Field(0.1, ge=0, le=1)
-    window: int = Field(1000, ge=1)  # rounds remembered per arm and group
+    epsilon: float = Field(default=0.1, ge=0, le=1)
+    window: int = Field(default=1000, ge=1)  # rounds remembered per arm and group
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
 
 
@@ -26,16 +26,16 @@ class EngineConfig(Config):
 
     kind: Literal["embedded", "scripted"] = "embedded"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    workers: int = Field(0, ge=0)  # 0: one per core
-    threads: int = Field(1, ge=1)  # per worker
-    max_batch: int = Field(64, ge=1)  # requests decoding at once in one worker
-    max_sequence_tokens: int = Field(512, ge=2)  # prompt and response together
-    prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one prefill
+    workers: int = Field(default=0, ge=0)  # 0: one per core
+    threads: int = Field(default=1, ge=1)  # per worker
+    max_batch: int = Field(default=64, ge=1)  # requests decoding at once in one worker
+    max_sequence_tokens: int = Field(default=512, ge=2)  # prompt and response together
+    prefill_tokens: int = Field(default=2048, ge=1)  # prompt tokens of one prefill
     script: str = ""  # JSON file of the scripted engine
     pin_cores: bool = False  # worker i runs on core i only
-    ready_deadline_s: float = Field(180, gt=0)
-    command_deadline_s: float = Field(60, gt=0)
-    restart_backoff_s: float = Field(0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
+    ready_deadline_s: float = Field(default=180, gt=0)
+    command_deadline_s: float = Field(default=60, gt=0)
+    restart_backoff_s: float = Field(default=0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
 
 
 class SpeculationConfig(Config):
@@ -50,10 +50,10 @@ class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    ring_rows: int = Field(16384, ge=1)  # rows of each worker's ring
-    queue_batches: int = Field(64, ge=1)  # batches waiting for Redis; more are dropped and counted
-    gather_bytes: int = Field(128 << 20, ge=1)  # rows held for requests still running
-    byte_budget: int = Field(256 << 20, ge=1)  # of the features stream
+    ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
+    queue_batches: int = Field(default=64, ge=1)  # batches waiting for Redis; more are dropped and counted
+    gather_bytes: int = Field(default=128 << 20, ge=1)  # rows held for requests still running
+    byte_budget: int = Field(default=256 << 20, ge=1)  # of the features stream
 
 
 class GatewayConfig(ServiceConfig):
@@ -67,10 +67,10 @@ class GatewayConfig(ServiceConfig):
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
     spool_dir: str = ""  # empty: <run.dir>/spool/gateway
-    max_unsent_bytes: int = Field(64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
-    max_sessions: int = Field(10_000, ge=1)
-    session_timeout_s: float = Field(3600, gt=0)  # of silence, then a session ends unscored
-    request_queue: int = Field(1024, ge=1)  # requests of callers running or waiting; more are refused
+    max_unsent_bytes: int = Field(default=64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
+    max_sessions: int = Field(default=10_000, ge=1)
+    session_timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
+    request_queue: int = Field(default=1024, ge=1)  # requests of callers running or waiting; more are refused
     answer_marker: str = "#"  # the answer of a response follows the last one
 
     @property

@@ -59,9 +59,7 @@ class Generation:
         """End with FINISH_REASON_ERROR, unless it has ended."""
         if not self.finished:
             self._push(
-                pb.TokenChunk(
-                    request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=message
-                )
+                pb.TokenChunk(request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=message)
             )
 
     async def chunks(self) -> AsyncIterator[pb.TokenChunk]:

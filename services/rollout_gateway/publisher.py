@@ -1,7 +1,7 @@
 """Hidden rows from the workers' rings to the features Redis. Owns gathering by request, bounds and counts of drops.
 
-Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find Redis away, are dropped
-and counted.
+Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find Redis away, are
+dropped and counted.
 """
 
 from __future__ import annotations

@@ -198,9 +198,7 @@ class Router:
         """A worker that serves the committed versions."""
         ring = None
         if self._rows is not None:
-            shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
-            folder = shared if shared.is_dir() else self._directory
-            path = folder / f"{self._directory.name}-{slot.index}.ring"
+            path = self._ring_folder() / f"{self._directory.name}-{slot.index}.ring"
             ring = RowRing.create(path, self._rows.rows, self._rows.row_bytes)
         spec = WorkerSpec(
             worker_index=slot.index,
@@ -221,6 +219,10 @@ class Router:
         slot.process = process
         self._flush()
         return process
+
+    def _ring_folder(self) -> Path:
+        shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
+        return shared if shared.is_dir() else self._directory
 
     async def _keep(self, slot: _Slot) -> None:
         """Replace the worker whenever it is lost."""

@@ -135,15 +135,20 @@ class Session:
         self.require_open()
         if self.reward is not None:
             raise FailedPrecondition(
-                f"session {self.session_id} has another reward", reason="REWARD_CONFLICT", seen=value, allowed=self.reward
+                f"session {self.session_id} has another reward",
+                reason="REWARD_CONFLICT",
+                seen=value,
+                allowed=self.reward,
             )
         self.reward = value
 
-    def close(self, *, abort: bool = False) -> None:
-        """End: final with a reward, unscored without one, aborted on request. Ending twice changes nothing."""
-        if self.state is State.OPEN:
-            scored = State.UNSCORED if self.reward is None else State.FINAL
-            self.state = State.ABORTED if abort else scored
+    def close(self, *, abort: bool = False) -> bool:
+        """End: final with a reward, unscored without one, aborted on request. False when it had ended before."""
+        if self.state is not State.OPEN:
+            return False
+        scored = State.UNSCORED if self.reward is None else State.FINAL
+        self.state = State.ABORTED if abort else scored
+        return True
 
     def require_open(self) -> None:
         """Raises FailedPrecondition naming the state."""
@@ -222,7 +227,10 @@ class Sessions:
         if session is None:
             if session_id in self._ended:
                 raise FailedPrecondition(
-                    f"session {session_id} has ended", reason="SESSION_ENDED", seen=self._ended[session_id], allowed="open"
+                    f"session {session_id} has ended",
+                    reason="SESSION_ENDED",
+                    seen=self._ended[session_id],
+                    allowed="open",
                 )
             raise NotFound("no such session", seen=session_id)
         session.touched_s = self._clock()

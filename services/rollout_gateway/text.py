@@ -37,7 +37,11 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; broken characters become U+FFFD."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token, special ones by their name."""
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template. Raises InvalidInput without one or when it refuses."""

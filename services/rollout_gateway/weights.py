@@ -1,4 +1,4 @@
-"""What new weights mean to the engine workers. Owns the serving set of the gateway; bytes and disk are the library's."""
+"""What new weights mean to the engine workers. Owns the gateway's serving set; bytes and disk are the library's."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ class WorkerWeights:
 
     async def on_abort(self, target: int, version: int) -> None:
         """Forget a prepared version."""
-        command = pb.WorkerCommand(
-            abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
-        )
+        command = pb.WorkerCommand(abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version))
         async with self._swap:
             for process in self._router.processes():
                 process.prepared.discard((target, version))

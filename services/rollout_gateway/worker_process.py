@@ -19,6 +19,7 @@ from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerS
 
 STOP_GRACE_S = 5.0
 LAST_WORDS_MS = 20
+LAST_WORDS = 1000
 OnTokens = Callable[[pb.TokensEmitted, RowArray | None], None]
 _numbers = itertools.count(1)
 
@@ -70,9 +71,7 @@ class WorkerProcess:
             sys.executable, "-m", "rollout_gateway.engines.worker", env=environment, stdin=asyncio.subprocess.DEVNULL
         )
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(self._process))]
-        done, _ = await asyncio.wait(
-            (self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        done, _ = await asyncio.wait((self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if self._ready in done:
             self.ready = self._ready.result()
         elif self.lost in done:
@@ -148,8 +147,9 @@ class WorkerProcess:
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
-        while await self._socket.poll(LAST_WORDS_MS):  # what it said before it ended is read first
-            await asyncio.sleep(0)
+        for _ in range(LAST_WORDS):  # what it said before it ended is read first
+            if not await self._socket.poll(LAST_WORDS_MS):
+                break
         self.lost.set_result(f"exit code {code}")
 
 

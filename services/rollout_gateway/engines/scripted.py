@@ -83,9 +83,7 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         spec = self._spec
-        return EngineInfo(
-            spec.vocab_size, spec.hidden_size, spec.max_sequence_tokens, spec.arms, frozenset(Capability)
-        )
+        return EngineInfo(spec.vocab_size, spec.hidden_size, spec.max_sequence_tokens, spec.arms, frozenset(Capability))
 
     @property
     def versions(self) -> VersionSet:
@@ -172,9 +170,7 @@ class ScriptedEngine:
         parts = {(Target.POLICY, versions.policy), (Target.DRAFTER, versions.drafter)}
         missing = parts - self._prepared - self._served
         if missing:
-            raise WeightsError(
-                "a part of the set is not prepared", seen=sorted(missing), reason="WEIGHTS_NOT_PREPARED"
-            )
+            raise WeightsError("a part of the set is not prepared", seen=sorted(missing), reason="WEIGHTS_NOT_PREPARED")
         changed = versions.policy != self._versions.policy
         self._versions = versions
         self._prepared -= parts

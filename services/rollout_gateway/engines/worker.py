@@ -132,9 +132,7 @@ class Worker:
                 engine.prepare_weights(wire.target(prepare.target), prepare.version, Path(prepare.path))
             case "commit_weights":
                 commit = command.commit_weights
-                self._chunks += engine.commit_weights(
-                    wire.versions_from(commit.versions), wire.pause_mode(commit.mode)
-                )
+                self._chunks += engine.commit_weights(wire.versions_from(commit.versions), wire.pause_mode(commit.mode))
             case "abort_weights":
                 engine.abort_weights(wire.target(command.abort_weights.target), command.abort_weights.version)
             case "set_speculation":
@@ -170,7 +168,7 @@ class Worker:
         try:
             self._chunks += self._engine.step()
             self._faults = 0
-        except Exception as error:  # noqa: BLE001 - whatever the fault, its requests end with the message
+        except Exception as error:
             self._faults += 1
             text = f"{type(error).__name__}: {error}"
             ended = self._engine.abort(None)

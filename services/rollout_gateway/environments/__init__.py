@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.errors import NotFound
 from rollout_gateway.environments.base import Environment
 from rollout_gateway.environments.single_turn import SingleTurn
 
-ENVIRONMENTS = {"single_turn": SingleTurn}
+ENVIRONMENTS: dict[str, Callable[[], Environment]] = {"single_turn": SingleTurn}
 
 
 def environment(name: str) -> Environment:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.errors import NotFound
 from rollout_gateway.rewards.base import RewardRule
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MathAnswer
 
-REWARDS = {"math_answer": MathAnswer, "format": FormatRule}
+REWARDS: dict[str, Callable[[str], RewardRule]] = {"math_answer": MathAnswer, "format": FormatRule}
 
 
 def reward_rule(name: str, marker: str) -> RewardRule:

@@ -1,0 +1,278 @@
+"""The gateway: requests in, tokens out, finished branches to the ledger. Owns the parts and their order.
+
+Transport is servicer.py's and http.py's; RunTasks is task_runs.py's; which worker answers is the router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+import secrets
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis.asyncio
+
+from paceline.errors import InvalidInput, MissingCapability, PacelineError, ResourceExhausted
+from paceline.streams import connect
+from paceline.telemetry import get_logger, meter, span
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import Spool
+from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.engines.base import Capability
+from rollout_gateway.engines.ring import RowArray
+from rollout_gateway.generation import Generation
+from rollout_gateway.ledger import Outbox
+from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
+from rollout_gateway.router import Router, RowShape
+from rollout_gateway.session import Session, Sessions, State
+from rollout_gateway.text import TextCodec
+from rollout_gateway.weights import WorkerWeights
+from rollout_gateway.worker_process import WorkerProcess
+
+STOP_GRACE_S = 10.0
+MAX_TOP_LOGPROBS = 20
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of a completion. `text` is certain text; chunk.finish_reason is set on the last piece."""
+
+    chunk: pb.TokenChunk
+    text: str
+
+
+class Gateway:
+    """All parts of one gateway on one event loop: start, use, stop."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.config = config
+        self.model = config.model_dir.resolve().name
+        self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
+        self.spool = Spool(config.spool, initial=_initial_versions(config))
+        durable, features = _clients(config)
+        self._clients = [client for client in (durable, features) if client is not None]
+        self.outbox = Outbox(durable, config.max_unsent_bytes)
+        rows = _row_shape(config) if features is not None else None
+        self.router = Router(
+            config.worker_count, config.engine, engine_settings(config), rows, self._take_rows, self._discard_rows
+        )
+        self.weights = WorkerWeights(self.router, self.spool)
+        self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
+        self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
+        self._request_ids = itertools.count(1)
+        self._callers = 0  # requests of callers under way
+        self._forced_arm = config.speculation.forced_arm
+        self._sweeper: asyncio.Task[None] | None = None
+        self._requests = meter().create_counter("paceline.gateway.requests", unit="{request}")
+        self._refused = meter().create_counter("paceline.gateway.requests_refused", unit="{request}")
+        self.router.on_ready = self._equip
+
+    async def start(self) -> None:
+        """Start workers and senders; returns when every worker serves."""
+        await self.router.start()
+        self.outbox.start()
+        self.publisher.start()
+        self._sweeper = asyncio.create_task(self._expire_sessions())
+
+    async def stop(self) -> None:
+        """End workers, send what waits for a few seconds, close connections."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self.router.stop()
+        await self.outbox.stop(STOP_GRACE_S)
+        await self.publisher.stop()
+        for client in self._clients:
+            await client.aclose()
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: tpb.SamplingParams,
+        *,
+        stream: bool = False,
+        capture: bool = False,
+        forced_arm: str = "",
+        worker: int | None = None,
+        prefer: int | None = None,
+    ) -> Generation:
+        """Queue one request. Raises InvalidInput for a prompt or sampling the engine would refuse."""
+        check_request(self.router.ready, prompt, sampling, forced_arm)
+        request = pb.EngineRequest(
+            request_id=next(self._request_ids),
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            stream=stream,
+            capture=capture,
+            forced_arm=forced_arm,
+        )
+        if not sampling.HasField("seed"):
+            request.sampling.seed = secrets.randbits(63)
+        if capture:
+            self.publisher.expect(request.request_id)
+        self._requests.add(1)
+        return self.router.submit(request, worker=worker, prefer=prefer)
+
+    async def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: tpb.SamplingParams,
+        *,
+        stream: bool,
+        forced_arm: str = "",
+        session: Session | None = None,
+    ) -> AsyncGenerator[Piece]:
+        """One completion of a caller, piece by piece. Closing the iterator frees the engine's slot."""
+        branch = session.begin(prompt, sampling) if session else None
+        generation: Generation | None = None
+        try:
+            with self._admitted(), span("engine.request", prompt_tokens=len(prompt)):
+                prefer = session.worker_index if session else None
+                generation = self.submit(prompt, sampling, stream=stream, forced_arm=forced_arm, prefer=prefer)
+                text = self.codec.stream(sampling.stop)
+                async for chunk in generation.chunks():
+                    news = text.push(chunk.token_ids)
+                    if chunk.finish_reason:
+                        news += text.finish(chunk.matched_stop)
+                    yield Piece(chunk, news)
+        finally:
+            if generation is not None and not generation.finished:
+                self.router.abort(generation)
+            if session is not None and branch is not None:
+                whole = generation.whole if generation is not None else None
+                used = generation.request.sampling if generation is not None else sampling
+                session.end(branch, prompt, used, whole)
+                session.worker_index = generation.worker_index if generation is not None else None
+
+    def admit(self) -> None:
+        """Raises ResourceExhausted while trajectories wait for Redis above the limit."""
+        try:
+            self.outbox.admit()
+        except ResourceExhausted:
+            self._refused.add(1)
+            raise
+
+    def finish(self, session: Session, *, abort: bool = False) -> None:
+        """End a session; what is trainable and scored goes to the ledger and the stream, the rest leaves a note."""
+        if not session.close(abort=abort):
+            return
+        if session.assignment.trainable:
+            for trajectory in session.trajectories():
+                self.outbox.put(trajectory, "" if session.state is State.FINAL else str(session.state))
+        self.sessions.remove(session)
+
+    def publish_rows(self, generation: Generation, session: Session) -> None:
+        """Hidden rows of an ended request go to the features stream."""
+        request, about = generation.request, session.assignment
+        token_ids = [*request.prompt_token_ids, *generation.whole.token_ids]
+        origin = Origin(about.run_id, about.step, session.session_id, len(request.prompt_token_ids), token_ids)
+        self.publisher.publish(request.request_id, origin)
+
+    async def set_arm(self, arm: str) -> None:
+        """Force an arm on every worker, also on later ones; "" gives the choice back to the bandit."""
+        _check_arm(self.router.ready, arm)
+        self._forced_arm = arm
+        answers = await self.router.ask_all(_speculation(arm))
+        for answer in answers:
+            if isinstance(answer, PacelineError):
+                raise answer
+
+    async def _equip(self, process: WorkerProcess) -> None:
+        """What a worker gets before its first request."""
+        await self.weights.load_committed(process)
+        if self._forced_arm:
+            await process.ask(_speculation(self._forced_arm), self.config.engine.command_deadline_s)
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        """Counts a caller's request. Raises ResourceExhausted when too many are under way."""
+        self.admit()
+        if self._callers >= self.config.request_queue:
+            self._refused.add(1)
+            raise ResourceExhausted(
+                "too many requests are under way", seen=self._callers, allowed=self.config.request_queue
+            )
+        self._callers += 1
+        try:
+            yield
+        finally:
+            self._callers -= 1
+
+    async def _expire_sessions(self) -> None:
+        while True:
+            await asyncio.sleep(self.sessions.next_expiry_s())
+            for session in self.sessions.expired():
+                log.info("session timed out", session=session.session_id)
+                self.finish(session)
+
+    def _take_rows(self, rows: RowArray) -> None:
+        self.publisher.take(rows)
+
+    def _discard_rows(self, request_id: int) -> None:
+        self.publisher.discard(request_id)
+
+
+def check_request(
+    ready: pb.WorkerReady, prompt: Sequence[int], sampling: tpb.SamplingParams, forced_arm: str = ""
+) -> None:
+    """Raises InvalidInput naming the field that the engine would refuse, or MissingCapability."""
+    longest = ready.max_sequence_tokens - 1
+    if not 1 <= len(prompt) <= longest:
+        raise InvalidInput("prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens")
+    if max(prompt) >= ready.vocab_size or min(prompt) < 0:
+        allowed = f"0 to {ready.vocab_size - 1}"
+        raise InvalidInput("prompt holds a token id out of range", seen=max(prompt), allowed=allowed)
+    ranges = {
+        "temperature": (sampling.temperature, 0.0, 10.0),
+        "top_p": (sampling.top_p, 0.0, 1.0),
+        "min_p": (sampling.min_p, 0.0, 1.0),
+        "top_k": (sampling.top_k, 0, math.inf),
+        "max_tokens": (sampling.max_tokens, 1, math.inf),
+        "top_logprobs": (sampling.top_logprobs, 0, MAX_TOP_LOGPROBS),
+    }
+    for name, (value, low, high) in ranges.items():
+        if not low <= value <= high:  # false for NaN too
+            raise InvalidInput(f"{name} is out of range", seen=value, allowed=f"{low:g} to {high:g}")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
+    if sampling.top_logprobs and Capability.TOP_LOGPROBS not in ready.capabilities:
+        raise MissingCapability("the engine reports no alternatives", seen=f"top_logprobs={sampling.top_logprobs}")
+    _check_arm(ready, forced_arm)
+
+
+def _check_arm(ready: pb.WorkerReady, arm: str) -> None:
+    if arm and arm not in ready.arms:
+        raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(ready.arms))
+
+
+def _speculation(arm: str) -> pb.WorkerCommand:
+    return pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm))
+
+
+def _clients(config: GatewayConfig) -> tuple[redis.asyncio.Redis | None, redis.asyncio.Redis | None]:
+    """(durable, features); none without trajectories."""
+    if not config.trajectories:
+        return None, None
+    return connect(config.redis.durable), connect(config.redis.features)
+
+
+def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
+    """Directories of the versions 0, where they have one."""
+    drafter = Path(config.drafter)
+    initial = {int(pb.WEIGHT_TARGET_POLICY): config.model_dir}
+    if drafter.is_dir() and (drafter / "config.json").is_file():
+        initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
+    return initial
+
+
+def _row_shape(config: GatewayConfig) -> RowShape:
+    settings = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
+    hidden_size = int(settings.get("hidden_size", 0))
+    return RowShape(config.features.ring_rows, hidden_size * ROW_DTYPES[config.features.dtype][1])

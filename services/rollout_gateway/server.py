@@ -1,0 +1,105 @@
+"""The gateway as a process: gRPC and HTTP on one event loop. Owns the order of start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from paceline.errors import ConfigError
+from paceline.rpc import EpochGuard, Server, is_loopback
+from paceline.telemetry import get_logger
+from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
+from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.gateway import Gateway
+from rollout_gateway.http import build_app
+from rollout_gateway.servicer import RolloutServicer
+
+ROLLOUT_SERVICE = "paceline.v1.RolloutService"
+STOP_GRACE_S = 2.0
+START_DEADLINE_S = 10.0
+log = get_logger(__name__)
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers (the process has its own) and with an event for its start."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+
+async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set and close everything. Raises ConfigError for settings that cannot work."""
+    async with running(config):
+        await stop.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
+    """A gateway inside the block; gives its gRPC and HTTP ports."""
+    gateway = Gateway(config)
+    guard = EpochGuard()
+    server = Server(config.addresses.gateway, config.security)
+    server.add(add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE)
+    server.add(add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME)
+    await gateway.start()
+    try:
+        http, http_task, http_port = await _start_http(gateway)
+        try:
+            port = await server.start()
+            log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
+            yield port, http_port
+        finally:
+            http.should_exit = True
+            await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
+    finally:
+        await gateway.stop()
+
+
+async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:
+    address, security = gateway.config.addresses.http, gateway.config.security
+    host, _, port = address.rpartition(":")
+    if not is_loopback(address) and not security.allow_insecure and not (security.token and security.tls_cert):
+        raise ConfigError(
+            "the HTTP address is reachable from other machines without token and TLS",
+            seen=address,
+            allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
+        )
+    config = uvicorn.Config(
+        build_app(gateway, security.token),
+        host=host.strip("[]"),
+        port=int(port),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=int(STOP_GRACE_S),
+        ssl_certfile=security.tls_cert or None,
+        ssl_keyfile=security.tls_key or None,
+    )
+    server = HttpServer(config)
+    try:
+        sockets = [config.bind_socket()]
+    except SystemExit as error:
+        raise ConfigError(
+            "cannot listen there: the port is in use or not ours", seen=address, allowed="a free port"
+        ) from error
+    task = asyncio.create_task(server.serve(sockets=sockets))
+    listening = asyncio.create_task(server.listening.wait())
+    await asyncio.wait((task, listening), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    if not server.listening.is_set():
+        listening.cancel()
+        raise ConfigError("the HTTP server did not start", seen=address)
+    return server, task, int(sockets[0].getsockname()[1])
