@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
@@ -281,10 +282,14 @@ def records_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def test_a_run_trains_policy_and_drafter_and_reports_every_step(redis_url: str, tmp_path: Path) -> None:
-    async with running_peers(script := Script()) as peers:
+    async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
+        monitor = subscriber._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(asyncio.gather(monitor.recv_multipart(), script.holding.wait()), WAIT_S)
+        subscriber._socket.disable_monitor()
+        script.released.set()
         facts = [await subscriber.next(WAIT_S)]
         while not facts[-1].HasField("run_finished"):
             facts.append(await subscriber.next(WAIT_S))
