@@ -53,8 +53,12 @@ class Recorder:
 
     told: list[tuple[object, ...]] = field(default_factory=list)
     fail: set[str] = field(default_factory=set)
+    loading: asyncio.Event = field(default_factory=asyncio.Event)
+    may_load: asyncio.Event = field(default_factory=lambda: _set(asyncio.Event()))
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        self.loading.set()
+        await asyncio.wait_for(self.may_load.wait(), 10)
         self._note("prepared", target, version, path.name)
 
     async def on_commit(self, versions: VersionSet, mode: int) -> None:
@@ -67,6 +71,11 @@ class Recorder:
         if what in self.fail:
             raise Unavailable(f"{what} fails")
         self.told.append((what, *facts))
+
+
+def _set(event: asyncio.Event) -> asyncio.Event:
+    event.set()
+    return event
 
 
 @dataclass
@@ -238,6 +247,19 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes - 3 * CHUNK
     assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["c"].tobytes() == bytes(given[2].data)
+
+
+async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_change(start: Start) -> None:
+    receiver = await start()
+    receiver.hooks.may_load.clear()
+    push = asyncio.create_task(receiver.push(P, 1))
+    await asyncio.wait_for(receiver.hooks.loading.wait(), 10)
+    push.cancel()
+    given = tensors(1)
+    again = asyncio.create_task(wanted(receiver.channel, manifest_of(given, P, 1)))
+    receiver.hooks.may_load.set()
+    assert (await again).complete
+    assert receiver.hooks.told == [("prepared", P, 1, "policy-1")]
 
 
 async def test_half_pushed_version_is_never_served(start: Start) -> None:

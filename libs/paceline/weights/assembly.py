@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Iterator
 
-from paceline.errors import DataLoss, InvalidInput
+from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.manifest import check_manifest, chunk_count, chunk_span, content_hash, target_name
 from paceline.weights.wire import PushChunk
@@ -79,9 +79,15 @@ class Assembly:
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages where offered."""
+    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages where offered.
+
+    Raises ResourceExhausted.
+    """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes, flags=flags)
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=flags)
+    except OSError as error:
+        raise ResourceExhausted("no memory for a version", seen=nbytes) from error
     if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
+from paceline.rpc import EpochGuard
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
-from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.manifest import check_manifest, target_name
@@ -23,18 +23,12 @@ from paceline.weights.messages import versions_from_proto, versions_to_proto
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 
+T = TypeVar("T")
+
 MAX_IN_FLIGHT = 2
 """Versions of one target that may be receiving or prepared at a time."""
 DEFAULT_MAX_BYTES = 32 << 30
 """Largest stream of one version; two of each target may be in memory at a time."""
-
-
-class Fence(Protocol):
-    """Refuses commands of old leases (paceline.rpc.EpochGuard)."""
-
-    def check(self, context: CommandContext) -> None:
-        """Raises StaleEpoch."""
-        ...
 
 
 class WeightHooks(Protocol):
@@ -62,7 +56,7 @@ class WeightServicer(WeightServiceServicer):
     def __init__(
         self,
         spool: Spool,
-        guard: Fence,
+        guard: EpochGuard,
         hooks: WeightHooks,
         *,
         targets: tuple[int, ...] = (WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER),
@@ -76,6 +70,7 @@ class WeightServicer(WeightServiceServicer):
         self._receiving: dict[Part, Assembly] = {}
         self._loaded: set[Part] = set()  # given to on_prepared and not yet committed or aborted
         self._writer = asyncio.Lock()
+        self._changes: set[asyncio.Task[Any]] = set()
 
     @property
     def serving(self) -> VersionSet:
@@ -92,6 +87,9 @@ class WeightServicer(WeightServiceServicer):
             raise InvalidInput(
                 "this receiver does not take that target", seen=target_name(manifest.target), allowed=allowed
             )
+        return await self._whole(self._prepare(manifest))
+
+    async def _prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         part = (manifest.target, manifest.version)
         async with self._writer:
             if self._is_spooled(manifest):
@@ -125,29 +123,35 @@ class WeightServicer(WeightServiceServicer):
             received += len(chunk.data)
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
-        return await self._finish(part, received)
+        return await self._whole(self._finish(part, received))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         """Serves a set: workers first, then versions.json; the serving set again is answered without effect."""
         self._guard.check(request.context)
         versions = versions_from_proto(request.versions)
+        await self._whole(self._commit(versions, request.mode or PAUSE_MODE_IN_PLACE))
+        return pb.CommitResponse(versions=versions_to_proto(versions))
+
+    async def _commit(self, versions: VersionSet, mode: int) -> None:
         async with self._writer:
             if versions != self._spool.serving:
                 self._check_commit(versions)
                 for target in self._targets:
                     await self._load((target, part_version(versions, target)))
-                await self._hooks.on_commit(versions, request.mode or PAUSE_MODE_IN_PLACE)
+                await self._hooks.on_commit(versions, mode)
                 await asyncio.to_thread(self._spool.commit, versions)
                 self._forget_older(versions)
-        return pb.CommitResponse(versions=versions_to_proto(versions))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         """Forgets a version; one that is not here is forgotten already. WeightsError when it is being served."""
         self._guard.check(request.context)
-        part = (request.target, request.version)
         target_name(request.target)
+        await self._whole(self._abort((request.target, request.version)))
+        return pb.AbortResponse()
+
+    async def _abort(self, part: Part) -> None:
         async with self._writer:
-            if request.version == part_version(self.serving, request.target):
+            if part[1] == part_version(self.serving, part[0]):
                 raise WeightsError(
                     "a serving version cannot be aborted", seen=_name(part), allowed="a prepared version"
                 )
@@ -156,10 +160,9 @@ class WeightServicer(WeightServiceServicer):
                 await self._hooks.on_abort(*part)
                 self._loaded.discard(part)
             await asyncio.to_thread(self._spool.discard, *part)
-        return pb.AbortResponse()
 
     async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:
-        """Serving, previous and prepared versions."""
+        """Serving, previous and prepared versions; where heads are taken, prepared_policy names those."""
         previous = self._spool.previous
         return pb.GetVersionsResponse(
             versions=versions_to_proto(self.serving),
@@ -167,6 +170,13 @@ class WeightServicer(WeightServiceServicer):
             prepared_policy=self._prepared_versions(self._targets[0]),
             prepared_drafter=self._prepared_versions(WEIGHT_TARGET_DRAFTER),
         )
+
+    async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
+        """Runs a change to its end even when its caller goes away; half a change would let a second writer in."""
+        task = asyncio.get_running_loop().create_task(change)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     def _prepared_versions(self, target: int) -> list[int]:
         return sorted(version for kind, version in self._spool.prepared if kind == target)

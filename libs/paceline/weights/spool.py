@@ -97,6 +97,8 @@ class Spool:
         already, ResourceExhausted when the file cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
+        if len(buffer) != manifest.total_bytes:
+            raise InvalidInput("buffer is not the manifest's stream", seen=len(buffer), allowed=manifest.total_bytes)
         spooled = self.manifest(manifest.target, manifest.version)
         name = f"{target_name(manifest.target)}-{manifest.version}"
         if spooled is not None and spooled != manifest:

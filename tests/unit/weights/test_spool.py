@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from paceline.errors import DataLoss, NotFound, ResourceExhausted, WeightsError
+from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
@@ -122,6 +122,14 @@ def test_same_version_with_other_content_is_refused(tmp_path: Path) -> None:
     spool.write(*version(P, 1))
     with pytest.raises(WeightsError, match="another content"):
         spool.write(*version(P, 1, size=2000))
+
+
+def test_buffer_of_another_length_is_refused(tmp_path: Path) -> None:
+    manifest, data = version(P, 1)
+    for spoiled in (data + b"x", data[:-1]):
+        with pytest.raises(InvalidInput):
+            Spool(tmp_path).write(manifest, spoiled)
+    assert names(tmp_path) == set()
 
 
 def test_seq_must_grow(tmp_path: Path) -> None:
