@@ -80,7 +80,7 @@ def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tup
 
 def line_chart(
     series: Sequence[Series], *, y_label: str, x_label: str = "RL step", y_min: float | None = None,
-    y_max: float | None = None,
+    y_max: float | None = None, marks: Sequence[float] = (),
 ) -> str:  # fmt: skip
     """Lines over common axes with a legend above; a sentence when there is no point at all."""
     drawn = [s for s in series if any(math.isfinite(y) for _, y in s.points)]
@@ -95,13 +95,20 @@ def line_chart(
         min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1,
         low - pad if y_min is None else y_min, high + pad if y_max is None else y_max,
     )  # fmt: skip
-    parts = [*_axes(frame, x_label, y_label), *(_line(s, frame) for s in drawn)]
+    top, bottom = _TOP, frame.height - _BOTTOM
+    dashes = [f'<path class="mark" d="M{frame.x(x):.1f} {top}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]]
+    parts = [*_axes(frame, x_label), *dashes, *(_line(s, frame) for s in drawn)]
     named = [(s.name, s.color) for s in drawn if not s.faint]
-    return _legend(named) + _svg(parts, y_label, frame.width, frame.height)
+    return legend(named) + _svg(parts, y_label, frame.width, frame.height)
 
 
 def stacked_columns(
-    names: Sequence[str], columns: Sequence[tuple[float, Sequence[float]]], *, y_label: str, x_label: str = "RL step"
+    names: Sequence[str],
+    columns: Sequence[tuple[float, Sequence[float]]],
+    *,
+    colors: Sequence[str],
+    y_label: str,
+    x_label: str = "RL step",
 ) -> str:
     """One column per x, split into len(names) parts from the bottom up."""
     if not columns:
@@ -118,9 +125,9 @@ def stacked_columns(
             y = frame.y(base + part)
             paths[i] += f"M{frame.x(x) - width / 2:.1f} {y:.1f}h{width:.1f}V{frame.y(base):.1f}h{-width:.1f}z"
             base += part
-    bars = [f'<path class="fill c{i}" d="{d}"/>' for i, d in enumerate(paths) if d]
-    shown = [*_axes(frame, x_label, y_label), *bars]
-    return _legend([(name, f"c{i}") for i, name in enumerate(names)]) + _svg(shown, y_label, WIDTH, HEIGHT)
+    bars = [f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d]
+    shown = [*_axes(frame, x_label), *bars]
+    return legend(list(zip(names, colors, strict=True))) + _svg(shown, y_label, WIDTH, HEIGHT)
 
 
 def timeline(rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str) -> str:
@@ -202,12 +209,12 @@ def _line(series: Series, frame: _Frame) -> str:
     return shown
 
 
-def _axes(frame: _Frame, x_label: str, y_label: str) -> list[str]:
+def _axes(frame: _Frame, x_label: str) -> list[str]:
     right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
     parts = []
     for value in ticks(frame.y0, frame.y1):
         y = frame.y(value)
-        parts.append(f'<path class="grid" d="M{frame.left} {y:.1f}H{right}"/>')
+        parts.append(f'<path class="grid-line" d="M{frame.left} {y:.1f}H{right}"/>')
         parts.append(_text(frame.left - 6, y + 3.5, number(value), "end"))
     for value in ticks(frame.x0, frame.x1, 8):
         if value == int(value):
@@ -222,7 +229,7 @@ def _time_axis(frame: _Frame, bottom: int) -> list[str]:
     parts = [f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>']
     for value in ticks(frame.x0, frame.x1, 10):
         x = frame.x(value)
-        parts.append(f'<path class="grid" d="M{x:.1f} 4V{bottom}"/>')
+        parts.append(f'<path class="grid-line" d="M{x:.1f} 4V{bottom}"/>')
         parts.append(_text(x, bottom + 15, _seconds(value, frame.x1), "middle"))
     return parts
 
@@ -231,7 +238,8 @@ def _seconds(value: float, longest: float) -> str:
     return f"{value * 1e3:.4g} ms" if longest < 1.5 else f"{value:.4g} s"
 
 
-def _legend(named: Sequence[tuple[str, str]]) -> str:
+def legend(named: Sequence[tuple[str, str]]) -> str:
+    """Names beside their colours."""
     items = "".join(f'<span><i class="key {color}"></i>{escape(name)}</span>' for name, color in named)
     return f'<div class="legend">{items}</div>'
 

@@ -1,0 +1,253 @@
+"""The sections of report.html: which figures of a run become which drawing. Owns no layout and no definition of a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+from paceline.report.charts import (
+    Bar,
+    Series,
+    duration,
+    legend,
+    line_chart,
+    number,
+    running_mean,
+    stacked_columns,
+    timeline,
+    waterfall,
+)
+from paceline.report.journal import ACCURACY, PROBE, RunHistory
+from paceline.report.slots import SlotInterval, held_seconds
+from paceline.report.spans import Edge, Span
+from paceline.report.summary import Summary
+from paceline.v1.coordinator_pb2 import StepRecord
+
+HOLDERS = {"engine": "c0", "policy": "c1", "drafter": "c2", "none": "c7"}
+_HOLDER_NAMES = {"engine": "rollout engine", "policy": "policy step", "drafter": "drafter training", "none": "idle"}
+_SERVICE_COLORS = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
+_SMOOTH = 10
+_ZOOM_STEPS = 3
+_WATERFALL_ROWS = 32
+
+
+def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
+    """(title, note, drawing) of the charts by RL step."""
+    records = history.records
+    return [
+        ("Reward and held-out accuracy", f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts", _learning(history)),
+        ("Acceptance length", "live, and a fixed probe outside timed windows; dashed: a new drafter serves", _acceptance(history)),
+        ("Rollout speed", "generated tokens per second of rollout", _speed(records)),
+        ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
+        ("Response length", "tokens of a response", _lengths(records)),
+        ("Where a step's time went", "wall seconds of each step", _step_time(records)),
+        ("What the slots did", "slot-seconds of each step by holder", _slot_shares(history)),
+        ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
+    ]  # fmt: skip
+
+
+def slot_sections(history: RunHistory) -> str:
+    """The whole run's slot timeline and a zoom on some steps."""
+    if not history.intervals:
+        return '<p class="empty">no slot was ever leased</p>'
+    rows = [f"slot {i}" for i in range(history.slots)]
+    start, end = history.intervals[0].start_s, history.ended_s
+    whole = timeline(rows, _bars(history.intervals), start, end, titles=False, label="slots over the whole run")
+    shown = legend([(_HOLDER_NAMES[name], color) for name, color in HOLDERS.items()]) + whole
+    windows = _zoom(history)
+    if windows:
+        first, last = windows[0], windows[-1]
+        zoomed = timeline(
+            rows, _bars(history.intervals), first.start_s, last.end_s, titles=True, label="slots in some steps"
+        )
+        shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
+    return shown
+
+
+def latency_table(edges: Sequence[Edge]) -> str:
+    """One row per edge between services."""
+    if not edges:
+        return '<p class="empty">no spans were written</p>'
+    rows = "".join(
+        f"<tr><td>{escape(edge.source)} → {escape(edge.target)}</td><td>{escape(edge.what)}</td><td>{edge.transport}</td>"
+        f"<td class='n'>{edge.count:,}</td><td class='n'>{duration(edge.p50_s)}</td><td class='n'>{duration(edge.p95_s)}</td>"
+        f"<td class='n'>{duration(edge.p99_s)}</td></tr>"
+        for edge in sorted(edges, key=lambda edge: (edge.transport, edge.source, edge.target, edge.what))
+    )
+    head = "<th>edge</th><th>call or hop</th><th>over</th><th class='n'>count</th>"
+    return f"<table><thead><tr>{head}{''.join(f'<th class=n>{p}</th>' for p in ('p50', 'p95', 'p99'))}</tr></thead><tbody>{rows}</tbody></table>"
+
+
+def trace_section(trace: Sequence[Span]) -> str:
+    """One trace from task to optimiser step to drafter step: of many equal spans the longest stands for all."""
+    rows = waterfall_rows(trace)
+    if not rows:
+        return '<p class="empty">no trace was written</p>'
+    origin = min(span.start_ns for span, _, _ in rows)
+    labels = [
+        f"{'  ' * depth}{span.name}{f' ×{count}' if count > 1 else ''}  ·  {span.service}"
+        for span, count, depth in rows
+    ]
+    bars = [
+        Bar(
+            i, (span.start_ns - origin) / 1e9, (span.end_ns - origin) / 1e9, _SERVICE_COLORS.get(span.service, "c5"),
+            ", ".join(f"{key}={value}" for key, value in list(span.attributes.items())[:8]),
+        )
+        for i, (span, _, _) in enumerate(rows)
+    ]  # fmt: skip
+    named = [(name.replace("_", " "), color) for name, color in _SERVICE_COLORS.items()]
+    return legend(named) + waterfall(labels, bars, label="one RL step as a trace")
+
+
+def waterfall_rows(trace: Sequence[Span]) -> list[tuple[Span, int, int]]:
+    """(span, spans it stands for, depth below the root) in the order of their start."""
+    groups: dict[tuple[str, str], list[Span]] = {}
+    for span in trace:
+        groups.setdefault((span.service, span.name), []).append(span)
+    chosen = [(max(group, key=lambda span: span.duration_s), len(group)) for group in groups.values()]
+    chosen = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_WATERFALL_ROWS]
+    parents = {span.span_id: span.parent_id for span in trace}
+    return [(span, count, _depth(span.span_id, parents)) for span, count in sorted(chosen, key=lambda p: p[0].start_ns)]
+
+
+def counts_table(summary: Summary) -> str:
+    """Ledger, versions and provenance as two columns."""
+    dropped = summary["trajectories_dropped"]
+    rows: list[tuple[str, Any]] = [
+        ("trajectories published", summary["trajectories_published"]),
+        ("trained", summary["trajectories_trained"]),
+        ("dropped", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0),
+        ("still open", summary["trajectories_open"]),
+        ("lost", summary["trajectories_lost"]),
+        ("policy versions served", summary["policy_versions"]),
+        ("drafter versions served", summary["drafter_versions"]),
+        ("drafter optimiser steps", summary["drafter_steps"]),
+        ("samples with a near-tie draw", summary["near_ties"]),
+        ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
+        ("trace shown", summary["trace_id"]),
+        ("processes", ", ".join(f"{name} {pid}" for name, pid in summary["pids"].items())),
+        ("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items() if version)),
+        *((f"sha256 of {name}", value) for name, value in summary["sha256"].items()),
+    ]
+    cells = "".join(f"<tr><td>{escape(name)}</td><td class='w'>{escape(str(value))}</td></tr>" for name, value in rows)
+    return f"<table class='facts'><tbody>{cells}</tbody></table>"
+
+
+def _learning(history: RunHistory) -> str:
+    rewards = [(float(r.step + 1), r.reward_mean) for r in history.records]
+    accuracy = [(float(step), value) for step, value in history.evaluated(ACCURACY)]
+    return line_chart(
+        [
+            Series("reward of a step", rewards, "c0", faint=True),
+            Series("reward", running_mean(rewards, _SMOOTH), "c0"),
+            Series("held-out accuracy", accuracy, "c1", dots=True),
+        ],
+        y_label="reward and accuracy", y_min=0.0, y_max=1.0,
+    )  # fmt: skip
+
+
+def _acceptance(history: RunHistory) -> str:
+    live = [(float(r.step + 1), r.accept_length or float("nan")) for r in history.records]
+    probe = [(float(step), value) for step, value in history.evaluated(PROBE)]
+    swaps = [
+        float(later.step + 1)
+        for earlier, later in zip(history.records, history.records[1:], strict=False)
+        if earlier.versions.drafter != later.versions.drafter
+    ]
+    series = [Series("live", live, "c0"), Series("probe", probe, "c2", dots=True)]
+    return line_chart(series, y_label="tokens per verified draft", marks=swaps)
+
+
+def _speed(records: Sequence[StepRecord]) -> str:
+    speed = [(float(r.step + 1), r.response_tokens / r.rollout_s if r.rollout_s else float("nan")) for r in records]
+    finite = [(x, y) for x, y in speed if y == y]
+    series = [
+        Series("tokens/s of a step", speed, "c0", faint=True),
+        Series("tokens/s", running_mean(finite, _SMOOTH), "c0"),
+    ]
+    return line_chart(series, y_label="tokens per second", y_min=0.0)
+
+
+def _arms(records: Sequence[StepRecord]) -> str:
+    totals: dict[str, int] = {}
+    for record in records:
+        for arm, rounds in record.arm_rounds.items():
+            totals[arm] = totals.get(arm, 0) + rounds
+    names = sorted(totals, key=lambda arm: (arm != "off", arm))[:7]
+    columns = []
+    for record in records:
+        whole = sum(record.arm_rounds.values())
+        if whole:
+            columns.append(
+                (
+                    float(record.step + 1),
+                    [record.arm_rounds[arm] / whole if arm in record.arm_rounds else 0.0 for arm in names],
+                )
+            )
+    colors = ["c7" if name == "off" else f"c{i % 7}" for i, name in enumerate(names)]
+    return stacked_columns(names, columns, colors=colors, y_label="share of rounds")
+
+
+def _lengths(records: Sequence[StepRecord]) -> str:
+    named = (("median", "c0"), ("90th percentile", "c2"), ("longest", "c1"))
+    series = [
+        Series(name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in records if len(r.response_length_quantiles) > i], color)
+        for i, (name, color) in enumerate(named)
+    ]  # fmt: skip
+    return line_chart(series, y_label="tokens", y_min=0.0)
+
+
+def _step_time(records: Sequence[StepRecord]) -> str:
+    names = ["rollout", "policy step", "waiting for the drafter", "rest"]
+    columns = []
+    for r in records:
+        rest = max(0.0, r.step_s - r.rollout_s - r.policy_s - r.preempt_wait_s)
+        columns.append((float(r.step + 1), [r.rollout_s, r.policy_s, r.preempt_wait_s, rest]))
+    return stacked_columns(names, columns, colors=["c0", "c1", "c5", "c7"], y_label="seconds")
+
+
+def _slot_shares(history: RunHistory) -> str:
+    columns = []
+    by_step: dict[int, list[SlotInterval]] = {}
+    for interval in history.intervals:
+        by_step.setdefault(interval.step, []).append(interval)
+    for window in history.windows:
+        near = [one for step in (window.step - 1, window.step, window.step + 1) for one in by_step.get(step, [])]
+        columns.append((float(window.step + 1), [held_seconds(near, holder, [window]) for holder in HOLDERS]))
+    return stacked_columns(
+        [_HOLDER_NAMES[holder] for holder in HOLDERS], columns, colors=list(HOLDERS.values()), y_label="slot-seconds"
+    )
+
+
+def _drafter_steps(records: Sequence[StepRecord]) -> str:
+    columns = [(float(r.step + 1), [float(r.drafter_steps)]) for r in records]
+    if not any(parts[0] for _, parts in columns):
+        return '<p class="empty">the drafter was not trained in this run</p>'
+    return stacked_columns(["optimiser steps"], columns, colors=["c2"], y_label="optimiser steps")
+
+
+def _bars(intervals: Iterable[SlotInterval]) -> Iterable[Bar]:
+    for one in intervals:
+        title = f"{_HOLDER_NAMES.get(one.holder, one.holder)}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
+        yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title)
+
+
+def _zoom(history: RunHistory) -> list[Any]:
+    """A few neighbouring steps, in the later half, in which the drafter held slots longest."""
+    held = {record.step: record.drafter_slot_s for record in history.records}
+    windows = list(history.windows)
+    choices = range(len(windows) // 2, max(len(windows) // 2 + 1, len(windows) - _ZOOM_STEPS + 1))
+    best = max(choices, key=lambda i: sum(held.get(w.step, 0.0) for w in windows[i : i + _ZOOM_STEPS]), default=0)
+    return windows[best : best + _ZOOM_STEPS]
+
+
+def _depth(span_id: str, parents: dict[str, str]) -> int:
+    depth = 0
+    while (span_id := parents.get(span_id, "")) in parents and depth < 8:
+        depth += 1
+    return depth
+
+
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{number(share * 100)} % of step time"
