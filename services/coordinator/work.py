@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from coordinator.config import CoordinatorConfig
 from coordinator.state import Evaluation
+from paceline.errors import ConfigError
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, CommandContext, SamplingParams
@@ -18,9 +19,12 @@ class TaskSource:
     """Training tasks step by step, held-out tasks for evaluations."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        """Raises TaskFileError (InvalidInput) for a file that cannot be used."""
+        """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too few tasks."""
         self._config = config
         self._tasks = read_tasks(config.tasks_path)
+        if len(self._tasks) < config.prompts_per_step:
+            allowed = f"1..{len(self._tasks)}"
+            raise ConfigError(f"{config.tasks_path} has too few tasks", seen=config.prompts_per_step, allowed=allowed)
         self._heldout = read_tasks(config.heldout_path) if config.heldout_path else []
 
     @property
@@ -31,11 +35,10 @@ class TaskSource:
     def step_request(self, step: int, epoch: int) -> RunTasksRequest:
         """The training tasks of one step."""
         config = self._config
-        cursor = TaskCursor(self._tasks, config.run.seed, step * config.prompts_per_step)
         return RunTasksRequest(
             context=CommandContext(run_id=config.run.id, step=step, epoch=epoch),
             purpose=PURPOSE_TRAIN,
-            tasks=_specs(cursor.draw(config.prompts_per_step), f"s{step}"),
+            tasks=_specs(self._draw(step), f"s{step}"),
             samples_per_task=config.samples_per_task,
             sampling=SamplingParams(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens),
             run_seed=config.run.seed,
@@ -43,6 +46,16 @@ class TaskSource:
             reward=config.reward,
             capture=config.drafter_enabled,
         )
+
+    def _draw(self, step: int) -> list[Task]:
+        """Distinct tasks: where a step spans two epochs, one drawn already gives way to the next."""
+        count = self._config.prompts_per_step
+        cursor = TaskCursor(self._tasks, self._config.run.seed, step * count)
+        drawn: dict[str, Task] = {}
+        while len(drawn) < count:
+            task = cursor.draw(1)[0]
+            drawn.setdefault(task.task_id, task)
+        return list(drawn.values())
 
     def evaluation_request(self, kind: Evaluation, finished_steps: int, epoch: int) -> RunTasksRequest:
         """Held-out tasks; step 0 in the context gives every evaluation of a run the same request seeds."""

@@ -1,0 +1,141 @@
+"""A journal replays to the state, the records and the next command of the coordinator that wrote it."""
+
+from __future__ import annotations
+
+import json
+from typing import get_args
+
+import pytest
+import redis.asyncio
+
+from coordinator import commands, events
+from coordinator.codec import decode_event, encode_event
+from coordinator.events import Event
+from coordinator.journal import Journal, JournalEntry, entry_of
+from coordinator.machine import step
+from coordinator.records import StepRecords
+from coordinator.state import Evaluation, Phase, Service, Settings, State, Versions
+from paceline.errors import DataLoss, FailedPrecondition
+from paceline.streams import run_key
+
+SETTINGS = Settings(workers=2, total_steps=2, training_interval_steps=1, probe_enabled=True)
+ROLLOUT = {"response_tokens": 50, "rollout_s": 2.0, "accept_length": 2.5, "pulls": {"off": 3}, "tokens_hash": "ab"}
+EVENTS: list[Event] = [
+    events.RunStarted(0.0, SETTINGS, Versions()),
+    events.EvaluationDone(1.0, 1, Evaluation.PROBE, 1.1, {"pulls": {"off": 1}}),
+    events.StepBegan(2.0, 0, "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"),
+    events.ShareDone(4.0, 2, 1),
+    events.DrafterActivated(4.5, 3, {"attach_s": 0.5}),
+    events.GatePromoted(5.0, 3, 1),
+    events.TasksFinished(6.0, 2, {**ROLLOUT, "length_quantiles": (5, 9, 11)}),
+    events.Preempted(6.5, 3),
+    events.Detached(6.6, 3, "preempted", {"steps": 4}),
+    events.PolicyStepped(8.0, 4, 1, {"loss": 0.5, "reward_mean": 0.75}),
+    events.PolicyPrepared(8.5, 4, 1, {"push_s": 0.4}),
+    events.Committed(9.0, Versions(1, 1, 1)),
+    events.StepBegan(9.5, 1),
+    events.ServiceLost(10.0, Service.GATEWAY, "connection refused"),
+]
+
+
+def played(happened: list[Event]) -> tuple[State, StepRecords, list[JournalEntry]]:
+    state, records, entries = State(), StepRecords(), []
+    for event in happened:
+        after = step(state, event)[0]
+        records.apply(state, event, after)
+        entries.append(entry_of(state, event, after))
+        state = after
+    return state, records, entries
+
+
+async def test_a_replayed_journal_gives_the_same_state_and_records(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    state, records, entries = played(EVENTS)
+    journal = Journal(redis_client, run_id)
+    for entry in entries:
+        await journal.append(entry)
+    read = [entry async for entry in Journal(redis_client, run_id).entries()]
+    assert read == entries
+    replayed, again, _ = played([entry.event for entry in read])
+    assert replayed == state
+    assert again.finished == records.finished
+    assert replayed.phase is Phase.ROLLOUT
+    assert step(replayed, events.Resumed(11.0, 2))[1] == (commands.RunTasks(1, state.epoch + 2),)
+
+
+def test_a_record_holds_what_the_events_of_its_step_said() -> None:
+    record = played(EVENTS)[1].finished[0]
+    assert (record.response_tokens, record.rollout_s, record.accept_length) == (50, 2.0, 2.5)
+    assert dict(record.arm_rounds) == {"off": 2}
+    assert (record.drafter_steps, record.drafter_slot_s, record.preempt_wait_s) == (4, 2.5, 0.5)
+    assert (record.step_s, record.policy_s, record.reward_mean) == (7.0, 2.5, 0.75)
+    assert list(record.response_length_quantiles) == [5, 9, 11]
+    assert record.trace_id == "0123456789abcdef0123456789abcdef"
+    assert record.versions.policy == 0
+    assert dict(record.policy) == {"loss": 0.5, "reward_mean": 0.75, "push_s": 0.4}
+
+
+def test_evaluations_are_added_to_the_record_of_the_step_before_them() -> None:
+    one_step = Settings(workers=1, total_steps=1, accuracy_enabled=True)
+    _, records, _ = played(
+        [
+            events.RunStarted(0.0, one_step, Versions()),
+            events.EvaluationDone(1.0, 1, Evaluation.ACCURACY, 0.5),
+            events.StepBegan(2.0, 0),
+            events.TasksFinished(3.0, 2),
+            events.PolicyPrepared(4.0, 3, 1),
+            events.Committed(5.0, Versions(1, 1, 0)),
+            events.EvaluationDone(6.0, 5, Evaluation.ACCURACY, 0.9),
+        ]
+    )
+    assert dict(records.finished[0].evaluations) == {"accuracy": 0.9}
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_an_event_survives_json(event: Event) -> None:
+    data = json.loads(json.dumps(encode_event(event)))
+    assert decode_event(type(event).__name__, event.at_s, data) == event
+
+
+def test_every_event_of_the_machine_has_a_name_in_the_codec() -> None:
+    for cls in get_args(Event):
+        with pytest.raises(DataLoss, match="fields not known"):
+            decode_event(cls.__name__, 0.0, {"surprise": 1})
+
+
+async def test_of_two_writers_only_one_appends(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    entries = played(EVENTS)[2]
+    first, second = Journal(redis_client, run_id), Journal(redis_client, run_id)
+    await first.append(entries[0])
+    with pytest.raises(FailedPrecondition, match="another coordinator"):
+        await second.append(entries[1])
+
+
+async def test_a_repeated_append_after_a_lost_answer_is_one_entry(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    entry = played(EVENTS)[2][0]
+    await Journal(redis_client, run_id).append(entry)
+    await Journal(redis_client, run_id).append(entry)
+    assert await redis_client.xlen(run_key(run_id, "journal")) == 1
+
+
+@pytest.mark.parametrize(
+    ("entry_id", "body", "says"),
+    [("2-0", b"{}", "gap"), ("1-0", b"no json", "does not decode"), ("1-0", b'{"v": 99}', "another version")],
+)
+async def test_a_broken_journal_is_not_replayed(
+    redis_client: redis.asyncio.Redis, run_id: str, entry_id: str, body: bytes, says: str
+) -> None:
+    await redis_client.xadd(run_key(run_id, "journal"), {b"entry": body}, id=entry_id)
+    with pytest.raises(DataLoss, match=says):
+        [entry async for entry in Journal(redis_client, run_id).entries()]
+
+
+async def test_a_long_journal_is_read_in_pages(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    entry = played(EVENTS)[2][0]
+    journal = Journal(redis_client, run_id)
+    for _ in range(1203):
+        await journal.append(entry)
+    assert sum([1 async for _ in Journal(redis_client, run_id).entries()]) == 1203

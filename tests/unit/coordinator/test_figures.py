@@ -1,0 +1,57 @@
+"""Figures of a rollout."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from coordinator.figures import Samples, accuracy, pulls, quantile, rollout_figures
+from paceline.v1.engine_pb2 import ArmStats
+from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished, TaskSpec
+from paceline.v1.trajectory_pb2 import Reward, SpeculationStats
+
+
+def sample(group: str, index: int, **values: object) -> SampleFinished:
+    return SampleFinished(group_id=group, sample_index=index, smallest_gap=1.0, **values)  # type: ignore[arg-type]
+
+
+def test_samples_are_ordered_by_task_and_sample_and_a_repeated_call_adds_none() -> None:
+    tasks = [TaskSpec(group_id=f"g{i}", task_index=i) for i in range(3)]
+    samples = Samples(RunTasksRequest(tasks=tasks))
+    for group, index in (("g2", 0), ("g0", 1), ("g0", 0), ("g2", 0)):
+        samples.add(sample(group, index))
+    assert [(one.group_id, one.sample_index) for one in samples.ordered] == [("g0", 0), ("g0", 1), ("g2", 0)]
+
+
+def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
+    ended = [
+        sample("a", 0, reward=Reward(value=1.0), response_tokens=4, tokens_hash="aa"),
+        sample("a", 1, reward=Reward(value=0.0), response_tokens=8, tokens_hash="bb"),
+        SampleFinished(group_id="a", sample_index=2, response_tokens=6, tokens_hash="cc", smallest_gap=1e-6),
+    ]
+    stats = SpeculationStats(drafted_rounds=4, drafted_round_tokens=10)
+    figures = rollout_figures(ended, TasksFinished(scored=2, unscored=1, response_tokens=18, speculation=stats))
+    assert figures["reward_mean"] == 0.5
+    assert figures["accept_length"] == 2.5
+    assert figures["near_ties"] == 1
+    assert figures["length_quantiles"] == (6, 8, 8)
+    assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
+
+
+def test_a_sample_without_reward_is_not_right() -> None:
+    assert accuracy([sample("a", 0, reward=Reward(value=1.0)), sample("a", 1)]) == 0.5
+    assert accuracy([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [([], 0.5, 0), ([3], 0.9, 3), ([1, 2, 3, 4], 0.5, 2), (list(range(1, 11)), 0.9, 9), ([1, 5], 1.0, 5)],
+)
+def test_quantiles_are_values_that_occur(values: list[int], share: float, expected: int) -> None:
+    assert quantile(values, share) == expected
+
+
+def test_pulls_are_summed_over_batch_groups() -> None:
+    arms = [ArmStats(arm="off", batch_group=1, pulls=2), ArmStats(arm="eagle:3_1_4", pulls=5)]
+    assert pulls([*arms, ArmStats(arm="off", batch_group=5, pulls=3)]) == {"eagle:3_1_4": 5, "off": 5}

@@ -1,0 +1,65 @@
+"""Which tasks a step and an evaluation ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.state import Evaluation
+from coordinator.work import TaskSource
+from paceline.errors import ConfigError
+from paceline.tasks import Task, write_tasks
+from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN
+
+
+def source(directory: Path, *, tasks: int = 5, prompts: int = 3) -> TaskSource:
+    write_tasks(directory / "train.jsonl", [Task(f"t{i}", f"{i}=", str(i), {"split": "train"}) for i in range(tasks)])
+    write_tasks(directory / "heldout.jsonl", [Task(f"h{i}", f"{i}=", str(i)) for i in range(8)])
+    config = CoordinatorConfig.model_validate(
+        {
+            "tasks_path": str(directory / "train.jsonl"),
+            "heldout_path": str(directory / "heldout.jsonl"),
+            "prompts_per_step": prompts,
+            "evaluation": {"heldout_prompts": 6, "probe_prompts": 2},
+        }
+    )
+    return TaskSource(config)
+
+
+def test_a_step_asks_for_the_same_tasks_whenever_it_is_asked(tmp_path: Path) -> None:
+    first, again = source(tmp_path).step_request(4, 10), source(tmp_path).step_request(4, 99)
+    assert first.tasks == again.tasks
+    assert (first.purpose, first.context.step, first.context.epoch) == (PURPOSE_TRAIN, 4, 10)
+    assert [task.task_index for task in first.tasks] == [0, 1, 2]
+    assert first.tasks[0].metadata["split"] == "train"
+
+
+def test_a_step_that_spans_two_epochs_holds_no_task_twice(tmp_path: Path) -> None:
+    requests = [source(tmp_path).step_request(step, 1) for step in range(20)]
+    assert all(len({task.task_id for task in request.tasks}) == 3 for request in requests)
+    assert {task.task_id for request in requests for task in request.tasks} == {f"t{i}" for i in range(5)}
+
+
+def test_group_ids_are_unique_over_steps(tmp_path: Path) -> None:
+    groups = [task.group_id for step in range(5) for task in source(tmp_path).step_request(step, 1).tasks]
+    assert len(set(groups)) == len(groups)
+
+
+def test_evaluations_draw_alike_at_both_ends_of_a_run(tmp_path: Path) -> None:
+    start = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 0, 1)
+    end = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 200, 900)
+    assert [t.task_id for t in start.tasks] == [t.task_id for t in end.tasks] == [f"h{i}" for i in range(6)]
+    assert (start.run_seed, start.context.step) == (end.run_seed, end.context.step)
+    assert (start.purpose, start.samples_per_task, start.sampling.temperature) == (PURPOSE_EVAL, 1, 1.0)
+
+
+def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
+    request = source(tmp_path).evaluation_request(Evaluation.PROBE, 10, 5)
+    assert (request.forced_arm, len(request.tasks), request.capture) == ("eagle:5_1_6", 2, False)
+
+
+def test_too_few_tasks_for_a_step_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"seen: 9; allowed: 1\.\.5"):
+        source(tmp_path, prompts=9)

@@ -1,0 +1,71 @@
+"""Slot intervals and slot-seconds against a journal worked out by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.report.slots import (
+    SlotInterval,
+    StepWindow,
+    drafter_train_slot_s,
+    held_seconds,
+    idle_slot_s,
+    overlaps,
+    slot_intervals,
+    slot_wall_s,
+    step_windows,
+)
+
+
+def entry(at_s: float, event: str, *slots: tuple[int, str, int], step: int = 0, **more: Any) -> dict[str, Any]:
+    changes = [{"slot": s, "holder": h, "epoch": e, "worker_state": "released"} for s, h, e in slots]
+    return {"at_s": at_s, "event": event, "step": step, "slots": changes, **more}
+
+
+JOURNAL = [
+    entry(0.0, "RunStarted", (0, "none", 0), (1, "none", 0)),
+    entry(1.0, "StepBegan", (0, "engine", 1), (1, "engine", 1), data={"step": 0}),
+    entry(3.0, "ShareDone", (0, "drafter", 2)),
+    entry(5.0, "TasksFinished", (1, "none", 1)),
+    entry(6.0, "Preempted", (0, "policy", 3), (1, "policy", 3)),
+    entry(8.0, "PolicyStepped", (0, "none", 3), (1, "none", 3)),
+    entry(9.0, "Committed", record={"reward_mean": 1.0}),
+    entry(12.0, "EvaluationDone"),
+]
+WINDOWS = [StepWindow(0, 1.0, 9.0)]
+
+
+def test_intervals_are_cut_where_the_holder_or_the_epoch_changes() -> None:
+    intervals = slot_intervals(JOURNAL)
+    assert [one for one in intervals if one.slot == 0] == [
+        SlotInterval(0, "none", 0.0, 1.0, 0, 0),
+        SlotInterval(0, "engine", 1.0, 3.0, 1, 0),
+        SlotInterval(0, "drafter", 3.0, 6.0, 2, 0),
+        SlotInterval(0, "policy", 6.0, 8.0, 3, 0),
+        SlotInterval(0, "none", 8.0, 12.0, 3, 0),
+    ]
+
+
+def test_a_window_runs_from_the_step_s_begin_to_its_record_and_omitted_zeros_count() -> None:
+    assert step_windows(JOURNAL) == WINDOWS
+
+
+def test_slot_seconds_of_all_holders_make_up_the_wall() -> None:
+    intervals = slot_intervals(JOURNAL)
+    assert drafter_train_slot_s(intervals) == 3.0
+    assert idle_slot_s(intervals, WINDOWS) == 1.0 + 2.0
+    assert held_seconds(intervals, "engine", WINDOWS) == 2.0 + 4.0
+    assert slot_wall_s(2, WINDOWS) == 16.0
+    assert sum(held_seconds(intervals, h, WINDOWS) for h in ("engine", "policy", "drafter", "none")) == 16.0
+
+
+def test_a_change_of_the_worker_alone_cuts_no_interval() -> None:
+    journal = [entry(0.0, "a", (0, "none", 1)), entry(2.0, "b", (0, "none", 1)), entry(3.0, "c")]
+    assert slot_intervals(journal) == [SlotInterval(0, "none", 0.0, 3.0, 1, 0)]
+
+
+def test_overlaps_are_found_on_one_slot_only() -> None:
+    engine = SlotInterval(0, "engine", 0.0, 4.0, 1, 0)
+    drafter = SlotInterval(0, "drafter", 3.0, 5.0, 2, 0)
+    assert overlaps([drafter, engine, SlotInterval(1, "drafter", 0.0, 9.0, 2, 0)]) == [(engine, drafter)]
+    assert overlaps(slot_intervals(JOURNAL)) == []
