@@ -12,12 +12,27 @@ from paceline.local.entry import run_service
 
 class StubConfig(ServiceConfig):
     mode: str = "wait"
-    """wait, finish or fail."""
+    """wait, finish, fail, group or bug."""
+
+
+async def _fail() -> None:
+    raise FailedPrecondition("a task of a group failed")
+
+
+async def _bug() -> None:
+    raise ZeroDivisionError("our own fault")
 
 
 async def serve(config: StubConfig, stop: asyncio.Event) -> None:
     if config.mode == "fail":
         raise FailedPrecondition("the model is [bold]not[/bold] there", seen="models/x")
+    if config.mode == "group":
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_fail())
+    if config.mode == "bug":
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_fail())
+            tasks.create_task(_bug())
     if config.mode == "wait":
         (Path(config.run.dir) / "serving").write_text(config.run.id)
         print("serving", flush=True)

@@ -62,6 +62,18 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     assert err == "policy_trainer: the model is [bold]not[/bold] there; seen: models/x\n"
 
 
+def test_an_error_in_a_task_group_is_one_line_too(tmp_path: Path) -> None:
+    code, _, err = _ended(_start(tmp_path, "mode=group"))
+    assert (code, err) == (1, "policy_trainer: a task of a group failed\n")
+
+
+def test_a_bug_keeps_its_traceback(tmp_path: Path) -> None:
+    code, _, err = _ended(_start(tmp_path, "mode=bug"))
+    assert code == 1
+    assert "ZeroDivisionError: our own fault" in err
+    assert "Traceback" in err
+
+
 def test_a_misspelt_setting_exits_with_2_and_the_nearest_key(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "moed=wait"))
     assert code == 2

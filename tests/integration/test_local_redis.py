@@ -1,15 +1,18 @@
-"""Redis under the supervisor: both roles, killed and back with the durable data."""
+"""Redis under the supervisor: both roles, killed and back with the durable data; and a Redis that others run."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
+from paceline.errors import Unavailable
 from paceline.local.child import RestartPolicy
 from paceline.local.ports import free_port
 from paceline.local.supervisor import Supervisor, run_launches
@@ -40,3 +43,27 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
         assert (tmp_path / "redis-durable").is_dir()
         await stream.close()
         await client.aclose()
+
+
+async def test_a_redis_that_others_run_and_is_not_there_fails_the_start_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    monkeypatch.setenv("REDIS_URL", url)
+    monkeypatch.setattr("paceline.local.supervisor.EXTERNAL_REDIS_S", 0.3)
+    supervisor = Supervisor(run_launches(ServiceConfig(), [], [])[:2], tmp_path)
+    with pytest.raises(Unavailable, match=f"Redis at {url} does not answer"):
+        await supervisor.start(20.0)
+
+
+def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_signal() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "paceline.local.redis", "--role", "features"],
+        stdout=subprocess.PIPE, text=True, env={**os.environ, "REDIS_URL": "redis://user:secret@db:6379/0"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "redis.features_url is redis://db:6379/0: nothing to start\n"
+    assert process.poll() is None
+    process.terminate()
+    assert process.wait(10) == 0
+    process.stdout.close()

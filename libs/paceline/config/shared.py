@@ -30,14 +30,14 @@ class RedisConfig(Config):
     """Where the two roles of Redis are served."""
 
     durable_url: str = ""
-    """Trajectories, ledger and journal; empty is redis://127.0.0.1:7410/0."""
+    """Trajectories, ledger and journal; empty is $REDIS_URL, else redis://127.0.0.1:7410/0."""
     features_url: str = ""
     """Hidden-state batches; empty is the durable one."""
 
     @property
     def durable(self) -> str:
         """URL of the durable role."""
-        return self.durable_url or DEFAULT_REDIS_URL
+        return self.durable_url or os.environ.get("REDIS_URL", "") or DEFAULT_REDIS_URL
 
     @property
     def features(self) -> str:

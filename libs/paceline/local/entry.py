@@ -40,10 +40,21 @@ def run_service(name: str, config_class: type[C], serve: Serve[C], argv: Sequenc
     die_with_parent()
     try:
         code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))
-    except PacelineError as error:
+    except (PacelineError, ExceptionGroup) as raised:
+        error = _only_error(raised)
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"{name}: {error}", style="red", markup=False)
         code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     raise SystemExit(code)
+
+
+def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineError:
+    """The error a user should read; a task group wraps it. Raises a group that holds anything else as it is."""
+    while isinstance(raised, ExceptionGroup):
+        first = raised.exceptions[0]
+        if raised.split(PacelineError)[1] is not None or not isinstance(first, PacelineError | ExceptionGroup):
+            raise raised
+        raised = first
+    return raised
 
 
 def _arguments(name: str) -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import asyncio
 import importlib.util
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -97,12 +98,7 @@ async def wait_redis(url: str, deadline_s: float) -> None:
 
 
 def role_url(config: ServiceConfig, role: Role) -> str:
-    """URL of a role: the configured one, else $REDIS_URL, else the local default."""
-    configured = config.redis.durable_url if role == "durable" else config.redis.features_url
-    if configured:
-        return configured
-    if "REDIS_URL" in os.environ:
-        return os.environ["REDIS_URL"]
+    """URL of a role, as every service reads it."""
     return config.redis.durable if role == "durable" else config.redis.features
 
 
@@ -110,8 +106,8 @@ def local_urls(config: ServiceConfig) -> dict[Role, str]:
     """URLs of both roles for a run on this machine: where nothing is configured, each role has a server of its own."""
     durable = role_url(config, "durable")
     port = urlsplit(durable).port
-    if config.redis.durable_url or config.redis.features_url or "REDIS_URL" in os.environ or port is None:
-        return {"durable": durable, "features": config.redis.features_url or durable}
+    if config.redis.durable_url or config.redis.features_url or os.environ.get("REDIS_URL") or port is None:
+        return {"durable": durable, "features": role_url(config, "features")}
     return {"durable": durable, "features": f"redis://127.0.0.1:{port + 1}/0"}
 
 
@@ -133,6 +129,15 @@ def _without_password(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
 
 
+def _wait_for_signal(why: str) -> None:
+    """Stay, so that whoever started this sees a service that runs."""
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    sys.stdout.write(f"{why}\n")
+    sys.stdout.flush()
+    signal.sigwait(signals)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Become the server of one role; with a server that others run, say so and wait for a signal."""
     die_with_parent()
@@ -144,9 +149,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(ServiceConfig, "local", words.config, words.overrides)
         found = launcher(config, words.role)
-        if found is None:
-            return 0
-        found.exec()
+        if found is not None:
+            found.exec()
+        _wait_for_signal(
+            f"redis.{words.role}_url is {_without_password(role_url(config, words.role))}: nothing to start"
+        )
     except PacelineError as error:
         sys.stderr.write(f"redis ({words.role}): {error}\n")
         return 2 if isinstance(error, ConfigError) else 1

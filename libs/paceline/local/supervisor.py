@@ -19,6 +19,8 @@ from paceline.local.redis import Role, launcher, local_urls, role_url, wait_redi
 from paceline.local.services import SERVICES, ServiceSpec
 from paceline.rpc import wait_healthy
 
+EXTERNAL_REDIS_S = 5.0
+
 
 def _ignore(event: ChildEvent) -> None:
     return None
@@ -183,7 +185,8 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
     server = launcher(config, role)
 
     async def healthy(deadline_s: float) -> None:
-        await wait_redis(url, deadline_s)
+        # A server that others run is there or it is not; one of ours may have to load its data.
+        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S) if server is None else deadline_s)
 
     if server is None:
         return Launch(spec.name, (), healthy)

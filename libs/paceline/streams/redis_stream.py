@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import redis.asyncio
@@ -18,6 +19,9 @@ from paceline.streams.connection import OUTAGE_ERRORS, OUTAGE_S, Outage, blockin
 _PAYLOAD = b"payload"
 _NONCE_MS = 120_000
 """How long an append without a key can be repeated safely; longer than any outage."""
+
+_PAGE = 16
+"""Pending entries re-read at once; an entry may be megabytes."""
 
 _ANSWER_S = 5.0
 """Seconds beyond its blocking time after which a read without an answer counts as an outage."""
@@ -116,7 +120,7 @@ class RedisStream:
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
         """Entries this consumer holds, from the first on."""
         with redis_errors(self._client, f"re-read {self._key} as {group}/{consumer}"):
-            entries = await self._pending(group, consumer)
+            entries = await self._pending(group, consumer, frozenset(), sys.maxsize)
         self._hold(group, consumer, entries)
         return entries
 
@@ -159,8 +163,7 @@ class RedisStream:
 
     async def _read_once(self, group: str, consumer: str, count: int, deadline: float) -> list[Entry]:
         if (group, consumer) in self._doubtful:
-            held = self._held.get((group, consumer), set())
-            missed = [entry for entry in await self._pending(group, consumer) if entry.id not in held][:count]
+            missed = await self._pending(group, consumer, self._held.get((group, consumer), set()), count)
             if missed:
                 self._hold(group, consumer, missed)
                 return missed
@@ -175,17 +178,18 @@ class RedisStream:
         self._hold(group, consumer, entries)
         return entries
 
-    async def _pending(self, group: str, consumer: str) -> list[Entry]:
+    async def _pending(self, group: str, consumer: str, known: Set[str], count: int) -> list[Entry]:
+        """Up to `count` pending entries that are not `known`, page by page; deleted ones are acknowledged."""
         found: list[Entry] = []
         after = "0"
         while True:
             reply = await self._client.execute_command(
-                "XREADGROUP", "GROUP", group, consumer, "COUNT", 256, "STREAMS", self._key, after
+                "XREADGROUP", "GROUP", group, consumer, "COUNT", _PAGE, "STREAMS", self._key, after
             )
             rows = reply[0][1] if reply else []
-            if not rows:
-                return found
-            found += entries_of(rows)
+            found += [entry for entry in entries_of(rows) if entry.id not in known]
+            if not rows or len(found) >= count:
+                return found[:count]
             gone = [row[0] for row in rows if not row[1]]
             if gone:
                 await self._client.xack(self._key, group, *gone)

@@ -124,3 +124,12 @@ def test_a_run_id_cannot_leave_its_keys() -> None:
     assert run_key("a-1", "journal") == "paceline:{a-1}:journal"
     with pytest.raises(InvalidInput):
         run_key("a}:{b", "journal")
+
+
+async def test_many_pending_entries_are_re_read_page_by_page(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    stream = RedisStream(redis_client, run_key(run_id, "s"))
+    await stream.create_group("g")
+    ids = [await stream.append({"n": str(n)}, b"x") for n in range(100)]
+    await stream.read("g", "c", 100, 0)
+    assert [entry.id for entry in await stream.unacked("g", "c")] == ids
+    await stream.close()
