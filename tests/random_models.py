@@ -67,7 +67,9 @@ def random_model(family: str, seed: int = 0, sharpness: float = 1.0, **shape: ob
     return model.eval()
 
 
-def save_random(directory: Path, family: str, seed: int = 0, sharpness: float = 1.0, **shape: object) -> PreTrainedModel:
+def save_random(
+    directory: Path, family: str, seed: int = 0, sharpness: float = 1.0, **shape: object
+) -> PreTrainedModel:
     """Saves it in two shards (fp32) and returns it."""
     model = random_model(family, seed, sharpness, **shape)
     model.save_pretrained(directory, max_shard_size="200KB")

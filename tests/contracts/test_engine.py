@@ -1,0 +1,341 @@
+"""What every engine does, whatever runs inside: one suite over all that need no GPU."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from random_models import save_random
+
+from paceline.errors import InvalidInput, WeightsError
+from paceline.trajectory import VersionSet, VersionSpan
+from rollout_gateway.engines.base import (
+    Capability,
+    Chunk,
+    Engine,
+    Finish,
+    PauseMode,
+    Request,
+    RowSink,
+    Sampling,
+    Target,
+)
+from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.script import ScriptedSpec
+from rollout_gateway.engines.scripted import build_scripted
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start" / "tokenizer.json"
+ROUNDS_AT_MOST = 500
+
+
+@dataclass
+class Rows:
+    """A sink that keeps everything."""
+
+    room: int = 1 << 30
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    hidden: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+
+    def write(
+        self,
+        request_ids: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.uint32],
+        token_ids: npt.NDArray[np.uint32],
+        policy_version: int,
+        hidden: npt.NDArray[np.uint8],
+    ) -> int:
+        n = min(len(request_ids), self.room - len(self.ids))
+        self.ids += request_ids[:n].tolist()
+        self.positions += positions[:n].tolist()
+        self.token_ids += token_ids[:n].tolist()
+        self.versions += [policy_version] * n
+        self.hidden += list(hidden[:n])
+        return n
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine under test."""
+
+    build: Callable[[RowSink | None], Engine]
+    weights: Path  # what a prepared policy version is read from
+    row_bytes: int
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    save_random(directory, "llama", sharpness=5.0, vocab_size=320, eos_token_id=1)
+    shutil.copy(TOKENIZER, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("weights")
+    save_random(directory, "llama", seed=1, sharpness=5.0, vocab_size=320, eos_token_id=1)
+    return directory
+
+
+@pytest.fixture(params=["embedded", "scripted"])
+def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> Iterator[Case]:
+    if request.param == "scripted":
+        spec = ScriptedSpec(tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4)
+        yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size)
+        return
+    embedded = EmbeddedSpec(model_dir=str(model_dir), drafter="eagle", max_sequence_tokens=128, max_batch=4)
+    yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
+
+
+def request(number: int, *, stream: bool = False, capture: bool = False, arm: str = "", **sampling: object) -> Request:
+    options = {"seed": 100 + number, "max_tokens": 20, "ignore_eos": True, **sampling}
+    prompt = tuple(3 + (number * 7 + i) % 300 for i in range(3 + number % 5))
+    return Request(number, prompt, Sampling(**options), stream=stream, capture=capture, forced_arm=arm)  # type: ignore[arg-type]
+
+
+def drain(engine: Engine, chunks: list[Chunk] | None = None, rounds: int = ROUNDS_AT_MOST) -> dict[int, list[Chunk]]:
+    """Chunks by request until nothing is left to do."""
+    collected = list(chunks or [])
+    for _ in range(rounds):
+        if not engine.has_work:
+            break
+        collected += engine.step()
+    by_request: dict[int, list[Chunk]] = {}
+    for chunk in collected:
+        by_request.setdefault(chunk.request_id, []).append(chunk)
+    return by_request
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def run_all(case: Case, requests: list[Request], arm: str = "") -> dict[int, list[int]]:
+    engine = case.build(None)
+    engine.force_arm(arm)
+    for one in requests:
+        engine.enqueue(one)
+    return {number: tokens_of(chunks) for number, chunks in drain(engine).items()}
+
+
+def test_every_request_ends_once_with_aligned_tokens_logprobs_and_spans(case: Case) -> None:
+    engine = case.build(None)
+    for number in range(9):
+        engine.enqueue(request(number, stream=number % 2 == 0, max_tokens=5 + number))
+    for number, chunks in drain(engine).items():
+        assert [chunk.finish for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        assert chunks[-1].finish is Finish.LENGTH
+        assert len(tokens_of(chunks)) == 5 + number
+        at = 0
+        for chunk in chunks:
+            assert len(chunk.behavior_logprobs) == len(chunk.token_ids)
+            assert all(logprob <= 0 for logprob in chunk.behavior_logprobs)
+            for span in chunk.version_spans:
+                assert (span.start, span.policy_version) == (at, 0)
+                at = span.end
+        assert at == 5 + number
+    assert engine.load.running == engine.load.waiting == 0
+    assert engine.load.tokens_emitted == sum(5 + number for number in range(9))
+
+
+def test_a_request_not_streamed_is_told_once(case: Case) -> None:
+    engine = case.build(None)
+    engine.enqueue(request(1))
+    engine.enqueue(request(2, stream=True))
+    news = drain(engine)
+    assert len(news[1]) == 1
+    assert len(news[2]) > 1
+
+
+def test_tokens_do_not_depend_on_arm_batch_or_company(case: Case) -> None:
+    requests = [request(number) for number in range(7)]
+    expected = run_all(case, requests)
+    for arm in case.build(None).info.arms:
+        assert run_all(case, requests, arm) == expected
+    for one in requests[:2]:
+        assert run_all(case, [one]) == {one.request_id: expected[one.request_id]}
+    mixed = [request(number, arm="off" if number % 2 else "") for number in range(7)]
+    assert run_all(case, mixed) == expected
+
+
+def test_an_end_token_ends_the_response_and_is_part_of_it(case: Case) -> None:
+    free = run_all(case, [request(3)])[3]
+    end = free[6]
+    engine = case.build(None)
+    engine.enqueue(request(3, stop_token_ids=(end,)))
+    chunks = drain(engine)[3]
+    assert chunks[-1].finish is Finish.STOP
+    assert tokens_of(chunks) == free[: free.index(end) + 1]
+
+
+def test_a_stop_string_ends_the_response_at_its_last_token(case: Case) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    free = run_all(case, [request(number) for number in range(4)])
+    number, tokens = next((n, t) for n, t in free.items() if len(tokenizer.decode(t[:8])) >= 2)
+    stop = tokenizer.decode(tokens[:8])[-2:]
+    engine = case.build(None)
+    engine.enqueue(request(number, stop=(stop,)))
+    chunks = drain(engine)[number]
+    assert (chunks[-1].finish, chunks[-1].matched_stop) == (Finish.STOP, stop)
+    said = tokens_of(chunks)
+    assert said == tokens[: len(said)]
+    assert stop in tokenizer.decode(said)
+    assert stop not in tokenizer.decode(said[:-1])
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (Request(1, (), Sampling(1, 4)), "prompt"),
+        (Request(1, (5,) * 128, Sampling(1, 4)), "127"),
+        (Request(1, (5, 320), Sampling(1, 4)), "320"),
+        (Request(1, (5,), Sampling(1, 4), forced_arm="eagle:9_9_9"), "eagle:9_9_9"),
+    ],
+    ids=["empty", "too long", "token out of range", "unknown arm"],
+)
+def test_a_request_that_cannot_work_is_refused_by_name(case: Case, bad: Request, named: str) -> None:
+    engine = case.build(None)
+    with pytest.raises(InvalidInput, match=named):
+        engine.enqueue(bad)
+    assert not engine.has_work
+
+
+def test_forcing_an_unknown_arm_is_refused(case: Case) -> None:
+    with pytest.raises(InvalidInput, match="eagle:9_9_9"):
+        case.build(None).force_arm("eagle:9_9_9")
+
+
+def test_abort_ends_those_named_and_reports_what_they_said(case: Case) -> None:
+    engine = case.build(None)
+    for number in range(6):  # the last two wait
+        engine.enqueue(request(number, max_tokens=40))
+    early = engine.step() + engine.step()
+    assert not early
+    ended = {chunk.request_id: chunk for chunk in engine.abort(frozenset({0, 5, 77}))}
+    assert {number: chunk.finish for number, chunk in ended.items()} == {0: Finish.ABORT, 5: Finish.ABORT}
+    assert len(ended[0].token_ids) >= 2
+    assert ended[5].token_ids == ()
+    rest = drain(engine)
+    assert {number: len(tokens_of(chunks)) for number, chunks in rest.items()} == dict.fromkeys((1, 2, 3, 4), 40)
+    assert engine.abort(None) == []
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_a_pause_stops_rounds_and_changes_no_token(case: Case, mode: PauseMode) -> None:
+    requests = [request(number) for number in range(6)]
+    expected = run_all(case, requests)
+    engine = case.build(None)
+    for one in requests:
+        engine.enqueue(one)
+    early = engine.step() + engine.step()
+    assert engine.pause(mode) == []
+    assert not engine.has_work
+    engine.resume()
+    assert {n: tokens_of(chunks) for n, chunks in drain(engine, early).items()} == expected
+
+
+def test_a_pause_that_aborts_ends_all_requests(case: Case) -> None:
+    engine = case.build(None)
+    for number in range(6):
+        engine.enqueue(request(number))
+    engine.step()
+    assert {chunk.finish for chunk in engine.pause(PauseMode.ABORT)} == {Finish.ABORT}
+    engine.resume()
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+def test_a_commit_between_rounds_shows_in_the_spans(case: Case, mode: PauseMode) -> None:
+    engine = case.build(None)
+    engine.enqueue(request(0, max_tokens=40))
+    early = engine.step() + engine.step()
+    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    assert engine.versions == VersionSet(0, 0, 0)
+    before = engine.lm_head_hash
+    assert engine.commit_weights(VersionSet(1, 1, 0), mode) == []
+    assert engine.versions == VersionSet(1, 1, 0)
+    assert engine.lm_head_hash != before
+    spans = drain(engine, early)[0][-1].version_spans
+    cut = spans[0].end
+    assert spans == (VersionSpan(0, cut, 0), VersionSpan(cut, 40, 1))
+    assert cut >= 2
+
+
+def test_a_commit_that_aborts_ends_all_requests(case: Case) -> None:
+    engine = case.build(None)
+    engine.enqueue(request(0))
+    engine.step()
+    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    assert [chunk.finish for chunk in engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)] == [Finish.ABORT]
+
+
+def test_what_is_not_prepared_is_not_committed(case: Case) -> None:
+    engine = case.build(None)
+    engine.prepare_weights(Target.POLICY, 1, case.weights)
+    engine.abort_weights(Target.POLICY, 1)
+    engine.abort_weights(Target.POLICY, 9)
+    with pytest.raises(WeightsError, match="prepared"):
+        engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
+    assert engine.versions == VersionSet(0, 0, 0)
+
+
+def test_rows_leave_once_for_every_token_but_the_last(case: Case) -> None:
+    rows = Rows()
+    engine = case.build(rows)
+    assert Capability.CAPTURE in engine.info.capabilities
+    requests = [request(number, capture=number != 2, max_tokens=8 + number) for number in range(6)]
+    for one in requests:
+        engine.enqueue(one)
+    said = {number: tokens_of(chunks) for number, chunks in drain(engine).items()}
+    for one in requests:
+        mine = [i for i, number in enumerate(rows.ids) if number == one.request_id]
+        sequence = [*one.prompt, *said[one.request_id]]
+        expected = list(enumerate(sequence[:-1])) if one.capture else []
+        assert sorted((rows.positions[i], rows.token_ids[i]) for i in mine) == expected
+    assert {len(row) for row in rows.hidden} == {case.row_bytes}
+    assert set(rows.versions) == {0}
+
+
+def test_capture_can_be_switched_off(case: Case) -> None:
+    rows = Rows()
+    engine = case.build(rows)
+    engine.set_capture(False)
+    engine.enqueue(request(0, capture=True))
+    drain(engine)
+    assert rows.ids == []
+
+
+def test_a_full_sink_never_holds_a_request_up(case: Case) -> None:
+    engine = case.build(Rows(room=5))
+    engine.enqueue(request(0, capture=True))
+    assert len(tokens_of(drain(engine)[0])) == 20
+
+
+def test_top_logprobs_come_with_every_token(case: Case) -> None:
+    engine = case.build(None)
+    engine.enqueue(request(0, top_logprobs=3, stream=True))
+    for chunk in drain(engine)[0]:
+        assert [len(alternatives) for alternatives in chunk.top_logprobs] == [3] * len(chunk.token_ids)
+        for alternatives in chunk.top_logprobs:
+            assert [value for _, value in alternatives] == sorted((v for _, v in alternatives), reverse=True)
+
+
+def test_speculation_statistics_add_up(case: Case) -> None:
+    engine = case.build(None)
+    engine.force_arm("eagle:3_1_4")
+    engine.enqueue(request(0))
+    stats = drain(engine)[0][-1].speculation
+    assert stats.drafted_rounds == stats.target_steps
+    assert stats.drafted_tokens == 3 * stats.drafted_rounds
+    assert stats.drafted_round_tokens == 20
+    assert 1.0 <= stats.accept_length <= 4.0

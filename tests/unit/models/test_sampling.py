@@ -1,0 +1,98 @@
+"""The draw follows softmax, is a pure function of seed and position, and honours masks."""
+
+from __future__ import annotations
+
+import gumbel_oracle
+import numpy as np
+import pytest
+import torch
+
+from paceline.models.sampling import DrawParams, behavior_logprobs, draw, gumbel_noise, uniform
+
+CHI2_999 = {7: 24.32, 63: 103.4}  # critical values at alpha 1e-3
+
+
+def test_noise_is_the_documented_function() -> None:
+    seeds, positions = torch.tensor([0, 7, (1 << 63) - 1]), torch.tensor([0, 511, 131_071])
+    got = uniform(seeds, positions, 50)
+    for row in range(3):
+        for token in (0, 1, 49):
+            assert got[row, token].item() == gumbel_oracle.uniform(int(seeds[row]), int(positions[row]), token)
+
+
+def test_noise_is_bitwise_the_same_in_any_batch() -> None:
+    seeds, positions = torch.arange(40) * 977, torch.arange(40) * 3
+    together = gumbel_noise(seeds, positions, 97)
+    alone = torch.cat([gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 97) for i in range(40)])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("varying", ["seed", "position"])
+def test_draws_follow_softmax(varying: str) -> None:
+    n, temperature = 60_000, 0.7
+    logits = torch.tensor([1.0, 0.3, -0.5, 0.0, 1.4, -1.2, 0.6, -0.1])
+    counter, fixed = torch.arange(n), torch.full((n,), 12_345)
+    seeds, positions = (counter, fixed) if varying == "seed" else (fixed, counter)
+    params = DrawParams.of(seeds.tolist(), [temperature] * n)
+    tokens = draw(logits.expand(n, -1), positions, params).tokens
+    expected = torch.softmax(logits / temperature, dim=0) * n
+    chi2 = ((torch.bincount(tokens, minlength=8) - expected) ** 2 / expected).sum().item()
+    assert chi2 < CHI2_999[7]
+
+
+def test_neighbouring_positions_and_tokens_are_independent() -> None:
+    n = 40_000
+    u = uniform(torch.full((n,), 99), torch.arange(n), 2).numpy()
+    for first, second in ((u[:-1, 0], u[1:, 0]), (u[:, 0], u[:, 1])):
+        table = np.histogram2d(first, second, bins=8, range=[[0, 1], [0, 1]])[0]
+        chi2 = ((table - len(first) / 64) ** 2 / (len(first) / 64)).sum()
+        assert chi2 < CHI2_999[63]
+
+
+def test_temperature_zero_is_argmax_and_reports_plain_logprobs() -> None:
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(0))
+    got = draw(logits, torch.arange(5), DrawParams.of(list(range(5)), [0.0] * 5))
+    assert torch.equal(got.tokens, logits.argmax(-1))
+    torch.testing.assert_close(got.logprobs, logits.log_softmax(-1).max(-1).values)
+
+
+def test_behavior_logprobs_are_of_the_full_vocabulary_whatever_the_masks() -> None:
+    logits = torch.randn(64, 30, generator=torch.Generator().manual_seed(0))
+    params = DrawParams.of(list(range(64)), [0.8] * 64, top_k=[3] * 64)
+    got = draw(logits, torch.arange(64), params)
+    full = behavior_logprobs(logits, params.temperatures)
+    torch.testing.assert_close(got.logprobs, full.gather(1, got.tokens[:, None])[:, 0])
+    torch.testing.assert_close(full.exp().sum(-1), torch.ones(64))
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.55}, {0, 1}),
+        ({"top_p": 0.45}, {0}),
+        ({"min_p": 0.35}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.55}, {0, 1}),
+        ({}, {0, 1, 2, 3}),
+    ],
+)
+def test_masks_keep_exactly_the_tokens_they_name(setting: dict[str, float], allowed: set[int]) -> None:
+    n = 4000
+    logits = torch.tensor([0.5, 0.25, 0.2, 0.05]).log().expand(n, -1)
+    params = DrawParams.of(
+        list(range(n)),
+        [1.0] * n,
+        top_k=[int(setting.get("top_k", 0))] * n,
+        top_p=[setting.get("top_p", 1.0)] * n,
+        min_p=[setting.get("min_p", 0.0)] * n,
+    )
+    assert set(draw(logits, torch.zeros(n, dtype=torch.int64), params).tokens.tolist()) == allowed
+
+
+def test_the_gap_is_between_the_two_best_perturbed_scores() -> None:
+    logits = torch.randn(20, 11, generator=torch.Generator().manual_seed(3))
+    params = DrawParams.of(list(range(20)), [1.0] * 20)
+    got = draw(logits, torch.arange(20), params)
+    for row in range(20):
+        scores = np.sort(logits[row].double().numpy() + gumbel_oracle.gumbel(row, row, 11))
+        assert got.gaps[row].item() == pytest.approx(scores[-1] - scores[-2], abs=1e-6)
