@@ -19,7 +19,7 @@ import zmq
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
 from paceline.config import SecurityConfig, load_config
-from paceline.errors import FailedPrecondition, InternalError
+from paceline.errors import FailedPrecondition, InternalError, InvalidInput, Unavailable, WeightsError
 from paceline.events import FactSubscriber
 from paceline.local.ports import free_port
 from paceline.report.slots import (
@@ -57,6 +57,10 @@ class Script:
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     deaf_to_preempt: bool = False
     policy_failures: int = 0
+    policy_ranks_lost: int = 0
+    workers_lost: int = 0
+    drafts: bool = True  # the engine has the probe's arm
+    commits_failed: int = 0
     activated: asyncio.Event = field(default_factory=asyncio.Event)
     preempted: asyncio.Event = field(default_factory=asyncio.Event)
     rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
@@ -80,6 +84,11 @@ class Gateway(RolloutServiceServicer):
         self.guard.check(request.context)
         script.rollouts.append(request)
         script.epochs.append(("gateway", request.context.epoch))
+        if request.forced_arm and not script.drafts:
+            raise InvalidInput("unknown arm", seen=request.forced_arm, allowed="off")
+        if script.workers_lost and request.purpose == PURPOSE_TRAIN:
+            script.workers_lost -= 1
+            raise Unavailable("the worker died", reason="WORKER_LOST", seen=1)
         train = request.purpose == PURPOSE_TRAIN
         if train:
             script.activated.clear()
@@ -120,6 +129,9 @@ class Weights(WeightServiceServicer):
 
     async def Commit(self, request: Any, context: Any) -> Any:
         self.guard.check(request.context)
+        if self.name == "gateway" and self.script.commits_failed:
+            self.script.commits_failed -= 1
+            raise WeightsError("drafter version is not prepared", seen=request.versions.drafter, allowed=[0])
         self.versions = request.versions
         if self.name == "gateway":
             self.script.commits.append((request.versions.seq, request.versions.policy, request.versions.drafter))
@@ -143,6 +155,9 @@ class Policy(PolicyServiceServicer):
         if self.script.policy_failures:
             self.script.policy_failures -= 1
             raise InternalError("the loss is not finite", seen="nan")
+        if self.script.policy_ranks_lost:
+            self.script.policy_ranks_lost -= 1
+            raise Unavailable("rank 1 died", reason="RANK_LOST")
         self.script.trained.append(request.context.step)
         version = request.policy_version + 1
         yield policy_pb2.TrainStepResponse(batch=policy_pb2.BatchReady(trajectories=4, tokens=40))
@@ -443,3 +458,56 @@ async def test_a_durable_redis_that_is_away_for_two_seconds_loses_nothing(durabl
     entries = await journal_of(config)
     assert [int(record.get("step", 0)) for record in records_of(entries)] == [0, 1, 2]
     assert check_slots(entries) > 0
+
+
+async def test_lost_workers_and_ranks_are_tried_again_under_new_epochs(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(workers_lost=1, policy_ranks_lost=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        await run_to_end(config)
+    names = [entry["event"] for entry in await journal_of(config)]
+    assert (names.count("WorkerLost"), names.count("RankLost"), names.count("ServiceLost")) == (1, 1, 0)
+    assert script.trained == [0, 1, 2]
+
+
+async def test_a_rank_that_keeps_dying_ends_the_run_with_its_message(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(Script(policy_ranks_lost=9)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        with pytest.raises(RunFailed, match=r"rank 1 died \(attempt 3 of 3\)"):
+            await run_to_end(config)
+
+
+async def test_a_service_that_stays_away_ends_the_run_in_time(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, service_recovery_s=1.0))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        await peers.servers["policy_trainer"].stop(0)
+        script.released.set()
+        with pytest.raises(RunFailed, match="step 1: policy_trainer: recovery"):
+            await run
+
+
+async def test_a_probe_that_the_engine_cannot_make_is_left_out(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(Script(drafts=False)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
+        await run_to_end(config)
+    done = [entry["data"] for entry in await journal_of(config) if entry["event"] == "EvaluationDone"]
+    assert [(one["kind"], one["value"]) for one in done] == [("accuracy", 0.0), ("accept_length_probe", None)] * 2
+
+
+async def test_a_candidate_that_cannot_be_served_is_left_out_of_the_set(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(commits_failed=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
+        await run_to_end(config)
+    assert script.commits == [(2, 1, 0), (3, 2, 2)]
+
+
+async def test_a_run_without_a_drafter_needs_no_drafter_trainer(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script()) as peers:
+        await peers.servers["drafter_trainer"].stop(0)
+        script.activated.set()
+        script.activated.clear = lambda: None  # type: ignore[method-assign]
+        config = config_of(overrides(peers, redis_url, tmp_path, drafter_enabled=False))
+        await run_to_end(config)
+    assert script.commits == [(1, 1, 0), (2, 2, 0), (3, 3, 0)]
+    assert check_slots(await journal_of(config)) == 0
