@@ -195,6 +195,7 @@ async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
         probe.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
     argv = ("-m", "paceline.local.redis", "--role", "features", f"redis.features_url={url}")
     process = await asyncio.create_subprocess_exec(
         sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, env=environment
