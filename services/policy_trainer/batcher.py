@@ -14,7 +14,7 @@ from typing import Protocol
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
-from paceline.telemetry import get_logger
+from paceline.telemetry import get_logger, span
 from paceline.trajectory import Trajectory
 from policy_trainer.records import StepRecord
 
@@ -115,8 +115,10 @@ class Batcher:
             if remaining <= 0:
                 break
             self._require_room()
-            for entry in await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining):
-                await self._admit(entry)
+            entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
+            with span("trajectory.read", kind="consumer", links=[e.fields.get("traceparent", "") for e in entries]):
+                for entry in entries:
+                    await self._admit(entry)
         return self._close(wanted)
 
     def take(self, record: StepRecord) -> Batch:

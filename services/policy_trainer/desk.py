@@ -28,6 +28,7 @@ from policy_trainer.messages import (
     Message,
     Progress,
     Pushed,
+    Report,
     Saved,
     Started,
     Stepped,
@@ -116,9 +117,9 @@ class Desk:
                 self._runner.run(self._batcher.release(record))
         self._records.forget(through_step)
 
-    def started(self, progress: Progress) -> None:
-        """The ranks take commands."""
-        self._tell(Started(0, progress))
+    def started(self, command: Report, progress: Progress) -> None:
+        """Where the trainer stands."""
+        self._tell(Started(command.command_id, progress))
 
     def batched(self, command: Train, facts: BatchFacts) -> None:
         """The batch is complete."""

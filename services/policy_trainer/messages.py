@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from paceline import errors
 from paceline.errors import InternalError, PacelineError
@@ -43,6 +43,13 @@ class Save:
 
     command_id: int
     sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Say where the trainer stands; the first command to ranks that are ready."""
+
+    command_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The ranks hold the model and have replayed what the checkpoint missed."""
+    """Answer to Report: the ranks hold the model and have replayed what the checkpoint missed."""
 
     command_id: int
     progress: Progress
@@ -132,18 +139,18 @@ class Failed:
     """A command failed; the ranks take the next one."""
 
     command_id: int
-    kind: str  # class in paceline.errors
+    error_class: str  # in paceline.errors
     message: str
     reason: str
 
     def error(self) -> PacelineError:
         """The error to raise in the parent."""
-        found = getattr(errors, self.kind, InternalError)
+        found = getattr(errors, self.error_class, InternalError)
         return found(self.message, reason=self.reason)
 
 
-Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed
-_KINDS: dict[str, type[Any]] = {c.__name__: c for c in (Train, Save, Started, Batched, Stepped, Pushed, Saved, Failed)}
+Message = Train | Save | Report | Started | Batched | Stepped | Pushed | Saved | Failed
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 _NESTED: dict[str, type[Any]] = {"sender": Sender, "progress": Progress, "batch": BatchFacts, "figures": StepFacts}
 N = TypeVar("N")
 

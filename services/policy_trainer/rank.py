@@ -19,7 +19,7 @@ from policy_trainer.checkpoint import Checkpoints
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.desk import Desk
 from policy_trainer.learner import Learner
-from policy_trainer.messages import Save, Train, decode
+from policy_trainer.messages import Report, Save, Train, decode
 from policy_trainer.model import load_policy
 from policy_trainer.parallel import join_ranks, shard
 from policy_trainer.ranks import CONFIG_VARIABLE
@@ -64,7 +64,7 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
         if data is None:
             continue
         command = decode(data)
-        if not isinstance(command, Train | Save):
+        if not isinstance(command, Train | Save | Report):
             raise InternalError("a rank takes commands only", seen=type(command).__name__)
         trainer.handle(command)
 
@@ -77,7 +77,6 @@ def main() -> None:
     make_deterministic(config)
     trainer = build(config, link)
     link.ready()
-    trainer.announce()
     with contextlib.closing(link):
         run(trainer, link)
 

@@ -18,6 +18,7 @@ from policy_trainer.messages import (
     Message,
     Progress,
     Pushed,
+    Report,
     Save,
     Saved,
     Started,
@@ -133,6 +134,7 @@ class TrainerRanks:
     async def _start(self) -> None:
         deadline_s = self._config.start_deadline_s
         await self._group.start(deadline_s)
+        await self._group.send(encode(Report(0)))
         _, data = await self._group.receive(deadline_s)
         started = decode(data)
         if not isinstance(started, Started):

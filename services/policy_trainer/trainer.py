@@ -16,7 +16,7 @@ from policy_trainer.checkpoint import Checkpoints, Snapshot, policy_weights, res
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.desk import Collected, Desk
 from policy_trainer.learner import Learner
-from policy_trainer.messages import BatchFacts, Progress, Save, Train
+from policy_trainer.messages import BatchFacts, Progress, Report, Save, Train
 from policy_trainer.parallel import broadcast_batch, broadcast_numbers
 
 _SPAN = "policy.optimizer_step"
@@ -46,17 +46,16 @@ class PolicyTrainer:
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.desk else None)
 
-    def announce(self) -> None:
-        """Tells the parent where the trainer stands."""
-        if self.desk:
-            self.desk.started(self.progress)
-
-    def handle(self, command: Train | Save) -> None:
+    def handle(self, command: Train | Save | Report) -> None:
         """Runs a command; what fails on rank 0 between collectives is told to the parent and ends the command."""
-        if isinstance(command, Train):
-            self._train(command)
-        else:
-            self._write(take_snapshot(self.learner), command.command_id)
+        match command:
+            case Train():
+                self._train(command)
+            case Save():
+                self._write(take_snapshot(self.learner), command.command_id)
+            case Report():
+                if self.desk:
+                    self.desk.started(command, self.progress)
 
     def _train(self, command: Train) -> None:
         """One RL step; a step that is trained already is only pushed again."""

@@ -1,0 +1,292 @@
+"""The policy trainer as it runs: parent, two ranks, Redis, weight receivers; stepped, killed, resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from redis.asyncio import Redis
+from safetensors.numpy import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.config import SecurityConfig
+from paceline.errors import StaleEpoch, Unavailable, WeightsError
+from paceline.local.ports import free_port
+from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
+from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key
+from paceline.trajectory import BranchKey, Trajectory, VersionSet, VersionSpan
+from paceline.v1 import policy_pb2 as pb
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
+from paceline.v1.policy_pb2_grpc import PolicyServiceStub
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service, commit_versions
+
+SECURITY = SecurityConfig()
+GROUPS, SIBLINGS, VOCABULARY = 3, 4, 61
+
+
+class NoHooks:
+    """A receiver without workers."""
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None: ...
+
+    async def on_commit(self, versions: VersionSet, mode: int) -> None: ...
+
+    async def on_abort(self, target: int, version: int) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def made(run: str, step: int, version: int) -> list[Trajectory]:
+    """The trajectories of a step, with random tokens and rewards that differ within every group."""
+    draw = np.random.default_rng(step)
+    trajectories = []
+    for group in range(GROUPS):
+        for sample in range(SIBLINGS):
+            length = int(draw.integers(6, 24))
+            trajectories.append(
+                Trajectory(
+                    key=BranchKey(run, f"s{step}-{group}-{sample}"),
+                    step=step,
+                    task_id=f"t{group}",
+                    group_id=f"{step}.{group}",
+                    group_size=SIBLINGS,
+                    task_index=group,
+                    sample_index=sample,
+                    token_ids=tuple(int(i) for i in draw.integers(0, VOCABULARY, length)),
+                    loss_mask=(0,) * 3 + (1,) * (length - 3),
+                    behavior_logprobs=(0.0,) * 3 + (-4.0,) * (length - 3),
+                    version_spans=(VersionSpan(3, length, version),),
+                    reward=float(sample % 2),
+                    seed=sample,
+                    temperature=1.0,
+                )
+            )
+    return trajectories
+
+
+@dataclass
+class World:
+    """A run: what the trainer talks to, and the trainer itself."""
+
+    run: str
+    directory: Path
+    model: Path
+    client: Redis
+    url: str
+    spools: dict[str, Spool]
+    receivers: dict[str, int]
+    address: str
+    process: asyncio.subprocess.Process | None = None
+
+    async def spawn(self, **overrides: object) -> asyncio.subprocess.Process:
+        keys = {
+            "run.id": self.run,
+            "run.dir": self.directory,
+            "redis.durable_url": self.url,
+            "addresses.policy_trainer": self.address,
+            "addresses.gateway": f"127.0.0.1:{self.receivers['gateway']}",
+            "addresses.drafter_trainer": f"127.0.0.1:{self.receivers['drafter']}",
+            "model": self.model,
+            "ranks": 2,
+            "optimizer.lr": 1e-3,
+            "checkpoint_interval_steps": 2,
+            **overrides,
+        }
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "policy_trainer", *(f"{key}={value}" for key, value in keys.items()),
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    async def start(self) -> None:
+        self.process = await self.spawn()
+        await wait_healthy(self.address, SECURITY, 60)
+
+    async def append(self, step: int, version: int) -> list[Trajectory]:
+        ledger = Ledger(self.client, self.run)
+        trajectories = made(self.run, step, version)
+        for trajectory in reversed(trajectories):
+            await ledger.append_final(trajectory, *encode_trajectory(trajectory))
+        return trajectories
+
+    async def step(self, step: int, version: int, *, epoch: int = 1, deadline_s: float = 20) -> list[Any]:
+        request = pb.TrainStepRequest(
+            context=CommandContext(run_id=self.run, step=step, epoch=epoch),
+            policy_version=version,
+            groups=[pb.ExpectedGroup(group_id=f"{step}.{g}", size=SIBLINGS) for g in range(GROUPS)],
+            group_deadline_s=deadline_s,
+        )
+        async with channel(self.address, SECURITY) as peer:
+            with rpc_errors():
+                call = PolicyServiceStub(peer).TrainStep(request, timeout=60)
+                return [getattr(news, news.WhichOneof("event")) async for news in call]
+
+    async def commit(self, version: int) -> None:
+        """Serves a version at both receivers, as the coordinator does."""
+        for port in self.receivers.values():
+            async with channel(f"127.0.0.1:{port}", SECURITY) as peer:
+                context = CommandContext(run_id=self.run, step=version - 1, epoch=1)
+                await commit_versions(peer, context, VersionSet(seq=version, policy=version))
+
+    async def status(self) -> pb.GetPolicyStatusResponse:
+        async with channel(self.address, SECURITY) as peer:
+            response: pb.GetPolicyStatusResponse = await PolicyServiceStub(peer).GetPolicyStatus(
+                pb.GetPolicyStatusRequest(), timeout=10
+            )
+            return response
+
+    async def stop(self, number: int = signal.SIGTERM) -> None:
+        if self.process is not None and self.process.returncode is None:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.send_signal(number)
+            await asyncio.wait_for(self.process.wait(), 30)
+            _, alive = psutil.wait_procs(children, timeout=10)
+            assert not alive, "ranks are left behind"
+
+    def weights(self, version: int) -> dict[str, Any]:
+        return load_file(self.spools["gateway"].path(1, version) / "model.safetensors")
+
+
+async def receiver(spool: Spool, target: int) -> tuple[Server, int]:
+    """A real WeightService over a spool."""
+    server = Server("127.0.0.1:0", SECURITY)
+    servicer = WeightServicer(spool, EpochGuard(), NoHooks(), targets=(target,))
+    server.add(add_weight_service, servicer, SERVICE_NAME)
+    return server, await server.start()
+
+
+@pytest.fixture
+async def world(tmp_path: Path, model_dir: Path, redis_url: str, run_id: str) -> AsyncIterator[World]:
+    spools = {name: Spool(tmp_path / name, keep=8) for name in ("gateway", "drafter")}
+    targets = {"gateway": WEIGHT_TARGET_POLICY, "drafter": WEIGHT_TARGET_POLICY_HEAD}
+    started = {name: await receiver(spool, targets[name]) for name, spool in spools.items()}
+    client = connect(redis_url)
+    ports = {name: port for name, (_, port) in started.items()}
+    made_world = World(
+        run_id, tmp_path / "run", model_dir, client, redis_url, spools, ports, f"127.0.0.1:{free_port()}"
+    )
+    yield made_world
+    await made_world.stop(signal.SIGKILL)
+    for server, _ in started.values():
+        await server.stop(0)
+    await client.aclose()
+
+
+def moved(after: dict[str, Any], before: dict[str, Any]) -> float:
+    """Largest change of any weight."""
+    return max(float(np.abs(after[name] - before[name]).max()) for name in before)
+
+
+async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> None:
+    await world.start()
+    trajectories = await world.append(0, 0)
+    batch, stepped, prepared = await world.step(0, 0)
+    assert batch.trajectories == len(trajectories)
+    assert stepped.world_size == 2
+    assert stepped.grad_norm > 0
+    assert stepped.reward_mean == pytest.approx(0.5)
+    assert prepared.policy_version == stepped.policy_version == 1
+    start = load_file(world.model / "model.safetensors")
+    first = world.weights(1)
+    assert set(first) == set(start)
+    assert 1e-4 < moved(first, start) < 2e-3
+    head = load_file(world.spools["drafter"].path(3, 1) / "model.safetensors")
+    assert np.array_equal(head["lm_head.weight"], first["lm_head.weight"])
+    assert np.array_equal(head["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
+
+    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
+    assert (await stream.depth()).entries == len(trajectories), "acknowledged before a checkpoint held the step"
+    await world.append(1, 1)
+    await world.step(1, 1)
+    await world.stop()
+    assert (await stream.depth()).entries == 0
+    count = await Ledger(world.client, world.run).count()
+    assert (count.final, count.trained, count.open, count.lost) == (24, 24, 0, 0)
+    checkpoint = world.directory / "checkpoints" / "policy" / "step-2"
+    assert (checkpoint / "tokenizer.json").exists()
+    loaded = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert np.array_equal(loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"])
+
+
+async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(world: World) -> None:
+    await world.start()
+    for step in range(3):
+        await world.append(step, step)
+        await world.step(step, step)
+        await world.commit(step + 1)
+    third = world.weights(3)
+    await world.stop(signal.SIGKILL)
+
+    await world.start()
+    status = await world.status()
+    assert (status.policy_version, status.step, status.checkpoint_version) == (3, 2, 2)
+    again = await world.step(2, 2)
+    assert again[-1].policy_version == 3
+    assert again[-1].bytes == 0, "the replayed weights differ from those pushed before"
+    await world.append(3, 3)
+    await world.step(3, 3)
+    assert moved(world.weights(4), third) > 1e-5
+    await world.stop()
+    count = await Ledger(world.client, world.run).count()
+    assert (count.final, count.trained, count.open, count.lost) == (48, 48, 0, 0)
+
+
+async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world: World) -> None:
+    await world.start()
+    call = asyncio.create_task(world.step(0, 0))
+    stream = RedisStream(world.client, run_key(world.run, "trajectories"))
+    rank = (await world.status()).rank_pids[1]
+    await stream.create_group("policy")
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(Unavailable):
+        await call
+    await world.append(0, 0)
+    assert (await world.step(0, 0))[-1].policy_version == 1
+    assert rank not in (await world.status()).rank_pids
+
+
+async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(world: World) -> None:
+    await world.start()
+    await world.append(0, 0)
+    with pytest.raises(WeightsError) as wrong:
+        await world.step(0, 7, epoch=5)
+    assert "p7" in str(wrong.value)
+    with pytest.raises(StaleEpoch):
+        await world.step(0, 0, epoch=4)
+    assert len(await world.step(0, 0, epoch=5)) == 3
+    await world.stop()
+    refused = await world.spawn(resume="false")
+    assert await asyncio.wait_for(refused.wait(), 20) == 2
+
+
+@pytest.fixture(autouse=True)
+def no_threads_in_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
