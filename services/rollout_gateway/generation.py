@@ -17,7 +17,8 @@ class Generation:
         self.pinned = worker_index  # None: the router may choose
         self.worker_index = worker_index if worker_index is not None else 0
         self.tries = 0
-        self._replayed = 0  # tokens of the present try that an earlier one had given out
+        self._given = 0  # tokens that earlier tries had given out
+        self._replayed = 0  # how many of them the present try has drawn again
         self.whole = pb.TokenChunk(request_id=request.request_id)
         self._news = pb.TokenChunk(request_id=request.request_id)
         self._wake = asyncio.Event()
@@ -37,7 +38,7 @@ class Generation:
     def _leave_out_replayed(self, chunk: pb.TokenChunk) -> bool:
         """False when a repeated token differs from what was given out."""
         seen = self.whole.token_ids
-        skip = min(len(chunk.token_ids), len(seen) - self._replayed)
+        skip = min(len(chunk.token_ids), self._given - self._replayed)
         if skip <= 0:
             return True
         same = list(chunk.token_ids[:skip]) == list(seen[self._replayed : self._replayed + skip])
@@ -53,6 +54,7 @@ class Generation:
     def restart(self) -> None:
         """The worker is gone; the next try begins at the first token."""
         self.tries += 1
+        self._given = len(self.whole.token_ids)
         self._replayed = 0
 
     def fail(self, message: str) -> None:

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from paceline.errors import PacelineError, ResourceExhausted
 from paceline.streams import Ledger, encode_trajectory
-from paceline.telemetry import extract, get_logger, span
+from paceline.telemetry import extract, get_logger, inject, span
 from paceline.trajectory import Trajectory
 
 BATCH = 16
@@ -116,7 +116,7 @@ class Outbox:
                 if parcel.unpublished:
                     await ledger.record_unpublished(trajectory, parcel.unpublished)
                 else:
-                    await ledger.append_final(trajectory, parcel.fields, parcel.payload)
+                    await ledger.append_final(trajectory, {**parcel.fields, **inject()}, parcel.payload)
         except PacelineError as error:
             log.warning("branch not sent; it is tried again", branch=str(trajectory.key), error=str(error))
             return False

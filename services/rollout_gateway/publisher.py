@@ -144,7 +144,7 @@ class FeaturePublisher:
             parent = extract({"traceparent": batch.traceparent})
             with span("features.publish", kind="producer", parent=parent, rows=batch.rows, session=batch.session_id):
                 fields, payload = encode_features(batch)
-                await self._stream(batch.run_id).append(fields, payload)
+                await self._stream(batch.run_id).append({**fields, **inject()}, payload)
                 self.batches += 1
         except PacelineError as error:
             self._drop(batch.rows)

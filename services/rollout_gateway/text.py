@@ -14,9 +14,11 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 from paceline.errors import ConfigError, InvalidInput
+
+LONGEST_CHARACTER = 16
+"""Tokens held back at most for the sake of one character; broken bytes are given out after that."""
 
 
 class TextCodec:
@@ -59,39 +61,45 @@ class TextCodec:
 
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
         """Decoder of one growing response."""
-        return TextStream(self, DecodeStream(skip_special_tokens=True), self._tokenizer, tuple(stop))
+        return TextStream(self, tuple(stop))
 
 
 class TextStream:
-    """Text of a growing response; holds back incomplete characters and what may become a stop string."""
+    """Text of a growing response; holds back incomplete characters and what may become a stop string.
 
-    def __init__(self, codec: TextCodec, decoder: DecodeStream, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    Only a window of ids is decoded at a time: those of the last text given out, for what depends on them (spaces,
+    bytes of one character), and those after it.
+    """
+
+    def __init__(self, codec: TextCodec, stop: tuple[str, ...]) -> None:
         self._codec = codec
-        self._decoder = decoder
-        self._tokenizer = tokenizer
         self._stop = stop
-        self._ids: list[int] = []
+        self._window: list[int] = []
+        self._known = 0  # ids of the window whose text is known
         self._held = ""
-        self._sent = 0  # characters given out
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that became certain with these ids."""
-        self._ids += token_ids
-        for token in token_ids:
-            self._held += self._decoder.step(self._tokenizer, token) or ""
+        self._window += token_ids
+        self._held += self._advance(final=False)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        self._sent += len(text)
         return text
 
     def finish(self, matched_stop: str = "") -> str:
         """What `push` held back, cut before the stop string that ended the response."""
-        return self.text(matched_stop)[self._sent :]
-
-    def text(self, matched_stop: str = "") -> str:
-        """The whole text, decoded at once."""
-        text = self._codec.decode(self._ids)
+        text, self._held = self._held + self._advance(final=True), ""
         return text.partition(matched_stop)[0] if matched_stop else text
+
+    def _advance(self, *, final: bool) -> str:
+        before = self._codec.decode(self._window[: self._known])
+        after = self._codec.decode(self._window)
+        certain = after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}")
+        if not certain and not final and len(self._window) - self._known < LONGEST_CHARACTER:
+            return ""
+        self._window = self._window[self._known :]
+        self._known = len(self._window)
+        return after[len(before) :]
 
 
 def _overlap(text: str, stop: str) -> int:

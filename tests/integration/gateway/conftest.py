@@ -1,0 +1,106 @@
+"""A gateway over real worker processes of the scripted engine, with real gRPC and HTTP on free ports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from paceline.config import SecurityConfig
+from paceline.rpc import channel
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.server import running
+from rollout_gateway.text import TextCodec
+
+DEMO_TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+EOS = 1
+
+
+@dataclass
+class Served:
+    """A gateway under test and ways to call it."""
+
+    config: GatewayConfig
+    channel: grpc.aio.Channel
+    stub: Any
+    http: httpx.AsyncClient
+    codec: TextCodec
+
+    def tasks_request(self, *, purpose: int = tpb.PURPOSE_TRAIN, **options: Any) -> rpb.RunTasksRequest:
+        """Two tasks, two samples each: 1+1 answered right by sample 0 or 1, 2+2 always wrong."""
+        return rpb.RunTasksRequest(
+            context=tpb.CommandContext(run_id=self.config.run.id, step=options.pop("step", 0), epoch=1),
+            purpose=purpose,
+            tasks=[
+                rpb.TaskSpec(task_id="a", prompt="1+1=", answer="2", group_id="g-a", task_index=0),
+                rpb.TaskSpec(task_id="b", prompt="2+2=", answer="4", group_id="g-b", task_index=1),
+            ],
+            samples_per_task=options.pop("samples_per_task", 2),
+            sampling=tpb.SamplingParams(temperature=1.0, max_tokens=64),
+            run_seed=7,
+            environment=options.pop("environment", "single_turn"),
+            reward=options.pop("reward", "math_answer"),
+            **options,
+        )
+
+
+ServeGateway = Callable[..., AbstractAsyncContextManager[Served]]
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """The demo's tokenizer and an eight-wide model that only the scripted engine can serve."""
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_TOKENIZER / name, directory)
+    config = {"model_type": "llama", "hidden_size": 8, "vocab_size": 320, "eos_token_id": EOS}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture
+def script(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
+    """Settings of the scripted engine; a test may add to them before it serves."""
+    codec = TextCodec(model_dir)
+
+    def line(prompt: str, *responses: str) -> dict[str, Any]:
+        return {"prompt": codec.encode(prompt), "responses": [[*codec.encode(text)[1:], EOS] for text in responses]}
+
+    return {"script": [line("1+1=", "1+1=2 #2", "1+1=3 #3"), line("2+2=", "2+2=5 #5")]}
+
+
+@pytest.fixture
+def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> ServeGateway:
+    """`async with serve_gateway(**config keys) as served`."""
+
+    @asynccontextmanager
+    async def serve(**keys: Any) -> AsyncIterator[Served]:
+        path = tmp_path / "script.json"
+        path.write_text(json.dumps(script))
+        settings: dict[str, Any] = {
+            "model": str(model_dir),
+            "addresses": {"gateway": "127.0.0.1:0", "http": "127.0.0.1:0"},
+            "spool_dir": str(tmp_path / "spool"),
+            **keys,
+        }
+        settings["engine"] = {"kind": "scripted", "workers": 2, "script": str(path), **settings.get("engine", {})}
+        config = GatewayConfig.model_validate(settings)
+        async with running(config) as (grpc_port, http_port):
+            connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as http:
+                yield Served(config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir))
+            await connection.close()
+
+    return serve

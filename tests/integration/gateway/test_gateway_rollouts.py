@@ -1,0 +1,207 @@
+"""RolloutService over real worker processes: generation, tasks, rewards, restarts of workers, arms."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.errors import InvalidInput, NotFound
+from paceline.rpc import rpc_errors
+from paceline.trajectory import request_seed, tokens_hash
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+
+
+async def generated(stub: RolloutServiceStub, request: rpb.GenerateRequest) -> list[rpb.GenerateResponse]:
+    return [piece async for piece in stub.Generate(request, timeout=20)]
+
+
+async def run_tasks(stub: RolloutServiceStub, request: rpb.RunTasksRequest) -> list[rpb.RunTasksResponse]:
+    return [news async for news in stub.RunTasks(request, timeout=30)]
+
+
+def samples(news: list[rpb.RunTasksResponse]) -> dict[tuple[str, int], rpb.SampleFinished]:
+    found = [one.sample for one in news if one.HasField("sample")]
+    assert len({(one.task_id, one.sample_index) for one in found}) == len(found)
+    return {(one.task_id, one.sample_index): one for one in found}
+
+
+async def test_generate_streams_the_scripted_tokens_and_text(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        request = rpb.GenerateRequest(
+            text="2+2=", sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=3), forced_arm="off"
+        )
+        pieces = await generated(served.stub, request)
+        assert "".join(piece.text for piece in pieces) == "2+2=5 #5"
+        ids = [token for piece in pieces for token in piece.chunk.token_ids]
+        assert served.codec.decode(ids) == "2+2=5 #5"
+        assert ids[-1] == 1
+        assert pieces[-1].chunk.finish_reason == tpb.FINISH_REASON_STOP
+        assert pieces[-1].prompt_tokens == 5
+
+
+async def test_text_is_cut_before_a_stop_string_and_the_tokens_stay(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=64, seed=3, stop=[" #"])
+        pieces = await generated(served.stub, rpb.GenerateRequest(text="2+2=", sampling=sampling))
+        assert "".join(piece.text for piece in pieces) == "2+2=5"
+        ids = [token for piece in pieces for token in piece.chunk.token_ids]
+        assert served.codec.decode(ids) == "2+2=5 #"
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"text": "1"}, {"max_tokens": 0}, "max_tokens"),
+    ({"text": "1"}, {"max_tokens": 4, "temperature": float("nan")}, "temperature"),
+    ({"text": "1"}, {"max_tokens": 4, "top_p": 2}, "top_p"),
+    ({"token_ids": rpb.TokenIds(ids=[99999])}, {"max_tokens": 4}, "token id out of range"),
+    ({"token_ids": rpb.TokenIds(ids=[5] * 600)}, {"max_tokens": 4}, "does not fit"),
+    ({}, {"max_tokens": 4}, "no prompt"),
+]
+
+
+async def test_bad_requests_name_what_is_wrong(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        for prompt, sampling, words in BAD_REQUESTS:
+            with pytest.raises(grpc.aio.AioRpcError, match=words) as raised:
+                await generated(served.stub, rpb.GenerateRequest(**prompt, sampling=tpb.SamplingParams(**sampling)))
+            assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
+        found = samples(news)
+        for (task, index), sample in found.items():
+            right = task == "a" and request_seed(7, 0, "a", index) % 2 == 0
+            assert sample.reward.value == float(right)
+            text = {"a": "1+1=2 #2" if right else "1+1=3 #3", "b": "2+2=5 #5"}[task]
+            assert sample.tokens_hash == tokens_hash([*served.codec.encode(text)[1:], 1])
+            assert sample.worker_index == index % 2
+        shares = [one.share for one in news if one.HasField("share")]
+        assert sorted((share.worker_index, share.samples) for share in shares) == [(0, 2), (1, 2)]
+        totals = news[-1].finished
+        assert (totals.scored, totals.unscored) == (4, 0)
+        assert totals.response_tokens == sum(sample.response_tokens for sample in found.values())
+        assert sum(arm.pulls for arm in totals.arms) > 0
+
+
+async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
+    changes: list[dict[str, Any]] = [
+        {"environment": "casino"},
+        {"reward": "luck"},
+        {"samples_per_task": 0},
+        {"purpose": tpb.PURPOSE_UNSPECIFIED},
+    ]
+    async with serve_gateway(engine={"workers": 1}) as served:
+        for change in changes:
+            with pytest.raises(
+                InvalidInput if "purpose" in change or "samples_per_task" in change else NotFound
+            ) as raised, rpc_errors():
+                await run_tasks(served.stub, served.tasks_request(**change))
+            assert raised.value.seen == str(next(iter(change.values())))
+
+
+async def test_sampling_that_cannot_be_trained_is_refused_for_training(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        request = served.tasks_request()
+        request.sampling.top_p = 0.9
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
+            await run_tasks(served.stub, request)
+        request.purpose = tpb.PURPOSE_EVAL
+        assert len(samples(await run_tasks(served.stub, request))) == 4
+
+
+async def test_a_command_of_an_old_lease_is_refused(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
+        request.context.epoch = 5
+        await run_tasks(served.stub, request)
+        request.context.epoch = 4
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await run_tasks(served.stub, request)
+        assert raised.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.02, "costs_s": {}, "arms": ["off"], "response_tokens": [60, 60]}
+    async with serve_gateway() as served:
+        prompt = rpb.TokenIds(ids=[40, 41, 42])
+        request = rpb.GenerateRequest(
+            token_ids=prompt, sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=5)
+        )
+        whole = [token for piece in await generated(served.stub, request) for token in piece.chunk.token_ids]
+
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        pids = [worker.pid for worker in status.workers]
+        tokens: list[int] = []
+        async for piece in served.stub.Generate(request, timeout=30):
+            if not tokens:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+            tokens += piece.chunk.token_ids
+            if piece.chunk.finish_reason:
+                assert piece.chunk.finish_reason == tpb.FINISH_REASON_STOP
+        assert tokens == whole
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert not {worker.pid for worker in status.workers if worker.ready} & set(pids)
+
+
+async def test_an_engine_fault_ends_its_requests_with_the_message_and_the_worker_serves_on(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script["fault_token"] = 99
+    async with serve_gateway(engine={"workers": 1}) as served:
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=4, seed=1)
+        bad = await generated(served.stub, rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=[99]), sampling=sampling))
+        assert bad[-1].chunk.finish_reason == tpb.FINISH_REASON_ERROR
+        assert "asks for a fault" in bad[-1].chunk.error
+        good = await generated(served.stub, rpb.GenerateRequest(text="2+2=", sampling=sampling))
+        assert good[-1].chunk.finish_reason == tpb.FINISH_REASON_LENGTH
+
+
+async def test_cancelling_a_call_frees_the_engine(serve_gateway: Any, script: dict[str, Any]) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway(engine={"workers": 1}) as served:
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
+        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20)
+        await call.read()
+        assert await running(served.stub) == 1
+        call.cancel()
+        async with asyncio.timeout(5):
+            while await running(served.stub):
+                pass
+
+
+async def running(stub: RolloutServiceStub) -> int:
+    status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    return int(sum(worker.health.running for worker in status.workers))
+
+
+async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        await served.stub.SetArm(rpb.SetArmRequest(arm="ngram:4_1_5"), timeout=5)
+        news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
+        assert {arm.arm for arm in news[-1].finished.arms if arm.pulls} == {"ngram:4_1_5"}
+        with pytest.raises(grpc.aio.AioRpcError, match="unknown arm"):
+            await served.stub.SetArm(rpb.SetArmRequest(arm="warp:1"), timeout=5)
+
+
+async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway(engine={"workers": 1}, request_queue=1) as served:
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
+        request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
+        first = served.stub.Generate(request, timeout=20)
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await generated(served.stub, request)
+        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
