@@ -52,6 +52,11 @@ async def test_a_branch_is_appended_once(ledger: Ledger, stream: RedisStream, ru
     fields, payload = encode_trajectory(branch)
     assert await ledger.append_final(branch, fields, payload) is True
     assert await ledger.append_final(branch, fields, payload) is False
+    changed = replace(branch, reward=2.0)
+    assert await ledger.append_final(changed, *encode_trajectory(changed)) is False
+    record = await ledger.get(str(branch.key))
+    assert record is not None
+    assert record["reward"] == 1.0
     assert (await stream.depth()).entries == 1
     assert await ledger.count() == LedgerCount(1, 0, {}, 1, 0)
 
