@@ -105,9 +105,7 @@ async def test_the_trace_context_rides_in_its_own_frame(
         assert subscriber.traceparent == traceparent
 
 
-async def test_publishing_never_waits_for_a_slow_subscriber(
-    publisher: FactPublisher, address: str
-) -> None:
+async def test_publishing_never_waits_for_a_slow_subscriber(publisher: FactPublisher, address: str) -> None:
     with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
         await _connected(publisher, subscriber)
         async with asyncio.timeout(20):
