@@ -79,6 +79,8 @@ class TrainerLink:
             return
         entries = self._runner.run(self._stream.unacked(GROUP, CONSUMER))
         entries += self._runner.run(self._stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, wait_s))
+        with span("features.read", kind="consumer", links=[entry.fields.get("traceparent", "") for entry in entries]):
+            pass  # Marks when the batches arrived: a span must not stay open where this generator waits.
         usable: list[str] = []
         for entry in entries:
             sample = self._decode(self._stream, entry)
