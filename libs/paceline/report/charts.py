@@ -116,7 +116,7 @@ def stacked_columns(
     columns = columns[:: max(1, len(columns) // _POINTS_DRAWN)]
     gap = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
     top = max(sum(parts) for _, parts in columns) or 1.0
-    frame = _Frame(columns[0][0] - gap / 2, columns[-1][0] + gap / 2, 0.0, top)
+    frame = _Frame(columns[0][0] - gap / 2, columns[-1][0] + gap / 2, 0.0, top * 1.03)
     paths = ["" for _ in names]
     width = max(0.6, frame.x(frame.x0 + gap) - frame.left - 0.6)
     for x, parts in columns:

@@ -19,7 +19,7 @@ def _slot(slot: int, holder: str, epoch: int, worker: str) -> dict[str, Any]:
     return {"slot": slot, "holder": holder, "epoch": epoch, "worker_state": worker}
 
 
-def _entry(at_s: float, event: str, step: int, phase: str, slots: Any = (), **data: Any) -> dict[str, Any]:
+def _entry(at_s: float, event: str, step: int, phase: str, slots: Any = (), /, **data: Any) -> dict[str, Any]:
     return {"v": 1, "at_s": at_s, "event": event, "data": data, "step": step, "phase": phase, "slots": list(slots)}
 
 
