@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -284,9 +284,3 @@ async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(wor
     await world.stop()
     refused = await world.spawn(resume="false")
     assert await asyncio.wait_for(refused.wait(), 20) == 2
-
-
-@pytest.fixture(autouse=True)
-def no_threads_in_children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    yield

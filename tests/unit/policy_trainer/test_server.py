@@ -1,0 +1,61 @@
+"""The parent: it starts without torch, and refuses what cannot be trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.config.base import known_keys
+from paceline.errors import ConfigError, InternalError, WeightsError
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.messages import BatchFacts, Progress, Sender, Stepped, Train, decode, encode, failure
+from policy_trainer.server import check_model, require_fresh
+
+KEYS = {
+    "algorithm.behavior_cap", "algorithm.clip_high", "algorithm.clip_low", "algorithm.name", "algorithm.normalize_std",
+    "algorithm.updates_per_step", "checkpoint_interval_steps", "checkpoint_keep", "checkpoint_keep_every", "device",
+    "group_deadline_s", "max_pending", "max_staleness", "model", "optimizer.betas", "optimizer.clip_norm",
+    "optimizer.eps", "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "publish_dtype", "push_head",
+    "ranks", "reshard_after_forward", "resume", "row_tokens", "save_final", "start_deadline_s", "step_deadline_s",
+    "stop_grace_s", "threads_per_rank", "tokens_per_micro_batch",
+}  # fmt: skip
+SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
+
+
+def test_the_parent_imports_no_torch() -> None:
+    code = "import sys, policy_trainer.server; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_set_of_keys_is_pinned() -> None:
+    assert {key for key in known_keys(PolicyTrainerConfig) if not key.startswith(SHARED)} == KEYS
+
+
+def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no Hugging Face directory"):
+        check_model(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ConfigError, match="gpt2"):
+        check_model(tmp_path)
+    require_fresh(tmp_path / "new", resume=False)
+    require_fresh(tmp_path, resume=True)
+    with pytest.raises(ConfigError, match="resume=true"):
+        require_fresh(tmp_path, resume=False)
+
+
+def test_messages_and_errors_come_back_as_they_went() -> None:
+    train = Train(4, Sender("r", 7, 2, {"traceparent": "00-a-b-01"}), 7, [("g", 8)], 2.5)
+    back = decode(encode(train))
+    assert isinstance(back, Train)
+    assert (back.sender, [tuple(group) for group in back.groups]) == (train.sender, train.groups)
+    stepped = Stepped(4, Progress(8, 7, 128, 0, BatchFacts(dropped={"stale": 1})))
+    assert decode(encode(stepped)) == stepped
+    error = failure(4, WeightsError("no", reason="STEP_ORDER", seen=1, allowed=2)).error()
+    assert isinstance(error, WeightsError)
+    assert (error.reason, str(error)) == ("STEP_ORDER", "no; seen: 1; allowed: 2")
+    with pytest.raises(InternalError):
+        decode(b'{"kind": "Nothing"}')
