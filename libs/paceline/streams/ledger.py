@@ -113,6 +113,9 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": len(trajectory.token_ids),
         "trained_tokens": trajectory.trained_tokens,
         "tokens_hash": tokens_hash(trajectory.token_ids),
+        "response_hash": tokens_hash(
+            [token for token, bit in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if bit]
+        ),
         "finish_reason": trajectory.finish_reason,
         "policy_versions": sorted({span.policy_version for span in trajectory.version_spans}),
         "at_s": time.time(),
