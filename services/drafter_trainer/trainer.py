@@ -19,6 +19,7 @@ from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle_checkpoint import save_eagle
+from paceline.telemetry import span
 
 FIRST_MICRO_BATCH_TOKENS = 128
 
@@ -123,7 +124,8 @@ class DrafterTrainer:
         rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
         head = self._heads.get(rows[0].lm_head_hash)
         assert head is not None
-        result = self._learner.micro_step(sharing.hand_out(rows, self._heads), head)
+        with span("drafter.micro_step", tokens=rows[0].valid.shape[0]):
+            result = self._learner.micro_step(sharing.hand_out(rows, self._heads), head)
         seconds = time.perf_counter() - started
         self._learn_speed(seconds / max(rows[0].valid.shape[0], 1))
         activation.micro_batches += 1

@@ -24,7 +24,7 @@ _OPTIONS: list[tuple[str, int]] = [
     # A second server on the same port fails instead of sharing it silently.
     ("grpc.so_reuseport", 0),
     # Below the clients' keepalive interval, else they are sent away with "too many pings".
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
