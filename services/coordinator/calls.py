@@ -6,6 +6,7 @@ pass through to the executor.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -100,7 +101,7 @@ class Calls:
         raise Unavailable("the gateway ended RunTasks before its last message", seen="end of stream")
 
     async def activate(self, command: commands.ActivateDrafter) -> None:
-        """DrafterActivated, GatePromoted for each promotion, Detached."""
+        """DrafterActivated, GatePromoted for each promotion, Detached. TimeoutError when training does not begin."""
         request = drafter_pb2.ActivateRequest(
             context=self.context(command.step, command.epoch),
             slots=command.slots,
@@ -108,24 +109,30 @@ class Calls:
             versions=versions_message(command.versions),
             max_steps=self.config.max_drafter_steps,
         )
-        with rpc_errors():
-            async for response in self.peers.drafter.Activate(request, timeout=self.config.step_deadline_s):
-                match response.WhichOneof("event"):
-                    case "activated":
-                        attached: dict[str, Figure] = {
-                            "attach_s": response.activated.attach_s,
-                            "world_size": response.activated.world_size,
-                        }
-                        self.emit(events.DrafterActivated(self.clock(), command.epoch, attached))
-                    case "gate" if response.gate.promoted:
-                        version, figures = response.gate.drafter_version, _gate_figures(response.gate)
-                        self.emit(events.GatePromoted(self.clock(), command.epoch, version, figures))
-                    case "detached":
-                        figures = _detached_figures(response.detached)
-                        reason = response.detached.reason
-                        self.emit(events.Detached(self.clock(), command.epoch, reason, figures))
+        async with asyncio.timeout(command.deadline_s) as until_activated:
+            with rpc_errors():
+                async for response in self.peers.drafter.Activate(request, timeout=self.config.step_deadline_s):
+                    if response.WhichOneof("event") == "activated":
+                        until_activated.reschedule(None)
+                    self._emit_activation(command.epoch, response)
+                    if response.HasField("detached"):
                         return
         raise Unavailable("the drafter trainer ended Activate before its last message", seen="end of stream")
+
+    def _emit_activation(self, epoch: int, response: drafter_pb2.ActivateResponse) -> None:
+        match response.WhichOneof("event"):
+            case "activated":
+                attached: dict[str, Figure] = {
+                    "attach_s": response.activated.attach_s,
+                    "world_size": response.activated.world_size,
+                }
+                self.emit(events.DrafterActivated(self.clock(), epoch, attached))
+            case "gate" if response.gate.promoted:
+                version, figures = response.gate.drafter_version, _gate_figures(response.gate)
+                self.emit(events.GatePromoted(self.clock(), epoch, version, figures))
+            case "detached":
+                reason, figures = response.detached.reason, _detached_figures(response.detached)
+                self.emit(events.Detached(self.clock(), epoch, reason, figures))
 
     async def preempt(self, command: commands.PreemptDrafter) -> None:
         """Preempted; DeadlineExceeded after the command's seconds: then the trainer itself kills its rank."""

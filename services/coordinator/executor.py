@@ -111,7 +111,7 @@ class Executor:
                 self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
             else:
                 self._lost(service, error)
-        except DeadlineExceeded:
+        except (TimeoutError, DeadlineExceeded):
             self._calls.emit(events.Deadline(self._now(), command.epoch, "activation", command.deadline_s))
         except PacelineError as error:
             # Whatever ails the drafter, the run goes on without it.

@@ -124,7 +124,7 @@ class Runner:
             case commands.CloseStep():
                 self._end_span()
             case commands.Refuse(event, seen, current):
-                self._log.warning("late event refused", event_name=event, seen=seen, current=current)
+                self._log.info("late event refused", event_name=event, seen=seen, current=current)
             case _:
                 if self._span is not None:
                     context.run(otel_context.attach, set_span_in_context(self._span))

@@ -56,6 +56,7 @@ class Script:
     released: asyncio.Event = field(default_factory=asyncio.Event)
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     deaf_to_preempt: bool = False
+    slow_to_attach: bool = False
     policy_failures: int = 0
     policy_ranks_lost: int = 0
     workers_lost: int = 0
@@ -182,6 +183,9 @@ class Drafter(DrafterServiceServicer):
         script.epochs.append(("drafter", request.context.epoch))
         preempted = script.preempted = asyncio.Event()
         self.versions += 1
+        if script.slow_to_attach:
+            script.activated.set()
+            await asyncio.sleep(WAIT_S)
         yield drafter_pb2.ActivateResponse(activated=drafter_pb2.Activated(attach_s=0.01, world_size=1))
         gate = drafter_pb2.GateDecision(drafter_version=self.versions, promoted=True)
         yield drafter_pb2.ActivateResponse(gate=gate)
@@ -393,6 +397,20 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(redis_url
     lease = next(e for e in entries if any(slot["holder"] == "drafter" for slot in e["slots"]))["slots"][0]
     assert all(slot["epoch"] > lease["epoch"] for slot in entries[at]["slots"])
     assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < 1.5
+
+
+async def test_a_drafter_that_does_not_begin_in_time_is_preempted(redis_url: str, tmp_path: Path) -> None:
+    async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, activation_deadline_s=0.2))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        await asyncio.wait_for(script.preempted.wait(), WAIT_S)
+        script.released.set()
+        await run
+    entries = await journal_of(config)
+    names = [entry["event"] for entry in entries]
+    assert names.index("ShareDone") < names.index("Deadline") < names.index("Preempted") < names.index("TasksFinished")
+    assert 0.15 < check_slots(entries) < 2.0
 
 
 async def test_a_failed_run_says_why_and_resumes(redis_url: str, tmp_path: Path) -> None:
