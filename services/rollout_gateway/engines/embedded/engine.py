@@ -32,6 +32,7 @@ from rollout_gateway.engines.base import (
 from rollout_gateway.engines.embedded.admission import Admission
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.sequence import RunningSequence
 from rollout_gateway.engines.embedded.speculative import Speculation
@@ -58,8 +59,12 @@ class EmbeddedEngine:
         self._scheduler = scheduler
         self._store = store
         self._capture = capture
+        self._prefill = Prefill(scheduler, store, weights, capture)
         self._admission = admission
         self._params: tuple[tuple[int, ...], int, DrawParams] | None = None
+        # One thread's CPU time is what a round costs even while other processes take the core away; with more
+        # threads only the wall clock sees how well they ran together.
+        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._paused = False
         self._tokens_emitted = 0
         self._busy_s = 0.0
@@ -72,12 +77,12 @@ class EmbeddedEngine:
         """One round; see Engine.step."""
         started = time.perf_counter()
         self._admit()
-        self._prefill()
+        self._prefill.run()
         slots = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in slots]
         news: list[Chunk] = []
         if rows:
-            decoding = time.perf_counter()
+            decoding = self._clock()
             plan = self._speculation.choose(rows)
             drafts = self._speculation.draft(plan, slots, rows, self._store)
             block, positions, hidden, tokens_in = self._forward(slots, rows, drafts)
@@ -86,7 +91,7 @@ class EmbeddedEngine:
             self._store.keep_hidden(block, hidden)
             self._store.keep_tokens(block, verdict.tokens)
             taken = self._accept(rows, verdict, drafts, logits)
-            self._speculation.observe(plan, len(rows), sum(taken), time.perf_counter() - decoding)
+            self._speculation.observe(plan, len(rows), sum(taken), self._clock() - decoding)
             self._capture.write(rows, taken, positions, tokens_in, hidden, self._weights.versions.policy)
             news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
@@ -95,26 +100,6 @@ class EmbeddedEngine:
     def _admit(self) -> None:
         for slot in self._scheduler.admit():
             self._store.start(slot, self._scheduler.running[slot].request.prompt)
-
-    def _prefill(self) -> None:
-        """Caches the next piece of every prompt that lacks some; padding repeats a row's last token."""
-        plan = self._scheduler.prefill_plan()
-        if not plan:
-            return
-        rows = [self._scheduler.running[slot] for slot, _ in plan]
-        counts = [count for _, count in plan]
-        starts = torch.tensor([sequence.cached for sequence in rows])
-        steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
-        positions = (starts[:, None] + steps).to(self._store.token_ids.device)
-        slots = torch.tensor([slot for slot, _ in plan], device=positions.device)
-        token_ids = self._store.token_ids[slots[:, None], positions]
-        length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
-        block = self._block([slot for slot, _ in plan], positions, length)
-        hidden = forward_hidden(self._weights.policy, self._store.kv, token_ids, block)
-        self._store.keep_hidden(block, hidden)
-        for sequence, count in zip(rows, counts, strict=True):
-            sequence.cached += count
-        self._capture.write(rows, counts, positions, token_ids, hidden, self._weights.versions.policy)
 
     def _forward(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], drafts: Tensor

@@ -46,3 +46,9 @@ class SlotStore:
         self.token_ids[destination, :length] = self.token_ids[source, :length]
         if self.hidden.shape[-1]:
             self.hidden[destination, :length] = self.hidden[source, :length]
+
+    def copy(self, sources: list[int], destinations: list[int], length: int) -> None:
+        """What is cached of the first `length` tokens goes to other slots as well."""
+        self.kv.data[:, destinations, :length] = self.kv.data[:, sources, :length]
+        if self.hidden.shape[-1]:
+            self.hidden[destinations, :length] = self.hidden[sources, :length]

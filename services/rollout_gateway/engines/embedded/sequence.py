@@ -44,6 +44,7 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
+    copied: int = 0  # prompt tokens whose cache came from a sibling
     told: int = 0  # response tokens already reported
     smallest_gap: float = float("inf")
     finish: Finish | None = None
@@ -121,6 +122,7 @@ class RunningSequence:
             ),
             finish=self.finish,
             speculation=self.speculation if ended else SpeculationStats(),
+            cached_prompt_tokens=self.copied,
             smallest_gap=self.smallest_gap,
             top_logprobs=tuple(self.alternatives[told:]),
             time_to_first_token_s=self.first_token_s,

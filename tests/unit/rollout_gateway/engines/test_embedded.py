@@ -276,3 +276,18 @@ def test_a_sequence_ends_at_the_context(tmp_path: Path) -> None:
     prompt = tuple(3 + i % 90 for i in range(240))
     tokens, _ = generate(engine, [Request(0, prompt, Sampling(seed=1, max_tokens=100, ignore_eos=True))])
     assert len(tokens[0]) == 16
+
+
+def test_siblings_share_one_prefill_and_say_what_they_say_alone(tmp_path: Path) -> None:
+    model = save_random(tmp_path, "llama", sharpness=6.0)
+    prompts = [(5, 6, 7, 8), (9, 10), (5, 6, 7, 8), (5, 6, 7), (9, 10), (5, 6, 7, 8), (5,)]
+    engine = build(tmp_path)
+    for number, prompt in enumerate(prompts):
+        engine.enqueue(Request(number, prompt, Sampling(seed=number, max_tokens=12, ignore_eos=True)))
+    chunks = [chunk for _ in range(50) if engine.has_work for chunk in engine.step()]
+    shared = {chunk.request_id: chunk.cached_prompt_tokens for chunk in chunks}
+    assert shared == {0: 0, 1: 0, 2: 3, 3: 0, 4: 1, 5: 3, 6: 0}
+    for chunk in chunks:
+        sampling = Sampling(seed=chunk.request_id, max_tokens=12)
+        expected = oracle_tokens(model, prompts[chunk.request_id], chunk.token_ids, sampling)
+        assert list(chunk.token_ids) == [token for token, _ in expected]

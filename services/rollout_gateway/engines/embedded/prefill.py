@@ -1,0 +1,94 @@
+"""Caching prompts: padded batches within the budget, and one computation for siblings with the same prompt.
+
+Owns the forward over known tokens; not who gets a slot, and not decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.models.cache import cache_rows
+from paceline.models.decoder import forward_hidden, make_block
+from rollout_gateway.engines.embedded.capture import Capture
+from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.scheduler import Scheduler
+from rollout_gateway.engines.embedded.sequence import RunningSequence
+from rollout_gateway.engines.embedded.weights import EngineWeights
+
+
+def leaders_of(rows: Sequence[RunningSequence], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Rows to compute, and for every row the index of its leader among those.
+
+    Rows share a leader when both start at position 0 with the same tokens, as the samples of one task do.
+    """
+    leaders: list[int] = []
+    leader_of_row: list[int] = []
+    seen: dict[tuple[int, ...], int] = {}
+    for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
+        starts_alike = sequence.cached == 0 and count <= len(sequence.request.prompt)
+        key = sequence.request.prompt[:count] if starts_alike else (-1, row)
+        if key not in seen:
+            seen[key] = len(leaders)
+            leaders.append(row)
+        leader_of_row.append(seen[key])
+    return leaders, leader_of_row
+
+
+class Prefill:
+    """Brings sequences to where they can decode: all known tokens but the last are cached."""
+
+    def __init__(self, scheduler: Scheduler, store: SlotStore, weights: EngineWeights, capture: Capture) -> None:
+        self._scheduler = scheduler
+        self._store = store
+        self._weights = weights
+        self._capture = capture
+
+    def run(self) -> None:
+        """Caches the next piece of prompts that lack some, oldest first."""
+        plan = self._scheduler.prefill_plan()
+        if not plan:
+            return
+        slots, counts = [slot for slot, _ in plan], [count for _, count in plan]
+        rows = [self._scheduler.running[slot] for slot in slots]
+        leaders, leader_of_row = leaders_of(rows, counts)
+        positions, token_ids, hidden = self._forward(
+            [slots[row] for row in leaders], [rows[row] for row in leaders], [counts[row] for row in leaders]
+        )
+        if len(leaders) < len(rows):
+            self._copy(slots, counts, leaders, leader_of_row, rows)
+            positions, token_ids, hidden = (part[leader_of_row] for part in (positions, token_ids, hidden))
+        for sequence, count in zip(rows, counts, strict=True):
+            sequence.cached += count
+        self._capture.write(rows, counts, positions, token_ids, hidden, self._weights.versions.policy)
+
+    def _forward(
+        self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """positions, token ids [B, T] and hidden [B, T, H]; padding repeats a row's last token with the same result."""
+        device, policy = self._store.token_ids.device, self._weights.policy
+        starts = torch.tensor([sequence.cached for sequence in rows])
+        steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
+        positions = (starts[:, None] + steps).to(device)
+        token_ids = self._store.token_ids[torch.tensor(slots, device=device)[:, None], positions]
+        length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
+        block = make_block(policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length)
+        hidden = forward_hidden(policy, self._store.kv, token_ids, block)
+        self._store.keep_hidden(block, hidden)
+        return positions, token_ids, hidden
+
+    def _copy(
+        self,
+        slots: list[int],
+        counts: list[int],
+        leaders: list[int],
+        leader_of_row: list[int],
+        rows: Sequence[RunningSequence],
+    ) -> None:
+        followers = [row for row in range(len(slots)) if leaders[leader_of_row[row]] != row]
+        sources = [slots[leaders[leader_of_row[row]]] for row in followers]
+        self._store.copy(sources, [slots[row] for row in followers], max(counts[row] for row in followers))
+        for row in followers:
+            rows[row].copied += counts[row]
