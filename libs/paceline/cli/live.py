@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from types import TracebackType
 from typing import Protocol
 
 from rich.console import Console
+from rich.live import Live
 
+from paceline.cli.picture import draw
 from paceline.cli.run_state import RunState, step_line
 from paceline.cli.supervise import event_line
 from paceline.local.child import ChildEvent
 from paceline.v1.coordinator_pb2 import StepRecord
+
+_REDRAWN_S = 0.25
 
 
 class View(Protocol):
@@ -37,7 +43,9 @@ class View(Protocol):
 
 def open_view(state: RunState, console: Console) -> View:
     """The view that fits the console."""
-    return LineView(state, console)
+    return (
+        LiveView(state, console) if console.is_terminal and not console.is_dumb_terminal else LineView(state, console)
+    )
 
 
 class LineView:
@@ -73,3 +81,51 @@ class LineView:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         return None
+
+
+class LiveView:
+    """A picture that stays in place. It is drawn on the event loop, so that nothing changes while it is drawn."""
+
+    def __init__(self, state: RunState, console: Console) -> None:
+        self._state = state
+        self._console = console
+        self._began_s = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False, transient=False)
+        self._clock: asyncio.Task[None] | None = None
+
+    async def started(self) -> None:
+        """The steps begin."""
+        self.say("first evaluation")
+
+    def event(self, event: ChildEvent) -> None:
+        """The state holds it already."""
+
+    def record(self, record: StepRecord) -> None:
+        """The state holds it already."""
+
+    def say(self, text: str) -> None:
+        """Shown as the phase."""
+        self._state.phase = text
+        self._draw()
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        self._clock = asyncio.get_running_loop().create_task(self._redraw())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._draw()
+        self._live.stop()
+
+    async def _redraw(self) -> None:
+        while True:
+            self._draw()
+            await asyncio.sleep(_REDRAWN_S)  # time itself is shown
+
+    def _draw(self) -> None:
+        elapsed_s = time.monotonic() - self._began_s
+        self._live.update(draw(self._state, time.time(), elapsed_s, self._console.width), refresh=True)

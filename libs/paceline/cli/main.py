@@ -23,6 +23,10 @@ app = typer.Typer(
 )
 console = Console(stderr=True)
 
+# gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed at once.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="settings, e.g. engine.dtype=float32", show_default=False),

@@ -39,6 +39,7 @@ class RunState:
     holders: dict[int, str] = field(default_factory=dict)
     acceptance: dict[int, float] = field(default_factory=dict)  # drafter version -> newest live acceptance length
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
+    services: dict[str, str] = field(default_factory=dict)  # name -> newest kind of event
     failure: str = ""
     finished: bool = False
 
@@ -69,6 +70,7 @@ class RunState:
 
     def take_event(self, event: ChildEvent) -> None:
         """Remember what happened to a process, when a reader should know."""
+        self.services[event.name] = event.kind
         if event.kind in ("died", "restarted"):
             self.notes.append(
                 f"{event.name} {event.kind}{f': {event.detail}' if event.detail else ''} (pid {event.pid})"
