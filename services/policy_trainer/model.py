@@ -54,8 +54,3 @@ def load_policy(directory: Path) -> PolicyModel:
         raise ConfigError(f"no policy can be loaded from {directory}: {error}", seen=directory) from error
     lm.config.use_cache = False
     return PolicyModel(lm)
-
-
-def tied_embeddings(model: PolicyModel) -> bool:
-    """Whether lm_head and embed_tokens are one tensor."""
-    return bool(model.lm.lm_head.weight is model.lm.model.embed_tokens.weight)
