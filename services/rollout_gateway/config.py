@@ -66,7 +66,7 @@ class GatewayConfig(ServiceConfig):
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
-    spool_dir: str = ""  # empty: <run.dir>/spool/gateway
+    spool_dir: str = ""  # empty: <run.dir>/spool/gateway in a run, a temporary one without trajectories
     max_unsent_bytes: int = Field(default=64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
     max_sessions: int = Field(default=10_000, ge=1)
     session_timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
@@ -94,9 +94,11 @@ class GatewayConfig(ServiceConfig):
         return self.engine.workers or cores
 
     @property
-    def spool(self) -> Path:
-        """Directory of the committed and prepared versions."""
-        return Path(self.spool_dir) if self.spool_dir else Path(self.run.dir) / "spool" / "gateway"
+    def spool(self) -> Path | None:
+        """Directory of the committed and prepared versions; None outside a run: they end with the process."""
+        if self.spool_dir:
+            return Path(self.spool_dir)
+        return Path(self.run.dir) / "spool" / "gateway" if self.trajectories else None
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:

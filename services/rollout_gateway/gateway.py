@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import secrets
+import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,8 @@ class Gateway:
         self.config = config
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
-        self.spool = Spool(config.spool, initial=_initial_versions(config))
+        self._temporary = tempfile.TemporaryDirectory(prefix="paceline-spool-")
+        self.spool = Spool(config.spool or Path(self._temporary.name), initial=_initial_versions(config))
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
@@ -91,6 +93,7 @@ class Gateway:
         await self.publisher.stop()
         for client in self._clients:
             await client.aclose()
+        self._temporary.cleanup()
 
     def submit(
         self,

@@ -72,7 +72,7 @@ class Outbox:
         try:
             await asyncio.wait_for(self._empty.wait(), grace_s)
         except TimeoutError:
-            log.error("branches were not sent before the stop", branches=len(self._parcels), bytes=self._unsent_bytes)
+            log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

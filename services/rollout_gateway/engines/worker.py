@@ -213,7 +213,8 @@ def limit_threads(spec: WorkerSpec) -> None:
 def main() -> int:
     """Process entry; 0 after Shutdown, 1 when the engine is broken, 2 for wrong settings."""
     die_with_parent(int(os.environ.get("PACELINE_WORKER_PARENT", "0")))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the gateway decides when workers end
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # both may reach the whole group; the gateway decides when workers end
     spec = WorkerSpec.read(Path(os.environ.get(SPEC_VARIABLE) or sys.argv[1]))
     limit_threads(spec)
     context = zmq.Context(io_threads=1)

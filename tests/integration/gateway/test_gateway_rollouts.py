@@ -100,9 +100,12 @@ async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
     ]
     async with serve_gateway(engine={"workers": 1}) as served:
         for change in changes:
-            with pytest.raises(
-                InvalidInput if "purpose" in change or "samples_per_task" in change else NotFound
-            ) as raised, rpc_errors():
+            with (
+                pytest.raises(
+                    InvalidInput if "purpose" in change or "samples_per_task" in change else NotFound
+                ) as raised,
+                rpc_errors(),
+            ):
                 await run_tasks(served.stub, served.tasks_request(**change))
             assert raised.value.seen == str(next(iter(change.values())))
 

@@ -1,0 +1,145 @@
+"""OpenAI-shaped HTTP over a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import pytest
+
+from paceline.v1 import rollout_pb2 as rpb
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await http.post("/v1/completions", json={"prompt": "2+2=", "max_tokens": 64, **body})
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        codec = served.codec
+        answer = await complete(served.http, model="any-name", seed=1, return_token_ids=True, logprobs=2)
+        assert answer["model"] == "tiny-model"
+        (choice,) = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == ("2+2=5 #5", "stop")
+        assert choice["token_ids"] == [*codec.encode("2+2=5 #5")[1:], 1]
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
+        assert len(choice["logprobs"]["top_logprobs"][0]) == 2
+        assert answer["usage"]["prompt_tokens"] == 5
+        assert answer["usage"]["completion_tokens"] == 9
+
+        ids = list(codec.encode("1+1="))
+        many = await complete(served.http, prompt=[ids, ids], n=2, seed=0)
+        assert [choice["text"] for choice in many["choices"]] == ["1+1=2 #2", "1+1=3 #3"] * 2
+        assert [choice["index"] for choice in many["choices"]] == [0, 1, 2, 3]
+        assert many["usage"]["prompt_tokens"] == 10
+
+        longer = await complete(served.http, ignore_eos=True, max_tokens=12, return_token_ids=True)
+        assert len(longer["choices"][0]["token_ids"]) == 12
+        assert longer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_streams_join_to_the_whole_answer(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        body = {"prompt": "1+1=", "max_tokens": 64, "n": 2, "seed": 0, "stream": True, "return_token_ids": True}
+        pieces = events((await served.http.post("/v1/completions", json=body)).text)
+        for index, text in enumerate(("1+1=2 #2", "1+1=3 #3")):
+            own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
+            assert "".join(one["text"] for one in own) == text
+            assert [t for one in own for t in one["token_ids"]] == [*served.codec.encode(text)[1:], 1]
+            assert [one["finish_reason"] for one in own][-1] == "stop"
+
+
+async def test_chat_uses_the_template_and_streams_deltas(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        messages = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]}]
+        body = {"messages": messages, "max_completion_tokens": 64, "stop": " #", "logprobs": True}
+        answer = (await served.http.post("/v1/chat/completions", json=body)).json()
+        assert answer["object"] == "chat.completion"
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "2+2=5"}
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "2"
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        pieces = events((await served.http.post("/v1/chat/completions", json=body)).text)
+        deltas = [piece["choices"][0]["delta"] for piece in pieces if piece["choices"]]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(delta["content"] for delta in deltas) == "2+2=5"
+        assert pieces[-1]["usage"]["completion_tokens"] == answer["usage"]["completion_tokens"]
+
+
+BAD_BODIES: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "1", "max_tokens": -1}, "max_tokens"),
+    ({"prompt": "1", "max_tokens": "many"}, "max_tokens"),
+    ({"prompt": "1", "temperature": 11}, "temperature"),
+    ({"prompt": "1", "top_p": 0}, "top_p"),
+    ({"prompt": "1", "n": 0}, "n"),
+    ({"prompt": {"text": 1}}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [99999]}, "prompt"),
+    ({"prompt": [5] * 600}, "prompt"),
+    ({"prompt": "1", "echo": True}, "echo"),
+    ({"prompt": "1", "stop": [""]}, "stop"),
+    ({}, "prompt"),
+]
+
+
+async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        for body, field in BAD_BODIES:
+            response = await served.http.post("/v1/completions", json=body)
+            assert response.status_code == 400, (body, response.text)
+            error = response.json()["error"]
+            assert error["param"] == field, (body, error)
+            assert error["type"] == "invalid_request_error"
+        for raw in (b"{", b'{"prompt": "\xff"}', b'{"prompt": "1", "temperature": NaN}', b"[]"):
+            response = await served.http.post("/v1/completions", content=raw)
+            assert response.status_code == 400, (raw, response.text)
+        unknown = await served.http.post("/v1/completions", json={"prompt": "2+2=", "max_tokens": 1, "user": "me"})
+        assert unknown.status_code == 200
+        missing = await served.http.post("/v1/chat/completions", json={"messages": []})
+        assert missing.json()["error"]["param"] == "messages"
+
+
+async def test_models_and_health(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        assert (await served.http.get("/v1/models")).json()["data"][0]["id"] == "tiny-model"
+        assert (await served.http.get("/health")).json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_goes_away_frees_the_engine(
+    serve_gateway: Any, script: dict[str, Any], stream: bool
+) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway(engine={"workers": 1}) as served:
+        body = {"prompt": "2+2=", "max_tokens": 450, "ignore_eos": True, "stream": stream}
+
+        async def load() -> int:
+            status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+            return int(status.workers[0].health.running)
+
+        call = asyncio.create_task(served.http.post("/v1/completions", json=body))
+        async with asyncio.timeout(10):
+            while not await load():
+                pass
+            call.cancel()
+            while await load():
+                pass
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert status.workers[0].health.tokens_emitted < 450
+
+
+def test_the_gateway_process_imports_no_torch() -> None:
+    code = "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,205 @@
+"""Finished branches reach the ledger once, whatever fails on the way; rows follow; sessions keep exact tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import redis.asyncio
+
+from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
+from paceline.trajectory import request_seed
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.script import scripted_logprob, scripted_rows
+
+
+def redis_keys(url: str, run_id: str) -> dict[str, Any]:
+    return {"trajectories": True, "redis": {"durable_url": url}, "run": {"id": run_id}}
+
+
+async def run_tasks(served: Any, **options: Any) -> dict[tuple[str, int], rpb.SampleFinished]:
+    news = [one async for one in served.stub.RunTasks(served.tasks_request(**options), timeout=30)]
+    assert news[-1].HasField("finished")
+    return {(one.sample.task_id, one.sample.sample_index): one.sample for one in news if one.HasField("sample")}
+
+
+async def appended(client: redis.asyncio.Redis, run_id: str, name: str, count: int) -> list[Any]:
+    """The first `count` entries of a stream, waited for."""
+    stream = RedisStream(client, run_key(run_id, name))
+    await stream.create_group("test")
+    entries: list[Any] = []
+    async with asyncio.timeout(15):
+        while len(entries) < count:
+            entries += await stream.read("test", "c", count, 1.0)
+    return entries
+
+
+async def test_training_samples_become_trajectories_and_hidden_rows(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
+        found = await run_tasks(served, step=3, capture=True)
+        entries = await appended(redis_client, run_id, "trajectories", 4)
+        for trajectory in (decode_trajectory(entry.fields, entry.payload) for entry in entries):
+            sample = found[trajectory.task_id, trajectory.sample_index]
+            assert (trajectory.step, trajectory.group_size) == (3, 2)
+            assert trajectory.key.session_id == sample.session_id
+            assert trajectory.reward == sample.reward.value
+            assert trajectory.seed == request_seed(7, 3, trajectory.task_id, trajectory.sample_index)
+            prompt = served.codec.encode("1+1=" if trajectory.task_id == "a" else "2+2=")
+            assert trajectory.token_ids[: len(prompt)] == prompt
+            assert trajectory.loss_mask == (0,) * 5 + (1,) * sample.response_tokens
+            expected = [0.0] * 5 + [scripted_logprob(token) for token in trajectory.token_ids[5:]]
+            assert list(trajectory.behavior_logprobs) == expected
+            (span,) = trajectory.version_spans
+            assert (span.start, span.end, span.policy_version) == (5, len(trajectory.token_ids), 0)
+        for entry in await appended(redis_client, run_id, "features", 4):
+            batch = decode_features(entry.fields, entry.payload)
+            assert batch.positions.tolist() == list(range(batch.rows))
+            assert batch.mask.tolist() == [0] * 5 + [1] * (batch.rows - 5)
+            tokens = batch.token_ids[:-1].astype(np.uint32)
+            expected_rows = scripted_rows(tokens, batch.positions.astype(np.uint32), 8, "bfloat16")
+            assert bytes(batch.hidden.data) == expected_rows.tobytes()
+            assert batch.lm_head_hash
+
+
+async def test_repeated_calls_append_nothing_new_even_after_a_restart(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = redis_keys(redis_url, run_id)
+    async with serve_gateway(**keys) as served:
+        first = await run_tasks(served)
+        again = await run_tasks(served)
+        assert again == first
+    async with serve_gateway(**keys) as served:
+        after = await run_tasks(served)
+        generated = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert sum(worker.health.tokens_emitted for worker in generated.workers) == 0
+    for key, sample in first.items():
+        assert (after[key].reward, after[key].response_tokens) == (sample.reward, sample.response_tokens)
+        assert after[key].tokens_hash == sample.tokens_hash
+    assert (await Ledger(redis_client, run_id).count()).final == 4
+
+
+async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
+    serve_gateway: Any, script: dict[str, Any], redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
+        left = served.stub.RunTasks(served.tasks_request(), timeout=30)
+        async with asyncio.timeout(5):
+            while not (await served.stub.GetStatus(rpb.GetStatusRequest())).workers[0].health.running:
+                pass
+        left.cancel()
+        assert len(await run_tasks(served)) == 4
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        once = 2 * (len("1+1=2 #2") + 1) + 2 * (len("2+2=5 #5") + 1)
+        assert sum(worker.health.tokens_emitted for worker in status.workers) == once
+
+
+async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_limit(
+    serve_gateway: Any, durable_server: Any, run_id: str
+) -> None:
+    async with serve_gateway(**redis_keys(durable_server.url, run_id), max_unsent_bytes=100) as served:
+        session = await open_session(served)
+        await generate(served, session, "2+2=")
+        durable_server.kill()
+        await post(served, session, 0.5)
+        await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert status.unsent_bytes > 100
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await open_session(served)
+        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        await asyncio.to_thread(durable_server.start)
+        async with asyncio.timeout(15):
+            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).unsent_bytes:
+                pass
+        await open_session(served)
+    client = redis.asyncio.Redis.from_url(durable_server.url)
+    assert (await Ledger(client, run_id).count()).final == 1
+    await client.aclose()
+
+
+async def open_session(served: Any, **options: Any) -> str:
+    request = rpb.OpenSessionRequest(**{"trainable": True, **options})
+    return str((await served.stub.OpenSession(request, timeout=5)).session_id)
+
+
+async def generate(served: Any, session: str, prompt: str | list[int], **sampling: Any) -> list[int]:
+    source = {"text": prompt} if isinstance(prompt, str) else {"token_ids": rpb.TokenIds(ids=prompt)}
+    params = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 64, "seed": 2, **sampling})
+    request = rpb.GenerateRequest(session_id=session, sampling=params, **source)
+    return [token async for piece in served.stub.Generate(request, timeout=20) for token in piece.chunk.token_ids]
+
+
+async def post(served: Any, session: str, value: float) -> int:
+    request = rpb.PostRewardRequest(session_id=session, reward=tpb.Reward(value=value, source="test"))
+    return int((await served.stub.PostReward(request, timeout=5)).state)
+
+
+async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history_forks(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(engine={"workers": 1}, **redis_keys(redis_url, run_id)) as served:
+        session = await open_session(served, group_id="g", group_size=2)
+        prompt = list(served.codec.encode("2+2="))
+        first = await generate(served, session, prompt, max_tokens=3)
+        longer = [*prompt, *first, 9, 9]
+        second = await generate(served, session, longer, max_tokens=4)
+        await generate(served, session, [*prompt, 8], max_tokens=2)
+        shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+        assert list(shown.trajectory.token_ids) == [*longer, *second]
+        await post(served, session, 1.0)
+        assert await post(served, session, 1.0) == rpb.SESSION_STATE_OPEN
+        with pytest.raises(grpc.aio.AioRpcError, match="another reward"):
+            await post(served, session, 0.0)
+        closed = await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
+        assert closed.state == rpb.SESSION_STATE_FINAL
+        with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
+            await post(served, session, 0.0)
+        branches = [
+            decode_trajectory(e.fields, e.payload) for e in await appended(redis_client, run_id, "trajectories", 2)
+        ]
+        trunk, fork = sorted(branches, key=lambda one: one.key.branch_id)
+        assert trunk.token_ids == (*longer, *second)
+        assert trunk.loss_mask == (0,) * 5 + (1,) * 3 + (0,) * 2 + (1,) * 4
+        assert fork.loss_mask == (0,) * 6 + (1,) * 2
+
+
+async def test_a_session_without_a_reward_is_never_published(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(engine={"workers": 1}, **redis_keys(redis_url, run_id)) as served:
+        session = await open_session(served)
+        await generate(served, session, "2+2=")
+        closed = await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
+        assert closed.state == rpb.SESSION_STATE_UNSCORED
+    assert (await Ledger(redis_client, run_id).count()).final == 0
+    record = await Ledger(redis_client, run_id).get(f"{session}/0")
+    assert record is not None
+    assert record["reason"] == "unscored"
+
+
+async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_says_so(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
+            await generate(served, await open_session(served), "2+2=", top_k=5)
+        free = await open_session(served, trainable=False)
+        assert await generate(served, free, "2+2=", top_k=5)
+
+
+async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}, session_timeout_s=0.3, max_sessions=1) as served:
+        session = await open_session(served)
+        with pytest.raises(grpc.aio.AioRpcError, match="too many sessions"):
+            await open_session(served)
+        async with asyncio.timeout(5):
+            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).open_sessions:
+                pass
+        shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+        assert shown.state == rpb.SESSION_STATE_UNSCORED

@@ -1,0 +1,107 @@
+"""New versions reach every worker, also late and replaced ones; a set is served as a whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import WeightsError
+from paceline.tensors import from_numpy
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import abort_version, build_manifest, commit_versions, push_weights
+
+CONTEXT = tpb.CommandContext(run_id="local", step=1, epoch=1)
+
+
+async def push(served: Any, target: int, version: int) -> None:
+    tensors = [from_numpy("model.norm.weight", np.full(8, version, dtype=np.float32))]
+    manifest = build_manifest(target, version, tensors, lm_head_hash=f"{version:016x}")
+    await push_weights(served.channel, manifest, tensors, CONTEXT)
+
+
+async def commit(served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN_PLACE) -> None:
+    await commit_versions(served.channel, CONTEXT, versions, mode)
+
+
+async def worker_versions(served: Any) -> list[tuple[int, int]]:
+    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    return [(w.health.versions.policy, w.health.versions.drafter) for w in status.workers if w.ready]
+
+
+async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway() as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        assert await worker_versions(served) == [(0, 0), (0, 0)]
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=100, seed=1, ignore_eos=True)
+        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20).__aiter__()
+        first = await anext(call)
+        await commit(served, VersionSet(1, 1, 0))
+        chunks = [first.chunk] + [piece.chunk async for piece in call]
+        versions = [span.policy_version for chunk in chunks for span in chunk.version_spans]
+        assert (versions[0], versions[-1]) == (0, 1)
+        assert versions == sorted(versions)
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 100
+        assert await worker_versions(served) == [(1, 0), (1, 0)]
+
+
+async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set(serve_gateway: Any) -> None:
+    async with serve_gateway() as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 3)
+        await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
+        await commit(served, VersionSet(1, 3, 2))
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        os.kill(status.workers[0].pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0].ready:
+                pass
+            while await worker_versions(served) != [(3, 2), (3, 2)]:
+                pass
+    async with serve_gateway() as served:
+        assert await worker_versions(served) == [(3, 2), (3, 2)]
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert (status.versions.seq, status.versions.policy, status.versions.drafter) == (1, 3, 2)
+
+
+async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        with pytest.raises(WeightsError, match="not prepared"):
+            await commit(served, VersionSet(1, 5, 0))
+        await push(served, pb.WEIGHT_TARGET_DRAFTER, 1)
+        await commit(served, VersionSet(1, 0, 1))
+        await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
+        await commit(served, VersionSet(2, 0, 2))
+        await commit(served, VersionSet(3, 0, 1))
+        assert await worker_versions(served) == [(0, 1)]
+        with pytest.raises(WeightsError, match="seq"):
+            await commit(served, VersionSet(3, 0, 2))
+
+
+async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        await abort_version(served.channel, CONTEXT, pb.WEIGHT_TARGET_POLICY, 1)
+        with pytest.raises(WeightsError):
+            await commit(served, VersionSet(1, 1, 0))
+
+
+async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict[str, Any]) -> None:
+    script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
+    async with serve_gateway(engine={"workers": 1}) as served:
+        await push(served, pb.WEIGHT_TARGET_POLICY, 1)
+        sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
+        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20).__aiter__()
+        await anext(call)
+        await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
+        chunks = [piece.chunk async for piece in call]
+        assert chunks[-1].finish_reason == tpb.FINISH_REASON_ABORT
