@@ -27,10 +27,10 @@ class PolicyHead:
     lm_head: Tensor  # [V, H] fp32
 
 
-def load_policy_head(path: Path, policy_version: int, dtype: torch.dtype) -> PolicyHead:
+def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
     """Reads embed_tokens and lm_head from a checkpoint or spool directory.
 
-    `dtype` is the dtype the engine serves: the hash is taken over the head's bytes in it. A tied checkpoint has no
+    The hash is taken over the head's bytes as they stand in the file, as the engine does. A tied checkpoint has no
     lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
     """
     tensors: dict[str, Tensor] = {}
@@ -41,10 +41,9 @@ def load_policy_head(path: Path, policy_version: int, dtype: torch.dtype) -> Pol
                 tensors[name] = opened.get_tensor(name)
     if EMBED not in tensors:
         raise InvalidInput(f"no {EMBED} in {path}", seen=[file.name for file in files], allowed="a checkpoint with it")
-    embed = tensors[EMBED].to(dtype)
-    head = tensors.get(HEAD, tensors[EMBED]).to(dtype).contiguous()
+    head = tensors.get(HEAD, tensors[EMBED]).contiguous()
     raw = head.view(torch.uint8).numpy().tobytes()
-    return PolicyHead(head_hash(raw), policy_version, embed.float(), head.float())
+    return PolicyHead(head_hash(raw), policy_version, tensors[EMBED].float(), head.float())
 
 
 class PolicyHeads:
