@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss
+from paceline.models.config import ModelConfig
 from paceline.streams import FeatureBatch
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
@@ -30,7 +31,7 @@ class FeatureSample:
     lm_head_hash: str
     hidden: Tensor  # [R, H] as captured
     token_ids: Tensor  # [R + 1] int64
-    generated: Tensor  # [R + 1] bool
+    generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
 
     @property
     def positions(self) -> int:
@@ -43,11 +44,18 @@ class FeatureSample:
         return self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
 
 
-def sample_from(batch: FeatureBatch) -> FeatureSample:
-    """Turns a stream entry into tensors. Raises DataLoss when it has no position to train on."""
-    if batch.rows < 2:
-        raise DataLoss("a feature batch is too short to train on", seen=f"{batch.rows} rows", allowed="at least 2")
+def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
+    """Turns a stream entry into tensors. Raises DataLoss when nothing of `target` can be trained with it.
+
+    Rows that another policy version computed than the last row's are not trained on: their head is another.
+    """
+    _check(batch, target)
     hidden = torch.frombuffer(bytearray(batch.hidden.data), dtype=_DTYPES[batch.hidden.dtype])
+    if not torch.isfinite(hidden).all():
+        raise DataLoss("a feature batch holds numbers that are not finite", seen=batch.session_id)
+    # The last token has no row and no mask bit; it is always the policy's.
+    generated = np.append(batch.mask, 1).astype(bool)
+    generated[1:] &= batch.versions == batch.policy_version
     return FeatureSample(
         session=batch.session_id,
         step=batch.step,
@@ -55,9 +63,23 @@ def sample_from(batch: FeatureBatch) -> FeatureSample:
         lm_head_hash=batch.lm_head_hash,
         hidden=hidden.view(batch.rows, batch.hidden_size),
         token_ids=torch.as_tensor(batch.token_ids.astype(np.int64)),
-        # The last token has no row and no mask bit; it is always the policy's.
-        generated=torch.as_tensor(np.append(batch.mask, 1), dtype=torch.bool),
+        generated=torch.as_tensor(generated),
     )
+
+
+def _check(batch: FeatureBatch, target: ModelConfig) -> None:
+    """Raises DataLoss when the batch does not fit the policy."""
+    if batch.rows < 2:
+        raise DataLoss("a feature batch is too short to train on", seen=f"{batch.rows} rows", allowed="at least 2")
+    if (batch.layers, batch.convention) != ("last", "post_norm"):
+        raise DataLoss("rows of another layer", seen=(batch.layers, batch.convention), allowed=("last", "post_norm"))
+    if batch.hidden_size != target.hidden_size:
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=target.hidden_size)
+    if batch.token_ids.min() < 0 or batch.token_ids.max() >= target.vocab_size:
+        seen = (int(batch.token_ids.min()), int(batch.token_ids.max()))
+        raise DataLoss("tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}")
+    if (np.diff(batch.positions) != 1).any():
+        raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)
 
 
 class FeatureBuffer:
@@ -82,6 +104,10 @@ class FeatureBuffer:
         """Training positions held."""
         return sum(sample.positions for sample in self._train)
 
+    def tokens_of(self, known: Container[str]) -> int:
+        """Training positions held of the `known` policy heads."""
+        return sum(sample.positions for sample in self._train if sample.lm_head_hash in known)
+
     def add(self, sample: FeatureSample) -> None:
         """Keeps a sample; the oldest go when samples or bytes exceed the budget."""
         if zlib.crc32(sample.session.encode()) % self._heldout_every == 0:
@@ -102,8 +128,10 @@ class FeatureBuffer:
                 self.nbytes -= sample.nbytes
                 self.dropped[reason] += 1
 
-    def draw(self, tokens: int, *, recency: float, known: Container[str]) -> list[FeatureSample]:
+    def draw(self, tokens: int, *, recency: float, known: Container[str], at_least: int = 1) -> list[FeatureSample]:
         """Samples of one of the `known` policy heads worth about `tokens` positions, without replacement.
+
+        At least `at_least` samples: heads with fewer are left out.
 
         A head is drawn with probability proportional to recency ** (heads newer than it) * its positions, so that one
         micro-batch needs one head and old versions fade. Empty when nothing usable is held.
@@ -112,14 +140,16 @@ class FeatureBuffer:
         for sample in self._train:
             if sample.lm_head_hash in known:
                 by_head.setdefault(sample.lm_head_hash, []).append(sample)
-        if not by_head:
+        enough = [group for group in by_head.values() if len(group) >= at_least]
+        if not enough:
             return []
-        groups = sorted(by_head.values(), key=lambda group: max(s.policy_version for s in group), reverse=True)
+        groups = sorted(enough, key=lambda group: max(s.policy_version for s in group), reverse=True)
         weights = np.array([recency**age * sum(s.positions for s in group) for age, group in enumerate(groups)])
         group = groups[int(self._random.choice(len(groups), p=weights / weights.sum()))]
-        drawn: list[FeatureSample] = []
+        drawn, room = list[FeatureSample](), tokens
         for index in self._random.permutation(len(group)):
-            if drawn and sum(s.positions for s in drawn) + group[index].positions > tokens:
+            room -= group[index].positions
+            if len(drawn) >= at_least and room < 0:
                 break
             drawn.append(group[index])
         return drawn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,13 @@ STATE = "state.pt"
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time in a thread, atomically; a newer one waits for the running one."""
+    """Writes one checkpoint at a time in a thread, atomically; a newer one waits for the running one.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    Beside the state lies the drafter as a checkpoint of its own, as `write_model` puts it into the directory.
+    """
+
+    def __init__(self, directory: Path, write_model: Callable[[dict[str, Any], Path], None]) -> None:
+        self._directory, self._write_model = directory, write_model
         self._thread: threading.Thread | None = None
         self._failure: OSError | None = None
 
@@ -43,6 +47,7 @@ class CheckpointWriter:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
+            self._write_model(state, temporary)
             torch.save(state, temporary / STATE)
             with (temporary / STATE).open("rb") as file:
                 os.fsync(file.fileno())

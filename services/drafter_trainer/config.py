@@ -6,11 +6,14 @@ from pydantic import Field
 
 from paceline.config import Config, ServiceConfig
 
+CONFIG_VARIABLE = "PACELINE_DRAFTER_TRAINER_CONFIG"
+"""Environment variable that carries the whole config to the ranks as JSON."""
+
 
 class OptimizerConfig(Config):
     """AdamW and the losses of EAGLE-1."""
 
-    lr: float = Field(default=1e-3, gt=0, description="learning rate")
+    lr: float = Field(default=3e-4, gt=0, description="learning rate")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=0.5, gt=0, description="largest gradient norm")
@@ -45,9 +48,6 @@ class DrafterTrainerConfig(ServiceConfig):
 
     model: str = Field(default="", description="checkpoint directory of the policy at version 0")
     drafter: str = Field(default="eagle", description="'eagle' for a fresh one, or a drafter checkpoint directory")
-    serving_dtype: str = Field(
-        default="float32", pattern="^(float32|bfloat16)$", description="dtype the engine serves in"
-    )
     ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
     threads_per_rank: int = Field(default=1, ge=1)
     micro_batch_ms: float = Field(default=40.0, gt=0, le=50, description="longest micro-batch aimed at, milliseconds")
@@ -57,6 +57,8 @@ class DrafterTrainerConfig(ServiceConfig):
     preempt_deadline_s: float = Field(default=2.0, gt=0, description="a rank that has not stopped by then is killed")
     rank_start_deadline_s: float = Field(default=90.0, gt=0)
     push_deadline_s: float = Field(default=30.0, gt=0)
+    push_grace_s: float = Field(default=0.5, ge=0, description="Detached waits this long for a push that is under way")
+    data_wait_s: float = Field(default=2.0, ge=0, description="an activation without rows ends after this long")
     checkpoint_interval_s: float = Field(default=20.0, gt=0)
     resume: bool = Field(default=True, description="continue from the newest checkpoint of the run")
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -53,11 +53,11 @@ class GateJob:
     ) -> None:
         self._nets = (candidate, serving)
         self._pieces = _pieces(samples, window)
-        self._head, self._steps, self._window = head, steps, window
+        self._steps, self._window = steps, window
         self._accepted: tuple[list[npt.NDArray[np.int64]], list[npt.NDArray[np.int64]]] = ([], [])
         self._documents: list[npt.NDArray[np.int64]] = []
         self._offset = 0
-        self.policy_version = head.policy_version
+        self.head = head
 
     @property
     def done(self) -> bool:
@@ -69,7 +69,7 @@ class GateJob:
         samples = self._pieces.pop()
         row = pack(samples, window=self._window)
         for net, accepted in zip(self._nets, self._accepted, strict=True):
-            accepted.append(accepted_tokens(chain_matches(net, row, self._head, self._steps).numpy()))
+            accepted.append(accepted_tokens(chain_matches(net, row, self.head, self._steps).numpy()))
         self._documents.append(row.documents[0][row.valid].numpy() + self._offset)
         self._offset += len(samples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,9 +48,11 @@ def judge(
     difference = np.bincount(index, weights=(candidate - serving).astype(np.float64))
     draws = np.random.default_rng(seed).integers(0, len(sizes), size=(resamples, len(sizes)))
     means = difference[draws].sum(axis=1) / sizes[draws].sum(axis=1)
+    # One sequence says nothing about how sequences differ.
+    noise = 1.96 * float(means.std()) if len(sizes) > 1 else math.inf
     return Judgement(
         candidate=1.0 + float(candidate.mean()),
         serving=1.0 + float(serving.mean()),
-        noise=1.96 * float(means.std()),
+        noise=noise,
         positions=len(candidate),
     )

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_map_only
 
 from drafter_trainer.batcher import PackedRow, document_mask
 from drafter_trainer.config import OptimizerConfig
@@ -117,9 +118,13 @@ class DrafterLearner:
 
     def state(self) -> dict[str, Any]:
         """Everything a later process needs to go on exactly, on the CPU; a collective of all ranks."""
-        return {
+        state = {
             "model": get_model_state_dict(self._net, options=_FULL),
             "optimizer": get_optimizer_state_dict(self._net, self._optimizer, options=_FULL),
+        }
+        return {
+            # On one rank the tensors are the live ones.
+            **tree_map_only(torch.Tensor, torch.clone, state),
             "total_steps": self.total_steps,
             "total_tokens": self.total_tokens,
         }

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from drafter_trainer import messages as m
 from drafter_trainer.buffer import FeatureSample, sample_from
 from paceline import telemetry
-from paceline.errors import DataLoss
+from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.local.ranks import RankLink
+from paceline.models.config import ModelConfig
 from paceline.streams import Entry, Stream, decode_features
 from paceline.telemetry import extract, span
 
 GROUP, CONSUMER = "drafter", "rank0"
 ENTRIES_PER_READ = 256
+READ_S = 1.0
+"""A read that takes longer is given up: preemption must not wait for Redis."""
 
 log = telemetry.get_logger("drafter_trainer.link")
 
@@ -24,17 +29,17 @@ class TrainerLink:
     """Blocking, for the one thread of a rank; only rank 0 has a stream.
 
     Commands that may be obeyed at any time (new heads, serving versions) go to `on_command` as soon as they are seen;
-    a preemption is kept for the loop to find.
+    a preemption is kept for the loop to find; activations and checkpoints wait for their turn, because all ranks take
+    part in them.
     """
 
-    def __init__(self, link: RankLink, stream: Stream | None) -> None:
-        self._link, self._stream = link, stream
+    def __init__(self, link: RankLink, stream: Stream | None, target: ModelConfig) -> None:
+        self._link, self._stream, self._target = link, stream, target
         self._runner = asyncio.Runner()
         self._preempted_epoch = 0
-        self._activations: list[m.Activate] = []
+        self._turns: deque[m.Activate | m.Save] = deque()
         self.on_command: Callable[[m.Message], None] = lambda message: None
         self.stopping = False
-        self.undecodable = 0
 
     @property
     def world_size(self) -> int:
@@ -45,17 +50,25 @@ class TrainerLink:
         """To the parent."""
         self._link.send(m.encode(message))
 
-    def wait_activation(self, timeout_s: float) -> m.Activate | None:
-        """The next activation; other commands are obeyed meanwhile."""
-        if not self._activations:
+    def wait_turn(self, timeout_s: float) -> m.Activate | m.Save | None:
+        """The next command that takes a turn of its own; others are obeyed meanwhile."""
+        if not self._turns:
             self._obey(self._link.receive(timeout_s))
-        return self._activations.pop(0) if self._activations else None
+        return self._turns.popleft() if self._turns else None
+
+    def wait_until(self, known: Callable[[], bool], deadline_s: float) -> None:
+        """Obeys commands until `known()`; DeadlineExceeded when it does not come true in time."""
+        end = time.monotonic() + deadline_s
+        while not known():
+            if time.monotonic() >= end:
+                raise DeadlineExceeded("a command other ranks have seen did not come", seen=f"{deadline_s} s")
+            self._obey(self._link.receive(end - time.monotonic()))
 
     def preempted(self, epoch: int) -> bool:
         """Whether the lease of that epoch is over; obeys what has arrived."""
         while (data := self._link.poll()) is not None:
             self._obey(data)
-        return self._preempted_epoch >= epoch
+        return self.stopping or self._preempted_epoch >= epoch
 
     def _obey(self, data: bytes | None) -> None:
         if data is None:
@@ -63,40 +76,48 @@ class TrainerLink:
         message = m.decode(data)
         if isinstance(message, m.Preempt):
             self._preempted_epoch = max(self._preempted_epoch, message.epoch)
-        elif isinstance(message, m.Activate):
-            self._activations.append(message)
+        elif isinstance(message, m.Activate | m.Save):
+            self._turns.append(message)
         else:
             self.on_command(message)
 
     def open_stream(self) -> None:
-        """Makes the group, and takes back what an earlier process read and did not use."""
+        """Makes the group, so that no batch appended from now on is missed."""
         if self._stream is not None:
             self._runner.run(self._stream.create_group(GROUP))
 
-    def read_samples(self, wait_s: float) -> Iterator[FeatureSample]:
-        """What the stream holds now, waiting up to `wait_s` for the first; entries leave the stream once decoded."""
-        if self._stream is None:
-            return
-        entries = self._runner.run(self._stream.unacked(GROUP, CONSUMER))
-        entries += self._runner.run(self._stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, wait_s))
-        with span("features.read", kind="consumer", links=[entry.fields.get("traceparent", "") for entry in entries]):
-            pass  # Marks when the batches arrived: a span must not stay open where this generator waits.
-        usable: list[str] = []
-        for entry in entries:
-            sample = self._decode(self._stream, entry)
-            if sample is not None:
-                usable.append(entry.id)
-                yield sample
-        if usable:
-            self._runner.run(self._stream.ack(GROUP, usable, delete=True))
+    def read_samples(self, wait_s: float) -> list[FeatureSample]:
+        """What the stream holds now, at most `ENTRIES_PER_READ`, waiting up to `wait_s` for the first.
 
-    def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:
+        Entries leave the stream once decoded. A Redis that is away costs one deadline, not the activation.
+        """
+        if self._stream is None:
+            return []
         try:
-            return sample_from(decode_features(entry.fields, entry.payload))
+            return self._runner.run(self._read(self._stream, wait_s))
+        except (Unavailable, TimeoutError) as error:
+            log.warning("features cannot be read now", error=str(error) or "no answer in time")
+            return []
+
+    async def _read(self, stream: Stream, wait_s: float) -> list[FeatureSample]:
+        async with asyncio.timeout(wait_s + READ_S):
+            entries = await stream.unacked(GROUP, CONSUMER)
+            entries += await stream.read(GROUP, CONSUMER, ENTRIES_PER_READ, wait_s)
+            if not entries:
+                return []
+            with span(
+                "features.read", kind="consumer", links=[entry.fields.get("traceparent", "") for entry in entries]
+            ):
+                usable = {entry.id: sample for entry in entries if (sample := await self._decode(stream, entry))}
+                await stream.ack(GROUP, list(usable), delete=True)
+        return list(usable.values())
+
+    async def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:
+        try:
+            return sample_from(decode_features(entry.fields, entry.payload), self._target)
         except DataLoss as error:
-            self.undecodable += 1
-            log.warning("feature batch does not decode", entry=entry.id, error=str(error))
-            self._runner.run(stream.dead_letter(GROUP, entry, str(error)))
+            log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
+            await stream.dead_letter(GROUP, entry, str(error))
             return None
 
     def close(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
+
+from paceline.errors import InternalError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +81,25 @@ class Stopped:
 
     epoch: int
     reason: str  # "preempted" | "epochs" | "no_data" | "max_steps"
-    steps: int
-    micro_batches: int
-    tokens: int
-    loss: float
-    busy_s: float
-    total_steps: int
-    total_tokens: int
-    buffer_samples: int
-    buffer_bytes: int
-    lm_head_hashes: list[str]
-    dropped: dict[str, int]
+    steps: int = 0
+    micro_batches: int = 0
+    tokens: int = 0
+    loss: float = 0.0  # mean over the micro-batches
+    busy_s: float = 0.0
+    total_steps: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where rank 0 stands; said when it is ready and whenever that changed."""
+
+    drafter_version: int = 0  # newest candidate
+    total_steps: int = 0
+    total_tokens: int = 0
+    buffer_samples: int = 0
+    buffer_bytes: int = 0
+    lm_head_hashes: list[str] = field(default_factory=list)  # newest last
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +110,8 @@ class Saved:
     total_steps: int
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """Within the parent: a rank died, and with it the activation."""
-
-    reason: str
-
-
-Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Saved | Lost
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind for kind in (Activate, Preempt, NewHead, Serving, Save, Attached, Judged, Stopped, Saved)
-}
+Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saved
+_KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -119,7 +120,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """The message; parent and rank are one program, so a bad one is our own fault and raises KeyError or TypeError."""
-    fields = json.loads(data)
-    message: Message = _KINDS[fields.pop("kind")](**fields)
+    """The message; InternalError when it is none: parent and rank are one program."""
+    try:
+        fields = json.loads(data)
+        message: Message = _KINDS[fields.pop("kind")](**fields)
+    except (ValueError, KeyError, TypeError) as error:
+        raise InternalError("a rank message does not decode", seen=repr(error)) from error
     return message

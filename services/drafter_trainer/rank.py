@@ -17,7 +17,7 @@ from drafter_trainer import sharing
 from drafter_trainer.candidates import Candidates
 from drafter_trainer.checkpoint import CheckpointWriter, read_checkpoint
 from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
-from drafter_trainer.heads import PolicyHeads, load_policy_head
+from drafter_trainer.heads import PolicyHead, PolicyHeads, load_policy_head
 from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink, activation_span
 from drafter_trainer.trainer import DrafterTrainer
@@ -98,11 +98,14 @@ class Rank:
             if isinstance(row, str):
                 self.learner.snapshot()
                 continue
-            wanted = row.lm_head_hash
-            self.link.wait_until(lambda wanted=wanted: self.heads.get(wanted) is not None, HEAD_DEADLINE_S)
-            head = self.heads.get(wanted)
-            assert head is not None
-            self.learner.micro_step(row, head)
+            self.learner.micro_step(row, self._head(row.lm_head_hash))
+
+    def _head(self, wanted: str) -> PolicyHead:
+        """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have looked yet."""
+        self.link.wait_until(lambda: self.heads.get(wanted) is not None, HEAD_DEADLINE_S)
+        head = self.heads.get(wanted)
+        assert head is not None
+        return head
 
     def obey(self, message: m.Message) -> None:
         """Commands that need no lease."""

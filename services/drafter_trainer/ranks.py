@@ -1,133 +1,179 @@
-"""The parent's view of its ranks: commands down, news up, one activation at a time. Owns no gRPC and no torch."""
+"""The parent's view of its ranks: one lease at a time, commands down, news up. Owns no gRPC and no torch."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafter_trainer import messages as m
-from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
 from paceline import telemetry
-from paceline.errors import FailedPrecondition, PacelineError
+from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
 from paceline.local.ranks import RankGroup, RankLost
+from paceline.local.watched_ranks import WatchedRanks
 
-RECEIVE_S = 3600.0
-GRACE_S = 5.0
+FACTS_KEPT = 8
+KILL_S = 10.0
 
 log = telemetry.get_logger("drafter_trainer.ranks")
 
 
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One activation as the parent sees it."""
+
+    epoch: int
+    news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)  # ends with Stopped or error
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
+    sent: bool = False  # the ranks know of it
+    stopping: asyncio.Task[None] | None = None
+
+    def end(self, last: m.Stopped | PacelineError) -> None:
+        """The slots are free."""
+        if not self.over.is_set():
+            self.news.put_nowait(last)
+            self.over.set()
+
+
 class DrafterRanks:
-    """Starts the ranks, restarts them when one dies, and routes what they say.
+    """Ranks that train under leases. `watched.supervise` must be running."""
 
-    News of the running activation goes to its queue; the last Stopped is kept for status.
-    """
-
-    def __init__(self, config: DrafterTrainerConfig, argv: list[str]) -> None:
+    def __init__(self, config: DrafterTrainerConfig) -> None:
         self._config = config
-        self._group = RankGroup(
-            "drafter_trainer.rank",
-            config.ranks,
-            config.threads_per_rank,
-            argv=argv,
-            log_dir=Path(config.run.dir) / "logs",
+        self.watched = WatchedRanks(
+            RankGroup(
+                "drafter_trainer.rank",
+                config.ranks,
+                config.threads_per_rank,
+                log_dir=Path(config.run.dir) / "logs",
+                env={CONFIG_VARIABLE: config.model_dump_json()},
+            ),
+            start_deadline_s=config.rank_start_deadline_s,
+            opening=self._opening,
+            on_message=self._route,
+            on_lost=self._lost,
         )
-        self._news: asyncio.Queue[m.Message] | None = None
-        self._saved: asyncio.Future[m.Saved] | None = None
-        self._remembered: dict[str, m.Message] = {}  # what restarted ranks have to be told again
-        self._reader: asyncio.Task[None] | None = None
-        self.epoch = 0  # of the running activation, 0 when idle
-        self.last: m.Stopped | None = None
-        self.alive = asyncio.Event()
+        self._facts: dict[str, m.NewHead | m.Serving] = {}  # what restarted ranks have to be told again
+        self._saves: list[asyncio.Future[m.Saved]] = []
+        self.lease: Lease | None = None
+        self.standing = m.Standing()
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return self._group.pids
+    def epoch(self) -> int:
+        """Epoch of the running activation; 0 when idle."""
+        return self.lease.epoch if self.lease else 0
 
-    async def start(self) -> None:
-        """Returns when all ranks are ready; they are watched from then on."""
-        await self._group.start(self._config.rank_start_deadline_s)
-        self.alive.set()
-        self._reader = asyncio.create_task(self._watch())
+    async def tell(self, fact: m.NewHead | m.Serving) -> None:
+        """Something that also ranks started later have to know."""
+        key = f"head {fact.policy_version}" if isinstance(fact, m.NewHead) else "serving"
+        self._facts.pop(key, None)
+        self._facts[key] = fact
+        while len(self._facts) > FACTS_KEPT:
+            del self._facts[next(iter(self._facts))]
+        if self.watched.ready:
+            try:
+                await self.watched.send(m.encode(fact))
+            except RankLost as error:  # the ranks that follow are told again
+                log.warning("a lost rank was not told", error=str(error))
 
-    async def stop(self) -> None:
-        """Lets the ranks write their checkpoint and ends them."""
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, return_exceptions=True)
-        await self._group.stop(GRACE_S)
+    async def begin(self, command: m.Activate, deadline_s: float) -> Lease:
+        """Starts an activation; one of an older epoch is stopped first.
 
-    async def tell(self, message: m.NewHead | m.Serving) -> None:
-        """A fact that also a rank restarted later has to know."""
-        key = f"{type(message).__name__}-{message.policy_version if isinstance(message, m.NewHead) else ''}"
-        self._remembered[key] = message
-        while len(self._remembered) > 8:
-            del self._remembered[next(iter(self._remembered))]
-        if self.alive.is_set():
-            await self._group.send(m.encode(message))
-
-    async def activate(self, command: m.Activate) -> AsyncIterator[m.Message]:
-        """News of one activation; ends after Stopped. Raises FailedPrecondition while another runs, RankLost."""
-        if self.epoch:
-            raise FailedPrecondition("an activation is running", seen=command.epoch, allowed=f"after {self.epoch} ends")
-        async with asyncio.timeout(self._config.rank_start_deadline_s):
-            await self.alive.wait()
-        self._news, self.epoch = asyncio.Queue(maxsize=256), command.epoch
+        Raises FailedPrecondition when one of this epoch or a newer one runs, Unavailable when no ranks are ready within
+        `deadline_s`.
+        """
+        while (old := self.lease) is not None:
+            if command.epoch <= old.epoch:
+                raise FailedPrecondition("an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}")
+            await self.stop_lease(old)
+        lease = self.lease = Lease(command.epoch)
         try:
-            await self._group.send(m.encode(command))
-            while True:
-                message = await self._news.get()
-                if isinstance(message, m.Lost):
-                    raise RankLost(message.reason)
-                yield message
-                if isinstance(message, m.Stopped):
-                    return
+            await self.watched.wait_ready(deadline_s)
+            if not lease.over.is_set():
+                await self.watched.send(m.encode(command))
+                lease.sent = True
         finally:
-            self._news, self.epoch = None, 0
+            if not lease.sent:
+                self._end(lease, self._nothing_done(lease))
+        return lease
 
-    async def preempt(self, epoch: int) -> None:
-        """Asks for a stop between two micro-batches."""
-        await self._group.send(m.encode(m.Preempt(epoch)))
+    async def stop_lease(self, lease: Lease) -> None:
+        """Returns when the slots are free. Goes on when its caller goes away."""
+        if not lease.over.is_set():
+            if lease.stopping is None:
+                lease.stopping = asyncio.create_task(self._stop(lease))
+            await asyncio.shield(lease.stopping)
+
+    def abandon(self, lease: Lease) -> None:
+        """Nobody listens any more: stops it without waiting."""
+        if not lease.over.is_set() and lease.stopping is None:
+            lease.stopping = asyncio.create_task(self._stop(lease))
 
     async def save(self, deadline_s: float) -> m.Saved:
-        """Writes a checkpoint between two activations."""
-        self._saved = asyncio.get_running_loop().create_future()
-        await self._group.send(m.encode(m.Save()))
-        async with asyncio.timeout(deadline_s):
-            return await self._saved
+        """Writes a checkpoint between two activations. Raises RankLost, DeadlineExceeded."""
+        saved: asyncio.Future[m.Saved] = asyncio.get_running_loop().create_future()
+        await self.watched.wait_ready(deadline_s)
+        self._saves.append(saved)
+        try:
+            await self.watched.send(m.encode(m.Save()))
+            async with asyncio.timeout(deadline_s):
+                return await saved
+        except TimeoutError as error:
+            raise DeadlineExceeded("no checkpoint was written in time", seen=f"{deadline_s} s") from error
 
-    async def kill(self) -> None:
-        """Ends ranks that did not stop in time; the watch starts them again from their checkpoint."""
-        self._group.kill()
+    async def _stop(self, lease: Lease) -> None:
+        """Asks; a rank that has not stopped between two micro-batches in time is killed."""
+        if not lease.sent:
+            self._end(lease, self._nothing_done(lease))
+            return
+        started = time.monotonic()
+        try:
+            await self.watched.send(m.encode(m.Preempt(lease.epoch)))
+            async with asyncio.timeout(self._config.preempt_deadline_s):
+                await lease.over.wait()
+        except TimeoutError:
+            log.warning("ranks did not stop in time and are killed", seconds=time.monotonic() - started)
+            self.watched.kill()
+            async with asyncio.timeout(KILL_S):
+                await lease.over.wait()
+        except RankLost as error:
+            self._end(lease, error)
 
-    async def _watch(self) -> None:
-        while True:
-            try:
-                _, data = await self._group.receive(RECEIVE_S)
-                self._route(m.decode(data))
-            except RankLost as error:
-                log.warning("drafter rank lost; starting again", error=str(error))
-                await self._restart(str(error))
-            except PacelineError as error:
-                log.debug("no news from the ranks", error=str(error))
+    def _opening(self) -> Iterable[bytes]:
+        return [m.encode(fact) for fact in self._facts.values()]
 
-    def _route(self, message: m.Message) -> None:
-        if isinstance(message, m.Stopped):
-            self.last = message
-        if isinstance(message, m.Saved):
-            if self._saved is not None and not self._saved.done():
-                self._saved.set_result(message)
-        elif self._news is not None:
-            self._news.put_nowait(message)
+    def _route(self, rank: int, data: bytes) -> None:
+        message = m.decode(data)
+        match message:
+            case m.Standing():
+                self.standing = message
+            case m.Saved():
+                for saved in self._saves:
+                    if not saved.done():
+                        saved.set_result(message)
+                self._saves = []
+            case m.Stopped(epoch):
+                if self.lease is not None and self.lease.epoch == epoch:
+                    self._end(self.lease, message)
+            case _:
+                if self.lease is not None:
+                    self.lease.news.put_nowait(message)
 
-    async def _restart(self, reason: str) -> None:
-        self.alive.clear()
-        if self._news is not None:
-            self._news.put_nowait(m.Lost(reason))
-        await self._group.stop(0.0)
-        await self._group.start(self._config.rank_start_deadline_s)
-        for message in self._remembered.values():
-            await self._group.send(m.encode(message))
-        self.alive.set()
+    def _lost(self, error: PacelineError) -> None:
+        for saved in self._saves:
+            if not saved.done():
+                saved.set_exception(error)
+        self._saves = []
+        if self.lease is not None and self.lease.sent:
+            self._end(self.lease, error)
+
+    def _end(self, lease: Lease, last: m.Stopped | PacelineError) -> None:
+        lease.end(last)
+        if self.lease is lease:
+            self.lease = None
+
+    def _nothing_done(self, lease: Lease) -> m.Stopped:
+        return m.Stopped(lease.epoch, "preempted", total_steps=self.standing.total_steps)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.publish import push_drafter
-from drafter_trainer.ranks import DrafterRanks
-from paceline import telemetry
-from paceline.errors import PacelineError
+from drafter_trainer.publish import Outcome, Promoter
+from drafter_trainer.ranks import DrafterRanks, Lease
+from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.rpc import EpochGuard, Server, channel
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
@@ -26,10 +25,8 @@ from paceline.weights import SERVICE_NAME as WEIGHT_SERVICE
 from paceline.weights import Spool, WeightServicer, add_weight_service
 
 SERVICE_NAME = "paceline.v1.DrafterService"
-GRACE_S = 3.0
+GRACE_S = 5.0
 SAVE_DEADLINE_S = 30.0
-
-log = telemetry.get_logger("drafter_trainer")
 
 
 class HeadHooks:
@@ -56,14 +53,17 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     def __init__(self, config: DrafterTrainerConfig, ranks: DrafterRanks, guard: EpochGuard) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
-        self._unsent: m.Judged | None = None  # promoted, but the gateway was not reached under that epoch
-        self._stopped: dict[int, asyncio.Event] = {}
-        self._drafter_version = 0
+        self._promoter = Promoter(self._gateway, config.push_deadline_s)
+        self._preempted_epoch = 0
 
     async def Activate(self, request: pb.ActivateRequest, context: Any) -> AsyncIterator[pb.ActivateResponse]:
-        """Trains until Preempt or the activation's own end; Detached comes last."""
+        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes away ends it."""
+        self._check_run(request.context)
         self._guard.check(request.context)
         epoch = request.context.epoch
+        if epoch <= self._preempted_epoch:  # Preempt has overtaken its Activate
+            yield _detached(m.Stopped(epoch, "preempted", total_steps=self._ranks.standing.total_steps))
+            return
         command = m.Activate(
             epoch=epoch,
             step=request.context.step,
@@ -71,81 +71,90 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
         )
-        self._stopped = {epoch: asyncio.Event()}
-        pushes: list[asyncio.Task[pb.ActivateResponse]] = []
-        if self._unsent is not None:
-            pushes.append(asyncio.create_task(self._promote(self._unsent, request.context)))
-        detached = pb.ActivateResponse()
+        lease = await self._ranks.begin(command, request.deadline_s or self._config.rank_start_deadline_s)
         try:
-            async for message in self._ranks.activate(command):
-                match message:
-                    case m.Attached():
-                        yield _activated(message)
-                    case m.Judged(promoted=True):
-                        pushes.append(asyncio.create_task(self._promote(message, request.context)))
-                    case m.Judged():
-                        yield _gate(message, promoted=False)
-                    case m.Stopped():
-                        detached = _detached(message)
+            async for response in self._news(lease, request.context):
+                yield response
         finally:
-            self._stopped[epoch].set()
-        for push in pushes:
-            yield await push
-        yield detached
+            self._ranks.abandon(lease)
 
-    async def _promote(self, decision: m.Judged, context: CommandContext) -> pb.ActivateResponse:
-        """Pushes a promoted drafter; what the gateway did not take is tried again in the next activation."""
-        self._unsent = decision
+    async def _news(self, lease: Lease, context: CommandContext) -> AsyncGenerator[pb.ActivateResponse]:
+        """What the ranks say and what became of pushes, as it comes; ends with Detached."""
+        self._promoter.start_again(context)
+        while True:
+            message = await self._next(lease)
+            match message:
+                case m.Attached():
+                    yield _activated(message)
+                case m.Judged(promoted=True):
+                    self._promoter.start(message, context)
+                case m.Judged():
+                    yield _gate(message, promoted=False)
+                case Outcome(decision, prepared):
+                    yield _gate(decision, promoted=prepared)
+                case m.Stopped():
+                    if self._promoter.push is not None:
+                        await asyncio.wait({self._promoter.push}, timeout=self._config.push_grace_s)
+                        if self._promoter.push.done():
+                            outcome = self._promoter.take()
+                            yield _gate(outcome.decision, promoted=outcome.prepared)
+                    yield _detached(message)
+                    return
+
+    async def _next(self, lease: Lease) -> m.Message | Outcome:
+        """The next news; a push that is done comes first. Raises what ended the activation."""
+        news = asyncio.ensure_future(lease.news.get())
         try:
-            report = await push_drafter(self._gateway, decision, context, self._config.push_deadline_s)
-        except PacelineError as error:
-            log.warning("promoted drafter not taken yet", version=decision.drafter_version, error=str(error))
-            return _gate(decision, promoted=False)
-        self._unsent, self._drafter_version = None, decision.drafter_version
-        log.info("drafter prepared", version=decision.drafter_version, bytes=report.bytes, seconds=report.push_s)
-        return _gate(decision, promoted=True)
+            push = self._promoter.push
+            await asyncio.wait({news, push} if push else {news}, return_when=asyncio.FIRST_COMPLETED)
+            if push is not None and push.done() and not news.done():
+                return self._promoter.take()
+        finally:
+            if not news.done():
+                news.cancel()
+        message = news.result()
+        if isinstance(message, PacelineError):
+            raise message
+        return message
 
     async def Preempt(self, request: pb.PreemptRequest, context: Any) -> pb.PreemptResponse:
-        """Returns when the slots are free: a rank that does not stop within the deadline is killed."""
-        self._guard.check(request.context)
+        """Returns when the slots are free: a rank that does not stop within the deadline is killed.
+
+        No newer command fences it off: to free slots is always right.
+        """
+        self._check_run(request.context)
         started = time.monotonic()
-        epoch = self._ranks.epoch
-        if not epoch or epoch > request.context.epoch:
+        self._preempted_epoch = max(self._preempted_epoch, request.context.epoch)
+        lease = self._ranks.lease
+        if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        await self._ranks.preempt(epoch)
-        try:
-            async with asyncio.timeout(self._config.preempt_deadline_s):
-                await self._stopped[epoch].wait()
-        except TimeoutError:
-            log.warning("rank did not stop in time and is killed", epoch=epoch)
-            await self._ranks.kill()
+        await self._ranks.stop_lease(lease)
         return pb.PreemptResponse(stopped_after_s=time.monotonic() - started, was_active=True)
 
     async def GetDrafterStatus(self, request: pb.GetDrafterStatusRequest, context: Any) -> pb.GetDrafterStatusResponse:
-        """Figures of the last activation and the processes."""
-        last = self._ranks.last
+        """Where the trainer stands, and the processes."""
+        standing = self._ranks.standing
         return pb.GetDrafterStatusResponse(
-            drafter_version=self._drafter_version,
-            total_steps=last.total_steps if last else 0,
-            total_tokens=last.total_tokens if last else 0,
-            buffer_samples=last.buffer_samples if last else 0,
-            buffer_bytes=last.buffer_bytes if last else 0,
-            active_epoch=self._ranks.epoch,
-            lm_head_hashes=last.lm_head_hashes if last else [],
-            rank_pids=self._ranks.pids,
+            **asdict(standing), active_epoch=self._ranks.epoch, rank_pids=self._ranks.watched.pids
         )
 
     async def SaveDrafterCheckpoint(
         self, request: pb.SaveDrafterCheckpointRequest, context: Any
     ) -> pb.SaveDrafterCheckpointResponse:
         """Returns when the checkpoint is on disk."""
+        self._check_run(request.context)
         self._guard.check(request.context)
         saved = await self._ranks.save(SAVE_DEADLINE_S)
         return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.total_steps)
 
     async def close(self) -> None:
         """Ends the connection to the gateway."""
+        self._promoter.cancel()
         await self._gateway.close()
+
+    def _check_run(self, context: CommandContext) -> None:
+        if context.run_id != self._config.run.id:
+            raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=self._config.run.id)
 
 
 def _activated(message: m.Attached) -> pb.ActivateResponse:
@@ -183,25 +192,31 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 
 
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
-    """Ranks first, then the port: a healthy service can train at once."""
-    run_dir = Path(config.run.dir)
-    ranks = DrafterRanks(config, config_argv(config))
-    guard = EpochGuard()
-    spool = Spool(run_dir / "spool-drafter-trainer", keep=4)
+    """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
+    check_model(Path(config.model))
+    ranks, guard = DrafterRanks(config), EpochGuard()
+    spool = Spool(Path(config.run.dir) / "spool-drafter-trainer", keep=4)
+    await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
     weights = WeightServicer(spool, guard, HeadHooks(ranks), targets=(WEIGHT_TARGET_POLICY_HEAD,))
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)
+    server.set_serving(SERVICE_NAME, False)
+    await server.start()
+    supervision = asyncio.create_task(ranks.watched.supervise())
+    health = asyncio.create_task(ranks.watched.show_health(server, SERVICE_NAME))
+    stopped = asyncio.create_task(stop.wait())
     try:
-        await ranks.start()
-        await _tell_spooled(spool, ranks)
-        await server.start()
-        log.info("drafter trainer serves", address=config.addresses.drafter_trainer, pid=os.getpid(), ranks=ranks.pids)
-        await stop.wait()
+        await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if supervision.done():
+            await supervision
     finally:
-        await server.stop(GRACE_S)
-        await ranks.stop()
+        for task in (health, stopped, supervision):
+            task.cancel()
+        await asyncio.gather(health, stopped, supervision, return_exceptions=True)
+        await ranks.watched.stop(GRACE_S)  # a running activation stops and all that was learned is saved
+        await server.stop(0)
         await servicer.close()
 
 
@@ -213,6 +228,7 @@ async def _tell_spooled(spool: Spool, ranks: DrafterRanks) -> None:
         await ranks.tell(m.Serving(spool.serving.policy, spool.serving.drafter))
 
 
-def config_argv(config: DrafterTrainerConfig) -> list[str]:
-    """The whole config as one JSON argument for the ranks."""
-    return [config.model_dump_json()]
+def check_model(directory: Path) -> None:
+    """Raises ConfigError unless the directory looks like the policy's checkpoint."""
+    if not (directory / "config.json").is_file():
+        raise ConfigError("model is no Hugging Face directory", seen=directory, allowed="a directory with config.json")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from drafter_trainer.batcher import PackedRow
-from drafter_trainer.heads import PolicyHeads
 
 _STOP, _ROW, _SNAPSHOT = 0, 1, 2
+_HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
 
 
@@ -25,26 +24,26 @@ def announce_snapshot() -> None:
     _announce(_SNAPSHOT)
 
 
-def hand_out(rows: Sequence[PackedRow], heads: PolicyHeads) -> PackedRow:
+def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
     """Rank 0: sends row r to rank r and returns its own; one row per rank, all of one head."""
     _announce(_ROW)
     for rank, row in enumerate(rows[1:], start=1):
-        size = torch.tensor([*row.hidden.shape[1:], heads.hashes.index(row.lm_head_hash)])
+        size = torch.tensor([*row.hidden.shape[1:], *bytes.fromhex(row.lm_head_hash)])
         dist.send(size, rank)
         dist.send(torch.stack([row.hidden[0], row.target]), rank)
         dist.send(torch.stack([getattr(row, name).reshape(-1).long() for name in _INTEGERS]), rank)
     return rows[0]
 
 
-def receive(heads: PolicyHeads) -> PackedRow | str:
+def receive() -> PackedRow | str:
     """Other ranks: the next row, or "stop" or "snapshot"."""
     word = torch.zeros((), dtype=torch.int64)
     dist.broadcast(word, 0)
     if word != _ROW:
         return "stop" if word == _STOP else "snapshot"
-    size = torch.zeros(3, dtype=torch.int64)
+    size = torch.zeros(2 + _HASH_BYTES, dtype=torch.int64)
     dist.recv(size, 0)
-    length, width, head = size.tolist()
+    length, width, *hash_bytes = size.tolist()
     states = torch.empty(2, length, width)
     dist.recv(states, 0)
     integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
@@ -58,13 +57,10 @@ def receive(heads: PolicyHeads) -> PackedRow | str:
         positions=positions[None],
         documents=documents[None],
         valid=valid.bool(),
-        lm_head_hash=heads.hashes[head],
+        lm_head_hash=bytes(hash_bytes).hex(),
     )
 
 
 def _announce(word: int) -> None:
     if dist.get_world_size() > 1:
         dist.broadcast(torch.tensor(word), 0)
-
-
-assert {field.name for field in dataclasses.fields(PackedRow)} >= set(_INTEGERS)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer import sharing
 from drafter_trainer.batcher import pack
 from drafter_trainer.buffer import FeatureBuffer, FeatureSample
+from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.evaluate import GateJob
 from drafter_trainer.gate import Judgement
-from drafter_trainer.heads import PolicyHeads
+from drafter_trainer.heads import PolicyHead, PolicyHeads
 from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.link import TrainerLink
+from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
-from paceline.telemetry import span
+from paceline.telemetry import get_logger, span
 
 FIRST_MICRO_BATCH_TOKENS = 128
+DATA_POLL_S = 0.05
+
+log = get_logger("drafter_trainer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Activation:
 
     epoch: int
     max_steps: int
-    tokens_allowed: float
+    data_until: float  # time.monotonic() until which an activation without rows waits
     steps: int = 0
     micro_batches: int = 0
     tokens: int = 0
@@ -55,10 +57,10 @@ class DrafterTrainer:
         learner: DrafterLearner,
         heads: PolicyHeads,
         link: TrainerLink,
-        candidates_dir: Path,
+        candidates: Candidates,
     ) -> None:
         self._config, self._learner, self._heads, self._link = config, learner, heads, link
-        self._candidates_dir = candidates_dir
+        self._candidates = candidates
         settings = config.buffer
         self.buffer = FeatureBuffer(
             max_samples=settings.samples,
@@ -68,69 +70,74 @@ class DrafterTrainer:
             seed=config.run.seed,
         )
         self.serving = DrafterState(0, learner.snapshot())
-        self._previous = self.serving
-        self._handed_over: DrafterState | None = None  # promoted, not yet committed
+        self._handed_over = False  # this activation has promoted a candidate
         self._job: GateJob | None = None
         self._candidate: DrafterState | None = None  # under judgement
-        self.next_version = 1
+        self.next_version = max([0, *candidates.versions]) + 1
         self._last_judged_step = learner.total_steps
         self._seconds_per_token = 0.0
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
-        started = time.perf_counter()
-        self.ingest(wait_s=0.2 if not len(self.buffer) else 0.0)
-        allowed = self._config.max_epochs * self.buffer.tokens
-        activation = Activation(command.epoch, command.max_steps, allowed)
-        attach_s = time.perf_counter() - started
-        self._link.send(m.Attached(command.epoch, self._link.world_size, attach_s))
+        started = time.monotonic()
+        self.on_serving(command.drafter_version)
+        self._handed_over = False
+        while self.ingest() == ENTRIES_PER_READ and not self._link.preempted(command.epoch):
+            pass
+        activation = Activation(command.epoch, command.max_steps, started + self._config.data_wait_s)
+        self._link.send(m.Attached(command.epoch, self._link.world_size, time.monotonic() - started))
         while (reason := self._stop_reason(activation)) is None:
             if self._job is not None:
                 self._advance_gate(activation)
             elif self._gate_due():
                 self._start_gate()
+            elif drawn := self._draw():
+                self._train(activation, drawn)
             else:
-                self._train(activation)
+                self.ingest(wait_s=DATA_POLL_S)
         sharing.announce_stop()
+        self._link.send(self.standing())
         return self._stopped(activation, reason)
 
     def _stop_reason(self, activation: Activation) -> str | None:
         """Looks at the commands that arrived meanwhile; None to go on."""
         if self._link.preempted(activation.epoch):
             return "preempted"
-        if self._link.stopping:
-            return "preempted"
-        if not len(self.buffer):
-            return "no_data"
         if activation.max_steps and activation.steps >= activation.max_steps:
             return "max_steps"
-        return "epochs" if activation.tokens >= activation.tokens_allowed else None
+        if not self.buffer.tokens_of(self._heads.hashes):
+            return None if time.monotonic() < activation.data_until else "no_data"
+        return "epochs" if activation.tokens >= self._config.max_epochs * self.buffer.tokens else None
 
-    def ingest(self, wait_s: float = 0.0) -> None:
-        """Moves what the features stream holds into the buffer; rows of a head no longer kept are dropped."""
-        for sample in self._link.read_samples(wait_s):
+    def ingest(self, wait_s: float = 0.0) -> int:
+        """Moves up to one read of the features stream into the buffer; returns how many samples came.
+
+        Rows of a head no longer kept are dropped.
+        """
+        samples = self._link.read_samples(wait_s)
+        for sample in samples:
             self.buffer.add(sample)
         known = set(self._heads.hashes)
         newest = self._heads.newest.policy_version
         # Rows of a version whose head is still on its way wait; older ones without a head can never be used.
         self.buffer.forget(lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head")
+        return len(samples)
 
-    def _train(self, activation: Activation) -> None:
+    def _train(self, activation: Activation, drawn: list[list[FeatureSample]]) -> None:
         started = time.perf_counter()
-        drawn = self._draw()
-        if not drawn:
-            activation.tokens_allowed = 0
-            return
         rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
         head = self._heads.get(rows[0].lm_head_hash)
         assert head is not None
-        with span("drafter.micro_step", tokens=rows[0].valid.shape[0]):
-            result = self._learner.micro_step(sharing.hand_out(rows, self._heads), head)
+        with span("drafter.micro_step", policy_version=head.policy_version) as current:
+            result = self._learner.micro_step(sharing.hand_out(rows), head)
+            current.set_attribute("positions", result.positions)
+            current.set_attribute("loss", result.loss)
+            current.set_attribute("stepped", result.stepped)
         seconds = time.perf_counter() - started
         self._learn_speed(seconds / max(rows[0].valid.shape[0], 1))
         activation.micro_batches += 1
         activation.steps += result.stepped
-        activation.tokens += result.positions
+        activation.tokens += sum(int(row.valid.sum()) for row in rows)
         activation.loss_sum += result.loss
         activation.busy_s += seconds
         if result.stepped:
@@ -139,11 +146,13 @@ class DrafterTrainer:
     def _draw(self) -> list[list[FeatureSample]]:
         """One list of samples per rank, all of one head; empty when no usable sample is held."""
         world = self._link.world_size
-        known = set(self._heads.hashes)
-        samples = self.buffer.draw(self._micro_batch_tokens() * world, recency=self._config.buffer.recency, known=known)
-        if len(samples) < world:
-            return []
-        return [samples[rank::world] for rank in range(world)]
+        samples = self.buffer.draw(
+            self._micro_batch_tokens() * world,
+            recency=self._config.buffer.recency,
+            known=set(self._heads.hashes),
+            at_least=world,
+        )
+        return [samples[rank::world] for rank in range(world)] if samples else []
 
     def _micro_batch_tokens(self) -> int:
         if not self._seconds_per_token:
@@ -156,7 +165,7 @@ class DrafterTrainer:
         self._seconds_per_token = 0.8 * old + 0.2 * seconds_per_token if old else seconds_per_token
 
     def _gate_due(self) -> bool:
-        if self._handed_over is not None:
+        if self._handed_over:
             return False
         return self._learner.total_steps - self._last_judged_step >= self._config.gate.interval_steps
 
@@ -183,22 +192,24 @@ class DrafterTrainer:
         job, candidate = self._job, self._candidate
         assert job is not None
         assert candidate is not None
-        job.advance()
-        if job.done:
-            self._decide(activation.epoch, job, candidate)
+        with span("drafter.gate", drafter_version=candidate.version):
+            job.advance()
+            if job.done:
+                self._decide(activation.epoch, job, candidate)
         activation.busy_s += time.perf_counter() - started
 
     def _decide(self, epoch: int, job: GateJob, candidate: DrafterState) -> None:
         self._job = self._candidate = None
         judgement = job.judgement(resamples=self._config.gate.bootstrap)
-        path = self._candidates_dir / f"drafter-{candidate.version}"
+        path = ""
         if judgement.promoted:
-            save_eagle(candidate.net, path)
-            self._handed_over = candidate
-            self.next_version += 1
-        self._link.send(self._judged(epoch, job.policy_version, candidate.version, judgement, path))
+            path = str(self._candidates.save(candidate.version, candidate.net))
+            self._handed_over = True
+            self.next_version = candidate.version + 1
+        log.info("judged", drafter_version=candidate.version, promoted=judgement.promoted, **asdict(judgement))
+        self._link.send(self._judged(epoch, job.head, candidate.version, judgement, path))
 
-    def _judged(self, epoch: int, policy: int, version: int, judgement: Judgement, path: Path) -> m.Judged:
+    def _judged(self, epoch: int, head: PolicyHead, version: int, judgement: Judgement, path: str) -> m.Judged:
         return m.Judged(
             epoch=epoch,
             drafter_version=version,
@@ -206,19 +217,25 @@ class DrafterTrainer:
             candidate=judgement.candidate,
             serving=judgement.serving,
             noise=judgement.noise,
-            policy_version=policy,
+            policy_version=head.policy_version,
             positions=judgement.positions,
             optimizer_steps=self._learner.total_steps,
-            lm_head_hash=self._heads.newest.hash,
-            path=str(path) if judgement.promoted else "",
+            lm_head_hash=head.hash,
+            path=path,
         )
 
-    def on_serving(self, drafter_version: int) -> None:
+    def on_serving(self, version: int) -> None:
         """The engines serve this drafter now: a promotion was committed, or an older one came back."""
-        if self._handed_over is not None and drafter_version == self._handed_over.version:
-            self._previous, self.serving, self._handed_over = self.serving, self._handed_over, None
-        elif drafter_version == self._previous.version:
-            self.serving = self._previous
+        self._candidates.serves(version)
+        if version == self.serving.version:
+            return
+        net = self._candidates.load(version)
+        if net is None:
+            log.warning("the serving drafter is not kept here", seen=version, kept=self._candidates.versions)
+            return
+        self.serving = DrafterState(version, net)
+        self.next_version = max(self.next_version, version + 1)
+        self._job = self._candidate = None  # it was compared with another
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
         return m.Stopped(
@@ -230,26 +247,26 @@ class DrafterTrainer:
             loss=activation.loss_sum / max(activation.micro_batches, 1),
             busy_s=activation.busy_s,
             total_steps=self._learner.total_steps,
+            dropped=dict(self.buffer.dropped),
+        )
+
+    def standing(self) -> m.Standing:
+        """Where the trainer stands."""
+        return m.Standing(
+            drafter_version=self.next_version - 1,
+            total_steps=self._learner.total_steps,
             total_tokens=self._learner.total_tokens,
             buffer_samples=len(self.buffer),
             buffer_bytes=self.buffer.nbytes,
             lm_head_hashes=list(self._heads.hashes),
-            dropped=dict(self.buffer.dropped),
         )
 
     def state(self) -> dict[str, Any]:
         """What a later process needs; a collective of all ranks."""
-        return {
-            "learner": self._learner.state(),
-            "serving": self.serving.net.state_dict(),
-            "serving_version": self.serving.version,
-            "next_version": self.next_version,
-        }
+        return {"learner": self._learner.state(), "serving_version": self.serving.version}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from `state`."""
         self._learner.load_state(state["learner"])
-        self.serving.net.load_state_dict(state["serving"])
-        self.serving = self._previous = DrafterState(state["serving_version"], self.serving.net)
-        self.next_version = state["next_version"]
+        self.on_serving(state["serving_version"])
         self._last_judged_step = self._learner.total_steps

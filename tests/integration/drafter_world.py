@@ -155,7 +155,9 @@ def rows_of_policy(run: str, count: int, *, length: int = 48, seed: int = 0, pre
     model = LlamaForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     prompts = torch.randint(0, 40, (count, 6))
-    tokens = model.generate(prompts, do_sample=True, max_new_tokens=length - 6, min_new_tokens=length - 6, pad_token_id=0)
+    tokens = model.generate(
+        prompts, do_sample=True, max_new_tokens=length - 6, min_new_tokens=length - 6, pad_token_id=0
+    )
     hidden = model.model(tokens).last_hidden_state
     head = policy_head_hash()
     rows = length - 1

@@ -35,7 +35,9 @@ async def collect(news: AsyncIterator[pb.ActivateResponse]) -> list[pb.ActivateR
     return [response async for response in news]
 
 
-async def test_an_activation_trains_on_captured_rows_and_ends_with_detached(world: World, rows: list[FeatureBatch]) -> None:
+async def test_an_activation_trains_on_captured_rows_and_ends_with_detached(
+    world: World, rows: list[FeatureBatch]
+) -> None:
     await world.append(rows)
     await world.start()
     news = await collect(world.activate(1, max_steps=6))

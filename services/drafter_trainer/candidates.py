@@ -1,0 +1,50 @@
+"""Drafter versions on disk: what was promoted, to be pushed, judged against and rolled back to. Owns the directory."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from paceline.models.config import ModelConfig
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import load_eagle, save_eagle
+
+KEPT = 4
+
+
+class Candidates:
+    """`<directory>/drafter-<version>`: the newest few, the one that serves and the one before it."""
+
+    def __init__(self, directory: Path, target: ModelConfig) -> None:
+        self._directory, self._target = directory, target
+        self._needed: list[int] = []
+
+    def path(self, version: int) -> Path:
+        """Directory of a version."""
+        return self._directory / f"drafter-{version}"
+
+    @property
+    def versions(self) -> list[int]:
+        """Versions on disk, oldest first."""
+        found = self._directory.glob("drafter-*/model.safetensors")
+        return sorted(int(file.parent.name.removeprefix("drafter-")) for file in found)
+
+    def save(self, version: int, net: EagleNet) -> Path:
+        """Writes a version and forgets old ones."""
+        path = self.path(version)
+        save_eagle(net, path)
+        for old in self.versions[:-KEPT]:
+            if old not in self._needed:
+                shutil.rmtree(self.path(old))
+        return path
+
+    def load(self, version: int) -> EagleNet | None:
+        """The drafter of a version, ready for inference; None when it is not kept."""
+        if version not in self.versions:
+            return None
+        return load_eagle(self.path(version), self._target).eval()
+
+    def serves(self, version: int) -> None:
+        """Keeps this version and the one that served before."""
+        if version not in self._needed[-1:]:
+            self._needed = [*self._needed[-1:], version]
