@@ -1,4 +1,4 @@
-"""The sections of report.html: which figures of a run become which drawing. Owns no layout and no definition of a figure."""
+"""The sections of report.html: which figures become which drawing. Owns no layout and defines no figure."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ _WATERFALL_ROWS = 32
 def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
     """(title, note, drawing) of the charts by RL step."""
     records = history.records
+    learning = f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts"
+    acceptance = "live, and a fixed probe outside timed windows; dashed: a new drafter serves"
     return [
-        ("Reward and held-out accuracy", f"line: mean of {_SMOOTH} steps; dots: fixed held-out prompts", _learning(history)),
-        ("Acceptance length", "live, and a fixed probe outside timed windows; dashed: a new drafter serves", _acceptance(history)),
+        ("Reward and held-out accuracy", learning, _learning(history)),
+        ("Acceptance length", acceptance, _acceptance(history)),
         ("Rollout speed", "generated tokens per second of rollout", _speed(records)),
         ("Arms chosen", "share of speculation rounds by arm", _arms(records)),
         ("Response length", "tokens of a response", _lengths(records)),
@@ -69,14 +71,11 @@ def latency_table(edges: Sequence[Edge]) -> str:
     """One row per edge between services."""
     if not edges:
         return '<p class="empty">no spans were written</p>'
-    rows = "".join(
-        f"<tr><td>{escape(edge.source)} → {escape(edge.target)}</td><td>{escape(edge.what)}</td><td>{edge.transport}</td>"
-        f"<td class='n'>{edge.count:,}</td><td class='n'>{duration(edge.p50_s)}</td><td class='n'>{duration(edge.p95_s)}</td>"
-        f"<td class='n'>{duration(edge.p99_s)}</td></tr>"
-        for edge in sorted(edges, key=lambda edge: (edge.transport, edge.source, edge.target, edge.what))
-    )
-    head = "<th>edge</th><th>call or hop</th><th>over</th><th class='n'>count</th>"
-    return f"<table><thead><tr>{head}{''.join(f'<th class=n>{p}</th>' for p in ('p50', 'p95', 'p99'))}</tr></thead><tbody>{rows}</tbody></table>"
+    head = "".join(f"<th>{name}</th>" for name in ("edge", "call or hop", "over"))
+    head += "".join(f'<th class="n">{name}</th>' for name in ("count", "p50", "p95", "p99"))
+    ordered = sorted(edges, key=lambda edge: (edge.transport, edge.source, edge.target, edge.what))
+    rows = "".join(_edge_row(edge) for edge in ordered)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
 def trace_section(trace: Sequence[Span]) -> str:
@@ -132,6 +131,13 @@ def counts_table(summary: Summary) -> str:
     ]
     cells = "".join(f"<tr><td>{escape(name)}</td><td class='w'>{escape(str(value))}</td></tr>" for name, value in rows)
     return f"<table class='facts'><tbody>{cells}</tbody></table>"
+
+
+def _edge_row(edge: Edge) -> str:
+    words = (f"{edge.source} → {edge.target}", edge.what, edge.transport)
+    figures = (f"{edge.count:,}", duration(edge.p50_s), duration(edge.p95_s), duration(edge.p99_s))
+    cells = [f"<td>{escape(word)}</td>" for word in words] + [f'<td class="n">{figure}</td>' for figure in figures]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _learning(history: RunHistory) -> str:
@@ -191,10 +197,11 @@ def _arms(records: Sequence[StepRecord]) -> str:
 
 def _lengths(records: Sequence[StepRecord]) -> str:
     named = (("median", "c0"), ("90th percentile", "c2"), ("longest", "c1"))
+    known = [r for r in records if len(r.response_length_quantiles) == len(named)]
     series = [
-        Series(name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in records if len(r.response_length_quantiles) > i], color)
+        Series(name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in known], color)
         for i, (name, color) in enumerate(named)
-    ]  # fmt: skip
+    ]
     return line_chart(series, y_label="tokens", y_min=0.0)
 
 
@@ -229,7 +236,8 @@ def _drafter_steps(records: Sequence[StepRecord]) -> str:
 
 def _bars(intervals: Iterable[SlotInterval]) -> Iterable[Bar]:
     for one in intervals:
-        title = f"{_HOLDER_NAMES.get(one.holder, one.holder)}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
+        name = _HOLDER_NAMES.get(one.holder, one.holder)
+        title = f"{name}, {duration(one.seconds)}, epoch {one.epoch}, step {one.step + 1}"
         yield Bar(one.slot, one.start_s, one.end_s, HOLDERS.get(one.holder, "c5"), title)
 
 
