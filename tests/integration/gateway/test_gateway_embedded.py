@@ -1,0 +1,67 @@
+"""The embedded engine behind the gateway: the demo's start policy, real weights, real speculation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis.asyncio
+
+from paceline.streams import RedisStream, decode_features, run_key
+from paceline.tensors import decode_safetensors
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import build_manifest, commit_versions, push_weights
+from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+
+POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+
+
+async def test_speculation_changes_no_token_and_new_weights_are_served(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = {"trajectories": True, "redis": {"durable_url": redis_url}, "run": {"id": run_id}}
+    engine = {"kind": "embedded", "workers": 2, "max_sequence_tokens": 128}
+    async with serve_gateway(
+        model=str(POLICY), drafter="eagle", features={"dtype": "float32"}, engine=engine, **keys
+    ) as served:
+
+        async def answers(arm: str, purpose: int, step: int) -> dict[tuple[str, int], rpb.SampleFinished]:
+            request = served.tasks_request(purpose=purpose, step=step, capture=True, forced_arm=arm)
+            news = [one async for one in served.stub.RunTasks(request, timeout=60)]
+            found = [one.sample for one in news if one.HasField("sample")]
+            return {(one.task_id, one.sample_index): one for one in found}
+
+        plain = await answers("off", tpb.PURPOSE_EVAL, 0)
+        drafted = await answers("eagle:3_1_4", tpb.PURPOSE_TRAIN, 0)
+        for key, sample in plain.items():
+            if min(sample.smallest_gap, drafted[key].smallest_gap) > 1e-4:
+                assert sample.tokens_hash == drafted[key].tokens_hash
+        assert sum(sample.speculation.drafted_rounds for sample in drafted.values()) > 0
+
+        stream = RedisStream(redis_client, run_key(run_id, "features"))
+        await stream.create_group("test")
+        batches = [decode_features(e.fields, e.payload) for e in await stream.read("test", "c", 4, 5.0)]
+        assert all((batch.hidden_size, batch.hidden.dtype) == (128, "F32") for batch in batches)
+        assert {batch.lm_head_hash for batch in batches} != {""}
+
+        tensors = list(decode_safetensors((POLICY / "model.safetensors").read_bytes()).values())
+        context = tpb.CommandContext(run_id=run_id, step=0, epoch=1)
+        await push_weights(served.channel, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context)
+        await commit_versions(served.channel, context, VersionSet(1, 1, 0))
+        again = await answers("off", tpb.PURPOSE_EVAL, 0)
+        for key, sample in plain.items():
+            if sample.smallest_gap > 1e-4:
+                assert again[key].tokens_hash == sample.tokens_hash
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        assert [worker.health.versions.policy for worker in status.workers] == [1, 1]
+
+
+@pytest.mark.parametrize("drafter", ["off", "ngram", "eagle"])
+def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
+    config = GatewayConfig(model=str(POLICY), drafter=drafter)
+    assert EmbeddedSpec.model_validate(engine_settings(config)).drafter == drafter
