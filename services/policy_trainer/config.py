@@ -61,7 +61,7 @@ class PolicyTrainerConfig(ServiceConfig):
     """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens of a rank's forward, padding included."""
-    row_tokens: int = Field(default=256, ge=1)
+    row_tokens: int = Field(default=128, ge=1)
     """Tokens of a packed row; a longer trajectory widens the rows of its step."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Element type of pushed weights."""

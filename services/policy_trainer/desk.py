@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import DataLoss, PacelineError
+from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.local.ranks import RankLink
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
@@ -97,7 +97,7 @@ class Desk:
         try:
             collected = self._runner.run(self._collect(command, wanted))
         except PacelineError as error:
-            self.failed(command, error)
+            self.failed(command.command_id, error)
             return None
         self.batched(command, collected.facts)
         return collected
@@ -108,7 +108,7 @@ class Desk:
         try:
             self._runner.run(self._push(command, progress, weights))
         except PacelineError as error:
-            self.failed(command, error)
+            self.failed(command.command_id, error)
 
     def release(self, through_step: int) -> None:
         """Acknowledges the entries of steps that a checkpoint holds, and forgets their records."""
@@ -126,13 +126,21 @@ class Desk:
         self._tell(Batched(command.command_id, facts))
 
     def saved(self, command_id: int, path: Path, progress: Progress) -> None:
-        """A checkpoint lies on disk; command 0 is the interval."""
+        """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the interval.
+
+        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges them.
+        """
+        try:
+            self.release(progress.step)
+        except Unavailable as error:
+            self.failed(command_id, error)
+            return
         self._tell(Saved(command_id, str(path), progress.policy_version))
 
-    def failed(self, command: Train, error: PacelineError) -> None:
+    def failed(self, command_id: int, error: PacelineError) -> None:
         """The command has failed; the ranks take the next one."""
-        _log.error("command_failed", step=command.sender.step, error=str(error))
-        self._tell(failure(command.command_id, error))
+        _log.error("command_failed", command=command_id, error=str(error))
+        self._tell(failure(command_id, error))
 
     def log_step(self, progress: Progress) -> None:
         """One line a step."""

@@ -31,9 +31,7 @@ class PolicyServicer(PolicyServiceServicer):
         self._ranks = ranks
         self._guard = EpochGuard()
 
-    async def TrainStep(
-        self, request: pb.TrainStepRequest, context: Any
-    ) -> AsyncIterator[pb.TrainStepResponse]:
+    async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> AsyncIterator[pb.TrainStepResponse]:
         """BatchReady, PolicyStepped, PolicyPrepared."""
         waits_s = request.group_deadline_s or self._config.group_deadline_s
         command = Train(
@@ -53,9 +51,7 @@ class PolicyServicer(PolicyServiceServicer):
         saved = await save(self._ranks, self._sender(request.context), self._config.step_deadline_s)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.policy_version)
 
-    async def GetPolicyStatus(
-        self, request: pb.GetPolicyStatusRequest, context: Any
-    ) -> pb.GetPolicyStatusResponse:
+    async def GetPolicyStatus(self, request: pb.GetPolicyStatusRequest, context: Any) -> pb.GetPolicyStatusResponse:
         """Where the trainer stands."""
         progress, pids = self._ranks.progress, self._ranks.pids
         return pb.GetPolicyStatusResponse(

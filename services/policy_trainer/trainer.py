@@ -88,7 +88,7 @@ class PolicyTrainer:
                 seen=f"step {command.sender.step} from p{command.policy_version}",
                 allowed=f"a step after {self.progress.step}, from p{self.progress.policy_version}",
             )
-            self.desk.failed(command, error)
+            self.desk.failed(command.command_id, error)
         return False
 
     def _advance(self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE) -> bool:
@@ -115,6 +115,4 @@ class PolicyTrainer:
         """Checkpoints, and acknowledges the groups it holds."""
         self.progress = dataclasses.replace(self.progress, checkpoint_version=self.progress.policy_version)
         if self.desk:
-            path = self.checkpoints.write(snapshot, self.progress)
-            self.desk.release(self.progress.step)
-            self.desk.saved(command_id, path, self.progress)
+            self.desk.saved(command_id, self.checkpoints.write(snapshot, self.progress), self.progress)
