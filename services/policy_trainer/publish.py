@@ -19,7 +19,7 @@ from paceline.weights import PushReport, build_manifest, push_weights
 from policy_trainer.config import PolicyTrainerConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,8 +125,8 @@ class World:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
-    async def start(self) -> None:
-        self.process = await self.spawn()
+    async def start(self, **overrides: object) -> None:
+        self.process = await self.spawn(**overrides)
         await wait_healthy(self.address, SECURITY, 60)
 
     async def append(self, step: int, version: int) -> list[Trajectory]:
@@ -174,9 +174,9 @@ class World:
         return load_file(self.spools["gateway"].path(1, version) / "model.safetensors")
 
 
-async def receiver(spool: Spool, target: int) -> tuple[Server, int]:
+async def receiver(spool: Spool, target: int, port: int = 0) -> tuple[Server, int]:
     """A real WeightService over a spool."""
-    server = Server("127.0.0.1:0", SECURITY)
+    server = Server(f"127.0.0.1:{port}", SECURITY)
     servicer = WeightServicer(spool, EpochGuard(), NoHooks(), targets=(target,))
     server.add(add_weight_service, servicer, SERVICE_NAME)
     return server, await server.start()
@@ -284,3 +284,24 @@ async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(wor
     await world.stop()
     refused = await world.spawn(resume="false")
     assert await asyncio.wait_for(refused.wait(), 20) == 2
+
+
+async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trained_twice(world: World) -> None:
+    port = free_port()
+    await world.start(ranks=1, **{"addresses.gateway": f"127.0.0.1:{port}"})
+    await world.append(0, 0)
+    with pytest.raises(Unavailable):
+        await world.step(0, 0)
+    count = await Ledger(world.client, world.run).count()
+    assert (count.trained, count.open) == (0, GROUPS * SIBLINGS)
+    server, _ = await receiver(world.spools["gateway"], WEIGHT_TARGET_POLICY, port)
+    try:
+        again = await world.step(0, 0)
+    finally:
+        await server.stop(0)
+    assert [type(news).__name__ for news in again] == ["BatchReady", "PolicyStepped", "PolicyPrepared"]
+    assert again[0].trajectories == GROUPS * SIBLINGS
+    assert moved(world.weights(1), load_file(world.model / "model.safetensors")) < 1.1e-3, "stepped twice"
+    assert (await world.status()).trajectories_trained == GROUPS * SIBLINGS
+    count = await Ledger(world.client, world.run).count()
+    assert (count.trained, count.open) == (GROUPS * SIBLINGS, 0)
