@@ -179,7 +179,7 @@ def rows_of_policy(run: str, count: int, *, length: int = 48, seed: int = 0, pre
 
 
 def policy_head_hash() -> str:
-    """Hash of the start policy's head as an fp32 engine serves it."""
+    """Hash of the start policy's head as it lies in the file."""
     tensors = load_file(POLICY / "model.safetensors")
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).float().contiguous()
-    return head_hash(head.numpy().tobytes())
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]).contiguous()
+    return head_hash(head.view(torch.uint8).numpy().tobytes())

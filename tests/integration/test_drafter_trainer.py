@@ -2,16 +2,47 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import zlib
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from integration.drafter_world import Receiver, World, rows_of_policy, serve_receiver
+import torch
+from integration.drafter_world import (
+    POLICY,
+    SECURITY,
+    Receiver,
+    World,
+    policy_head_hash,
+    rows_of_policy,
+    serve_receiver,
+)
+from safetensors.torch import load_file
 
+from paceline.errors import FailedPrecondition, InvalidInput, StaleEpoch, Unavailable
 from paceline.local.ports import free_port
+from paceline.models.config import read_config
+from paceline.rpc import channel
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import load_eagle
 from paceline.streams import FeatureBatch, connect
+from paceline.tensors import from_numpy, head_hash
+from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
-from paceline.weights import Spool
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
+from paceline.weights import Spool, build_manifest, commit_versions, push_weights
+
+ENDLESS = {"max_epochs": 1e6}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +57,8 @@ async def world(tmp_path: Path, redis_url: str, run_id: str) -> AsyncIterator[Wo
     address = f"127.0.0.1:{free_port()}"
     made = World(run_id, tmp_path / "run", redis_url, client, address, spool, receiver, f"127.0.0.1:{port}")
     yield made
-    await made.stop(9)
+    receiver.open.set()
+    await made.stop(signal.SIGKILL)
     await server.stop(0)
     await client.aclose()
 
@@ -35,15 +67,165 @@ async def collect(news: AsyncIterator[pb.ActivateResponse]) -> list[pb.ActivateR
     return [response async for response in news]
 
 
-async def test_an_activation_trains_on_captured_rows_and_ends_with_detached(
+async def until(news: AsyncIterator[pb.ActivateResponse], event: str) -> Any:
+    """The next news of that kind."""
+    async for response in news:
+        if response.WhichOneof("event") == event:
+            return getattr(response, event)
+    raise AssertionError(f"the stream ended without {event}")
+
+
+async def promotion(news: AsyncIterator[pb.ActivateResponse]) -> pb.GateDecision:
+    """The next promoted decision."""
+    while True:
+        gate: pb.GateDecision = await until(news, "gate")
+        if gate.promoted:
+            return gate
+
+
+async def test_activations_train_stop_resume_and_fence_off_old_leases(world: World, rows: list[FeatureBatch]) -> None:
+    await world.append(rows[:20])
+    broken = await world.stream.append({"schema_version": "1", "run": world.run}, b"no tensors")
+    wide = dataclasses.replace(rows[0], hidden=from_numpy("hidden", torch.zeros(rows[0].rows, 3).numpy()))
+    await world.append([wide, *rows[20:]])
+    await world.start(**ENDLESS)
+    news = await collect(world.activate(2, max_steps=6))
+    assert [one.WhichOneof("event") for one in news] == ["activated", "detached"]
+    assert news[0].activated.world_size == 1
+    detached = news[-1].detached
+    assert (detached.reason, detached.steps, detached.micro_batches) == ("max_steps", 6, 24)
+    assert detached.tokens > 0
+    assert detached.loss > 0
+    assert (await world.stream.depth()).entries == 0
+    dead = await world.stream.dead_letters()
+    assert [letter.fields["dead_id"] for letter in dead if letter.payload == b"no tensors"] == [broken]
+    assert len(dead) == 2, "rows of another width belong to the dead letters too"
+
+    async with aclosing(world.activate(3)) as running:
+        await until(running, "activated")
+        with pytest.raises(FailedPrecondition):
+            await collect(world.activate(3))
+        assert (await world.status()).active_epoch == 3
+        assert not (await world.preempt(2)).was_active, "a preemption of an older lease stopped a newer one"
+        stopped = await world.preempt(3)
+        assert stopped.was_active
+        assert stopped.stopped_after_s < 2.0
+        detached = await until(running, "detached")
+        assert detached.reason == "preempted"
+    assert not (await world.preempt(3)).was_active
+    status = await world.status()
+    assert status.active_epoch == 0
+    assert status.total_steps == detached.total_steps == 6 + detached.steps
+    assert status.buffer_samples > 0
+
+    with pytest.raises(StaleEpoch):
+        await collect(world.activate(2))
+    with pytest.raises(InvalidInput):
+        await world.call("Preempt", pb.PreemptRequest(context={"run_id": "another", "epoch": 9}))
+    assert not (await world.preempt(7)).was_active
+    late = await collect(world.activate(6))
+    assert [one.detached.reason for one in late] == ["preempted"], "Preempt overtook Activate"
+
+    await world.stop()
+    await world.start(**ENDLESS)
+    assert (await world.status()).total_steps == status.total_steps
+    saved = await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(8)))
+    assert saved.total_steps == status.total_steps
+    load_eagle(Path(saved.path), read_config(POLICY))
+
+
+async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    await world.start()
-    news = await collect(world.activate(1, max_steps=6))
-    assert [one.WhichOneof("event") for one in news] == ["activated", "detached"]
-    detached = news[-1].detached
-    assert detached.reason == "max_steps"
-    assert detached.steps == 6
-    assert detached.micro_batches == 24
-    assert (await world.stream.depth()).entries == 0
+    await world.start(**ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20, "push_grace_s": 0.05})
+    world.receiver.open.clear()
+    async with aclosing(world.activate(1)) as running:
+        await until(running, "activated")
+        await asyncio.wait_for(world.receiver.entered.wait(), 60)  # the gateway loads the drafter, and takes its time
+        assert (await world.preempt(1)).stopped_after_s < 2.0, "a preemption waited for a push"
+        detached = await until(running, "detached")
+        assert detached.reason == "preempted"
+    world.receiver.open.set()
+    async with aclosing(world.activate(2)) as running:
+        gate = await promotion(running)  # what the first activation could not tell
+        await world.preempt(2)
+    assert gate.drafter_version == 1
+    assert gate.candidate_accept_length - gate.serving_accept_length > gate.noise > 0
+    assert gate.positions >= 20
+    written = world.directory / "checkpoints" / "drafter-candidates" / "drafter-1"
+    received = world.directory / "received"
+    shutil.copytree(world.pushed(1), received)
+    shutil.copy(written / "config.json", received)
+    target = read_config(POLICY)
+    net, again = load_eagle(written, target).state_dict(), load_eagle(received, target).state_dict()
+    assert all(torch.equal(net[name], again[name]) for name in net)
+    assert torch.linalg.norm(net["fc.weight"] - EagleNet(target, seed=0).fc.weight) > 0.1
+
+    async with channel(world.address, SECURITY) as peer:
+        await commit_versions(peer, world.context(3), VersionSet(1, 0, 1))
+    async with aclosing(world.activate(3, drafter=1)) as running:
+        second = await until(running, "gate")
+        assert second.drafter_version == 2
+        assert second.serving_accept_length == pytest.approx(gate.candidate_accept_length, abs=1e-9)
+
+
+async def test_lost_ranks_lost_callers_and_new_heads(world: World, rows: list[FeatureBatch]) -> None:
+    await world.append(rows)
+    await world.start(**ENDLESS, checkpoint_interval_s=0.01)
+    first = (await collect(world.activate(1, max_steps=2)))[-1].detached
+    await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1)))
+    head, embedding = new_head()
+    async with channel(world.address, SECURITY) as peer:
+        tensors = [from_numpy("lm_head.weight", head), from_numpy("model.embed_tokens.weight", embedding)]
+        await push_weights(peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1))
+
+    async with aclosing(world.activate(2)) as running:
+        await until(running, "activated")
+        (pid,) = (await world.status()).rank_pids
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await collect(running)
+    await world.append(rows[:8])  # the buffer died with the rank
+    again = (await collect(world.activate(3, max_steps=1)))[-1].detached
+    assert (again.reason, again.total_steps) == ("max_steps", first.total_steps + 1)
+    status = await world.status()
+    assert list(status.rank_pids) != [pid]
+    expected = head_hash(head.tobytes())
+    assert list(status.lm_head_hashes) == [policy_head_hash(), expected], "the new rank was not told of the head"
+
+    newer = [relabelled(batch, expected, 1) for batch in rows[8:16]]
+    unknown = [relabelled(batch, "0" * 16, 0) for batch in rows[16:20]]
+    await world.append([*newer, *unknown])
+    async with aclosing(world.activate(4)) as running:
+        await until(running, "activated")
+    # A checkpoint waits for its turn: it is written once the activation nobody listens to has stopped.
+    await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(4)))
+    assert (await world.status()).active_epoch == 0
+    detached = (await collect(world.activate(5, max_steps=1)))[-1].detached
+    assert detached.steps == 1
+    assert detached.dropped == {"stale_head": sum(trained_on(batch) for batch in unknown)}
+
+
+def new_head() -> tuple[Any, Any]:
+    """Head and embedding of a policy that has moved."""
+    tensors = load_file(POLICY / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"].float()
+    return (tensors.get("lm_head.weight", embedding).float() * 1.01).numpy(), embedding.numpy()
+
+
+def relabelled(batch: FeatureBatch, head: str, version: int) -> FeatureBatch:
+    """The same rows as if version `version` had computed them."""
+    return dataclasses.replace(
+        batch, lm_head_hash=head, policy_version=version, versions=np.full(batch.rows, version, dtype=np.int64)
+    )
+
+
+def trained_on(batch: FeatureBatch) -> bool:
+    """Whether the session is not held out, by the rule of the buffer."""
+    return zlib.crc32(batch.session_id.encode()) % 4 != 0
+
+
+def test_the_parent_imports_no_torch() -> None:
+    code = "import drafter_trainer.server, sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
