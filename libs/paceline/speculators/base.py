@@ -58,11 +58,17 @@ class Speculator(Protocol):
         """Hidden states needed of the target."""
         ...
 
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Bring slots that are far behind up to date from `batch` alone, however long this speculator has been off.
+
+        Apart from `propose`, so that what a pause costs is not counted as the cost of a round.
+        """
+        ...
+
     def propose(self, batch: DraftBatch, steps: int) -> Tensor:
         """Drafts int64 [B, steps] for positions n .. n + steps - 1; -1 where there is nothing to propose.
 
-        First brings every slot up to date from `batch` alone, however long this speculator has been off: states kept
-        from its own features are replaced by those from true hidden states.
+        Needs no `catch_up` before it. States kept from own features are replaced by those from true hidden states.
         """
         ...
 

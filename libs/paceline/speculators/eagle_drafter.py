@@ -23,7 +23,7 @@ from paceline.speculators.base import CaptureSpec, DraftBatch, SpeculatorSetup
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle_checkpoint import load_eagle, load_tensors
 
-LAG_ROWS = 16
+LAG_ROWS = 8
 """A slot that lacks more rows than this catches up apart, so that the others do not compute its rows' padding."""
 
 
@@ -102,9 +102,9 @@ class EagleDrafter:
 
     def propose(self, batch: DraftBatch, steps: int) -> Tensor:
         """int64 [B, steps]: the most likely chain; see Speculator.propose."""
-        self._rescue_laggards(batch)
+        self.catch_up(batch)
         lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
-        features = self._catch_up(batch, batch.slots, batch.lengths, max(lacking, 1))
+        features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
         drafts = torch.empty(len(batch.slots), steps, dtype=torch.int64, device=self._device)
         blocks = self._chain_blocks(batch, steps - 1)
         for step in range(steps):
@@ -114,20 +114,21 @@ class EagleDrafter:
             torch.argmax(functional.linear(features, self._target.head), dim=-1, out=drafts[:, step])
         return drafts
 
-    def _rescue_laggards(self, batch: DraftBatch) -> None:
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Slots that lack more than LAG_ROWS rows get them."""
         late = [
             (slot, n)
             for slot, n in zip(batch.slots, batch.lengths, strict=True)
             if n - 1 - self._valid[slot] > LAG_ROWS
         ]
-        if late and len(late) < len(batch.slots):
+        if late:
             slots, lengths = [slot for slot, _ in late], [n for _, n in late]
-            self._catch_up(batch, slots, lengths, max(n - 1 - self._valid[s] for s, n in late))
+            self._feed(batch, slots, lengths, max(n - 1 - self._valid[slot] for slot, n in late))
 
     def _inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         return torch.addmm(self._state.token_table.index_select(0, tokens), hidden, self._state.fc_hidden.t())
 
-    def _catch_up(self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Tensor:
+    def _feed(self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Tensor:
         """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2, [B, H].
 
         Slots that lack fewer rows compute some again, with the same result: no padding and no masks of padding.

@@ -57,6 +57,9 @@ class NgramSpeculator:
     def __init__(self, setup: SpeculatorSetup) -> None:
         self._indexes = [_Index() for _ in range(setup.slots)]
 
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Indexes are brought up to date by `propose`; that costs next to nothing."""
+
     def propose(self, batch: DraftBatch, steps: int) -> Tensor:
         """int64 [B, steps]; -1 where nothing was found."""
         drafts = np.full((len(batch.slots), steps), -1, dtype=np.int64)

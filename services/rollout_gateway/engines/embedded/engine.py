@@ -82,9 +82,10 @@ class EmbeddedEngine:
         rows = [self._scheduler.running[slot] for slot in slots]
         news: list[Chunk] = []
         if rows:
-            decoding = self._clock()
             plan = self._speculation.choose(rows)
-            drafts = self._speculation.draft(plan, slots, rows, self._store)
+            parts = self._speculation.parts(plan, slots, rows, self._store)
+            decoding = self._clock()
+            drafts = self._speculation.draft(parts, len(rows))
             block, positions, hidden, tokens_in = self._forward(slots, rows, drafts)
             logits = head_logits(self._weights.policy, hidden)
             verdict = verify(logits, drafts, positions + 1, self._draw_params(rows, positions.shape[1]))

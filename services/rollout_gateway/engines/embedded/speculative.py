@@ -65,6 +65,16 @@ class RoundPlan:
         return next(iter(self.arms)) if len(self.arms) == 1 else ""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftPart:
+    """Rows that draft with one arm."""
+
+    members: list[int]
+    arm: Arm
+    speculator: Speculator
+    batch: DraftBatch
+
+
 class Speculation:
     """Speculators, arms and the bandit of one engine."""
 
@@ -118,25 +128,34 @@ class Speculation:
         arms.setdefault(choice.arm, []).extend(free)
         return RoundPlan(arms, choice.explored)
 
-    def draft(self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> Tensor:
-        """Drafts int64 [B, K], -1 where a row has fewer; K = 0 when nobody proposes anything."""
-        parts: list[tuple[list[int], Tensor]] = []
+    def parts(
+        self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+    ) -> list[DraftPart]:
+        """Who drafts for which rows; drafters that were off have caught up when this returns."""
+        parts = []
         for name, members in plan.arms.items():
             arm = self.arms[name]
-            if not arm.steps:
-                continue
-            batch = DraftBatch(
-                [slots[row] for row in members], [rows[row].length for row in members], store.token_ids, store.hidden
-            )
-            proposed = self.speculators[arm.speculator].propose(batch, arm.steps)
-            if len(members) == len(rows):
-                return proposed if arm.speculator != "ngram" or bool((proposed >= 0).any()) else proposed[:, :0]
-            parts.append((members, proposed))
-        steps = max((proposed.shape[1] for _, proposed in parts), default=0)
-        drafts = torch.full((len(rows), steps), -1, dtype=torch.int64, device=store.token_ids.device)
-        for members, proposed in parts:
-            drafts[members, : proposed.shape[1]] = proposed
-        return drafts
+            if arm.steps:
+                lengths = [rows[row].length for row in members]
+                batch = DraftBatch([slots[row] for row in members], lengths, store.token_ids, store.hidden)
+                speculator = self.speculators[arm.speculator]
+                speculator.catch_up(batch)
+                parts.append(DraftPart(members, arm, speculator, batch))
+        return parts
+
+    def draft(self, parts: Sequence[DraftPart], rows: int) -> Tensor:
+        """Drafts int64 [B, K] for B = rows, -1 where a row has fewer; K = 0 when nobody proposes anything."""
+        proposals = [part.speculator.propose(part.batch, part.arm.steps) for part in parts]
+        if not proposals:
+            return torch.empty(rows, 0, dtype=torch.int64)
+        if len(parts) == 1 and len(parts[0].members) == rows:
+            drafts = proposals[0]
+        else:
+            steps = max(proposal.shape[1] for proposal in proposals)
+            drafts = torch.full((rows, steps), -1, dtype=torch.int64, device=proposals[0].device)
+            for part, proposal in zip(parts, proposals, strict=True):
+                drafts[part.members, : proposal.shape[1]] = proposal
+        return drafts if bool((drafts[:, 0] >= 0).any()) else drafts[:, :0]
 
     def observe(self, plan: RoundPlan, batch: int, tokens: int, seconds: float) -> None:
         """Tell the bandit of a round; one with several arms teaches nothing about any."""
