@@ -24,6 +24,7 @@ from paceline.telemetry import get_logger, meter, span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
+from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines.base import Capability
 from rollout_gateway.engines.ring import RowArray
@@ -81,13 +82,11 @@ class Gateway:
         await self.router.start()
         self.outbox.start()
         self.publisher.start()
-        self._sweeper = asyncio.create_task(self._expire_sessions())
+        self._sweeper = background(self._expire_sessions(), "session time-outs")
 
     async def stop(self) -> None:
         """End workers, send what waits for a few seconds, close connections."""
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
+        await cancel(self._sweeper)
         await self.router.stop()
         await self.outbox.stop(STOP_GRACE_S)
         await self.publisher.stop()

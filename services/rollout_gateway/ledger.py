@@ -17,6 +17,7 @@ from paceline.errors import PacelineError, ResourceExhausted
 from paceline.streams import Ledger, encode_trajectory
 from paceline.telemetry import extract, get_logger, inject, span
 from paceline.trajectory import Trajectory
+from rollout_gateway.background import background, cancel
 
 BATCH = 16
 RETRY_S = 0.25
@@ -63,7 +64,7 @@ class Outbox:
     def start(self) -> None:
         """Begin to send."""
         if self._client is not None:
-            self._task = asyncio.create_task(self._run())
+            self._task = background(self._run(), "outbox")
 
     async def stop(self, grace_s: float) -> None:
         """Send what waits for up to `grace_s` seconds, then say what could not be sent."""
@@ -73,8 +74,7 @@ class Outbox:
             await asyncio.wait_for(self._empty.wait(), grace_s)
         except TimeoutError:
             log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def put(self, trajectory: Trajectory, unpublished: str = "") -> None:
         """Queue a finished branch; `unpublished` says why it only gets a note in the ledger."""

@@ -18,6 +18,7 @@ from paceline.errors import PacelineError
 from paceline.streams import FeatureBatch, RedisStream, Stream, encode_features, run_key
 from paceline.telemetry import extract, get_logger, inject, meter, span
 from paceline.tensors import NamedTensor
+from rollout_gateway.background import background, cancel
 from rollout_gateway.config import FeaturesConfig
 from rollout_gateway.engines.ring import RowArray
 
@@ -59,13 +60,11 @@ class FeaturePublisher:
     def start(self) -> None:
         """Begin to send."""
         if self._client is not None:
-            self._task = asyncio.create_task(self._run())
+            self._task = background(self._run(), "features publisher")
 
     async def stop(self) -> None:
         """Stop at once; what waits is dropped."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
 
     def expect(self, request_id: int) -> None:
         """Gather this request's rows from now on."""

@@ -21,6 +21,7 @@ from paceline.telemetry import get_logger, meter
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import WorkerSpec
@@ -106,13 +107,11 @@ class Router:
             await self.stop()
             raise
         self.ready = first[0].ready
-        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+        self._keepers = [background(self._keep(slot), f"keeper of worker {slot.index}") for slot in self._slots]
 
     async def stop(self) -> None:
         """End requests with an error and workers with Shutdown."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await cancel(*self._keepers)
         for slot in self._slots:
             self._fail(slot, "the gateway is stopping")
         await asyncio.gather(*(process.stop() for process in self.processes()))
@@ -244,7 +243,7 @@ class Router:
             await asyncio.sleep(backoff)
             try:
                 await self._start_worker(slot)
-            except PacelineError as error:
+            except (PacelineError, OSError) as error:
                 failures += 1
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 log.error("engine worker does not start", worker=slot.index, failures=failures, error=str(error))

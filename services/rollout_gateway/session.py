@@ -126,6 +126,11 @@ class Session:
         if chunk is not None and chunk.finish_reason in (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH):
             branch.append(prompt, sampling, chunk)
 
+    @property
+    def busy(self) -> bool:
+        """True while a generation runs."""
+        return any(branch.busy for branch in self.branches)
+
     def score(self, value: float) -> None:
         """Give the reward. The same value again changes nothing; another or a late one raises FailedPrecondition."""
         if not math.isfinite(value):
@@ -249,15 +254,14 @@ class Sessions:
             self._ended.popitem(last=False)
 
     def expired(self) -> list[Session]:
-        """Sessions silent for longer than the time-out and not generating."""
-        edge = self._clock() - self._timeout_s
-        found = []
-        for session in self._open.values():
-            if session.touched_s > edge:
-                break
-            if not any(branch.busy for branch in session.branches):
-                found.append(session)
-        return found
+        """Sessions silent for longer than the time-out; generating counts as a sign of life."""
+        now = self._clock()
+        silent = [one for one in self._open.values() if one.touched_s <= now - self._timeout_s]
+        for session in silent:
+            if session.busy:
+                session.touched_s = now
+                self._open.move_to_end(session.session_id)
+        return [session for session in silent if not session.busy]
 
     def next_expiry_s(self) -> float:
         """Seconds until a session may expire."""

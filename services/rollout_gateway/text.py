@@ -17,8 +17,10 @@ from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
 
-LONGEST_CHARACTER = 16
-"""Tokens held back at most for the sake of one character; broken bytes are given out after that."""
+CHARACTER_BYTES = 4
+"""A character of UTF-8 is at most four byte tokens long."""
+LONGEST_BROKEN = 16
+"""Tokens held back at most while no whole character appears; broken bytes are given out after that."""
 
 
 class TextCodec:
@@ -92,14 +94,23 @@ class TextStream:
         return text.partition(matched_stop)[0] if matched_stop else text
 
     def _advance(self, *, final: bool) -> str:
+        """Text of the ids up to the last whole character; of all ids when final or when none is in sight."""
         before = self._codec.decode(self._window[: self._known])
-        after = self._codec.decode(self._window)
-        certain = after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}")
-        if not certain and not final and len(self._window) - self._known < LONGEST_CHARACTER:
-            return ""
-        self._window = self._window[self._known :]
-        self._known = len(self._window)
-        return after[len(before) :]
+        pending = len(self._window) - self._known
+        for left_out in range(min(pending, CHARACTER_BYTES)):
+            size = len(self._window) - left_out
+            after = self._codec.decode(self._window[:size])
+            if after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
+                rest = self._give(size, after[len(before) :])
+                return rest + self._advance(final=True) if final and left_out else rest
+        if final or pending > LONGEST_BROKEN:
+            return self._give(len(self._window), self._codec.decode(self._window[self._known :]))
+        return ""
+
+    def _give(self, size: int, text: str) -> str:
+        """Ids below `size` have had their text given out; only the newest of them stay, as context."""
+        self._window, self._known = self._window[self._known :], size - self._known
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:

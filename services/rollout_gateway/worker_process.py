@@ -12,8 +12,10 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from paceline.errors import ConfigError, DeadlineExceeded, InternalError, PacelineError, Unavailable
+from paceline import errors
+from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.background import background, cancel
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
@@ -70,7 +72,9 @@ class WorkerProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "rollout_gateway.engines.worker", env=environment, stdin=asyncio.subprocess.DEVNULL
         )
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch(self._process))]
+        reader = background(self._read(), f"reader of worker {self.index}")
+        reader.add_done_callback(lambda _: self.kill())  # unheard it would hold its requests for ever
+        self._tasks = [reader, background(self._watch(self._process), f"watch of worker {self.index}")]
         done, _ = await asyncio.wait((self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if self._ready in done:
             self.ready = self._ready.result()
@@ -117,9 +121,7 @@ class WorkerProcess:
         self.kill()
         if self._process is not None:
             await self._process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._socket.close()
         if self._ring is not None:
             self._ring.unlink()
@@ -153,13 +155,14 @@ class WorkerProcess:
         self.lost.set_result(f"exit code {code}")
 
 
-def _error(index: int, failed: pb.CommandFailed) -> PacelineError:
-    known = {kind.reason: kind for kind in _families(PacelineError)}
-    kind = known.get(failed.reason)
-    if kind is None:
-        kind = ConfigError if failed.reason.startswith("CONFIG") else InternalError
+_KINDS = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+}
+
+
+def _error(index: int, failed: pb.CommandFailed) -> errors.PacelineError:
+    """The error a worker reports, of the class its reason names."""
+    kind = _KINDS.get(failed.reason, errors.InternalError)
     return kind(f"engine worker {index}: {failed.message}", reason=failed.reason)
-
-
-def _families(root: type[PacelineError]) -> list[type[PacelineError]]:
-    return [root, *(kind for child in root.__subclasses__() for kind in _families(child))]

@@ -143,3 +143,13 @@ async def test_a_client_that_goes_away_frees_the_engine(
 def test_the_gateway_process_imports_no_torch() -> None:
     code = "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+async def test_with_a_token_in_the_environment_requests_need_it(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    async with serve_gateway(engine={"workers": 1}) as served:
+        assert (await served.http.get("/v1/models")).status_code == 401
+        allowed = await served.http.get("/v1/models", headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from typing import Any
 
 import grpc
 import pytest
 
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
 from paceline.rpc import rpc_errors
 from paceline.trajectory import request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
@@ -208,3 +209,18 @@ async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[st
             await generated(served.stub, request)
         assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         first.cancel()
+
+
+async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> None:
+    with pytest.raises(PacelineError, match="unknown bandit"):
+        async with serve_gateway(engine={"workers": 1}, speculation={"bandit": {"kind": "coin"}}):
+            pass
+
+
+async def test_a_taken_port_is_refused(serve_gateway: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        for addresses in ({"gateway": address, "http": "127.0.0.1:0"}, {"gateway": "127.0.0.1:0", "http": address}):
+            with pytest.raises(ConfigError, match="in use"):
+                async with serve_gateway(engine={"workers": 1}, addresses=addresses):
+                    pass

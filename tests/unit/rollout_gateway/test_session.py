@@ -124,6 +124,13 @@ def test_sessions_are_bounded_and_the_silent_end_first() -> None:
     sessions.get(first.session_id)
     now[0] = 11.0
     assert sessions.expired() == [second]
+    branch = second.begin([1], SAMPLING)
+    assert sessions.expired() == []
+    second.end(branch, [1], SAMPLING, None)
+    now[0] = 15.9
+    assert sessions.expired() == []
+    now[0] = 21.0
+    assert sessions.expired() == [first, second]
     second.close()
     sessions.remove(second)
     with pytest.raises(FailedPrecondition, match="has ended"):

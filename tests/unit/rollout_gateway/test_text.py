@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, InvalidInput
@@ -26,7 +26,8 @@ def streamed(ids: list[int], cuts: list[int], stop: tuple[str, ...] = (), matche
     return text + stream.push(rest) + stream.finish(matched)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
+@example(text="000\x80\u0800\u0800\U00010000\U00010000", cuts=[1, 1, 1, 2, 2, 3, 1, 4, 4])
 @given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=30))
 def test_streamed_text_equals_the_whole(text: str, cuts: list[int]) -> None:
     ids = list(CODEC.encode(text))

@@ -1,0 +1,48 @@
+"""The gateway's settings: which exist, and what wrong ones say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config import known_keys
+from paceline.errors import ConfigError, InvalidInput
+from rollout_gateway.config import GatewayConfig, engine_settings
+
+DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+OWN_KEYS = """
+answer_marker drafter engine.command_deadline_s engine.dtype engine.kind engine.max_batch engine.max_sequence_tokens
+engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script engine.threads
+engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.ring_rows
+max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms speculation.bandit.epsilon
+speculation.bandit.groups speculation.bandit.kind speculation.bandit.window speculation.forced_arm spool_dir tokenizer
+trajectories
+"""
+SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
+
+
+def test_the_keys_are_these() -> None:
+    own = {key for key in known_keys(GatewayConfig) if not key.startswith(SHARED)}
+    assert own == set(OWN_KEYS.split())
+
+
+@pytest.mark.parametrize("model", ["", "/nowhere", str(DEMO.parent)])
+def test_a_wrong_model_directory_is_one_clear_line(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.model") as raised:
+        _ = GatewayConfig(model=model).model_dir
+    assert "\n" not in str(raised.value)
+
+
+def test_a_broken_script_names_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "script.json"
+    path.write_text('{"arms": 3}')
+    config = GatewayConfig.model_validate({"model": str(DEMO), "engine": {"kind": "scripted", "script": str(path)}})
+    with pytest.raises(InvalidInput, match=r"script\.json"):
+        engine_settings(config)
+
+
+def test_versions_outlive_the_process_only_in_a_run(tmp_path: Path) -> None:
+    assert GatewayConfig().spool is None
+    in_run = GatewayConfig.model_validate({"trajectories": True, "run": {"dir": str(tmp_path)}})
+    assert in_run.spool == tmp_path / "spool" / "gateway"
