@@ -1,4 +1,4 @@
-"""What remains of a run: the copied journal, summary.json, report.html, closing lines. Starts nothing."""
+"""What remains of a run: the copied journal, its steps, summary.json, report.html, closing lines. Starts nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.report.charts import duration
 from paceline.report.html import write_report
-from paceline.report.journal import copy_journal, read_history
+from paceline.report.journal import copy_journal, read_history, write_steps
 from paceline.report.spans import read_report
 from paceline.report.summary import Summary, summarize, write_summary
 from paceline.streams import Ledger, LedgerCount, connect
 
 JOURNAL = "journal.jsonl"
+STEPS = "steps.jsonl"
 
 
 async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
@@ -35,6 +36,7 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     history = read_history(files.directory / JOURNAL)
     spans = read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
+    write_steps(files.directory / STEPS, history.records)
     write_summary(files.summary, summary)
     write_report(files.report, summary, history, spans)
     return summary

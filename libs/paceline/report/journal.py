@@ -6,12 +6,12 @@ The journal is copied from Redis to a file of the run first, so that a report ca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import ParseDict
+from google.protobuf.json_format import MessageToDict, ParseDict
 from redis.asyncio import Redis
 
 from paceline.errors import DataLoss
@@ -83,6 +83,15 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
             last = "(" + page[-1][0].decode()
     temporary.replace(path)
     return count
+
+
+def write_steps(path: Path, records: Iterable[StepRecord]) -> None:
+    """Write the records of the finished steps, one JSON object a line, fields named as in coordinator.proto."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(MessageToDict(record, preserving_proto_field_name=True)) + "\n")
+    temporary.replace(path)
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,117 @@
+"""A run's directory and config, and that every service takes the demo's settings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.run_files import DemoOptions, RunFiles, parse_override, prepare_run, read_toml, repository_root
+from paceline.config import ServiceConfig, load_config
+from paceline.errors import ConfigError, NotFound
+
+SERVICES = {
+    "coordinator": ("coordinator.config", "CoordinatorConfig"),
+    "gateway": ("rollout_gateway.config", "GatewayConfig"),
+    "policy_trainer": ("policy_trainer.config", "PolicyTrainerConfig"),
+    "drafter_trainer": ("drafter_trainer.config", "DrafterTrainerConfig"),
+}
+
+
+def load(section: str, path: Path) -> ServiceConfig:
+    module, name = SERVICES[section]
+    return load_config(getattr(importlib.import_module(module), name), section, [path])
+
+
+@pytest.mark.parametrize("section", SERVICES)
+def test_every_service_takes_the_demos_settings(section: str, tmp_path: Path) -> None:
+    load(section, repository_root() / "examples/demo/demo.toml")
+    assert load(section, prepare_run(DemoOptions(out=tmp_path)).config).run.id == "demo-0-1"
+
+
+def test_runs_are_numbered_and_own_their_ports(tmp_path: Path) -> None:
+    first, second = (prepare_run(DemoOptions(out=tmp_path, seed=3, steps=7)) for _ in range(2))
+    assert (first.run_id, second.run_id) == ("demo-3-1", "demo-3-2")
+    a, b = first.read_config(), second.read_config()
+    assert (a["run"]["seed"], a["coordinator"]["steps"]) == (3, 7)
+    ports = [address.rsplit(":")[-1] for tree in (a, b) for address in tree["addresses"].values()]
+    assert len(set(ports)) == len(ports)
+    assert a["telemetry"]["spans_dir"] == str(first.spans)
+
+
+def test_paths_of_the_examples_exist_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = prepare_run(DemoOptions(out=tmp_path)).read_config()
+    for section, key in (("coordinator", "tasks_path"), ("gateway", "model"), ("policy_trainer", "model")):
+        assert Path(tree[section][key]).is_absolute()
+        assert Path(tree[section][key]).exists()
+
+
+def test_without_speculation_nothing_drafts_and_nothing_is_trained(tmp_path: Path) -> None:
+    tree = prepare_run(DemoOptions(out=tmp_path, speculation=False)).read_config()
+    assert tree["gateway"]["drafter"] == "off"
+    assert tree["gateway"]["speculation"]["arms"] == ["off"]
+    assert tree["coordinator"]["drafter_enabled"] is False
+
+
+def test_a_frozen_drafter_is_served_and_not_trained(tmp_path: Path) -> None:
+    drafter = tmp_path / "drafter"
+    drafter.mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        prepare_run(DemoOptions(out=tmp_path, frozen_drafter=drafter))
+    (drafter / "config.json").write_text(json.dumps({}))
+    tree = prepare_run(DemoOptions(out=tmp_path, frozen_drafter=drafter)).read_config()
+    assert tree["gateway"]["drafter"] == str(drafter)
+    assert tree["coordinator"]["drafter_enabled"] is False
+    with pytest.raises(ConfigError, match="exclude"):
+        prepare_run(DemoOptions(out=tmp_path, frozen_drafter=drafter, speculation=False))
+
+
+def test_a_resumed_run_keeps_its_settings_and_takes_more_steps(tmp_path: Path) -> None:
+    overrides = ("coordinator.prompts_per_step=4", "run.seed=9")
+    files = prepare_run(DemoOptions(out=tmp_path, steps=3, speculation=False, overrides=overrides))
+    resumed = prepare_run(DemoOptions(out=tmp_path, steps=8, resume=files.run_id))
+    tree = resumed.read_config()
+    assert resumed == files
+    assert (tree["coordinator"]["steps"], tree["coordinator"]["prompts_per_step"], tree["run"]["seed"]) == (8, 4, 9)
+    assert tree["gateway"]["drafter"] == "off"
+
+
+@pytest.mark.parametrize("run_id", ["demo-9-9", "../demo-0-1", ""])
+def test_resuming_an_unknown_run_names_the_known_ones(tmp_path: Path, run_id: str) -> None:
+    prepare_run(DemoOptions(out=tmp_path))
+    with pytest.raises(NotFound, match="demo-0-1"):
+        prepare_run(DemoOptions(out=tmp_path, resume=run_id))
+
+
+def test_overrides_name_their_section() -> None:
+    assert parse_override("gateway.engine.threads=2") == {"gateway": {"engine": {"threads": 2}}}
+    assert parse_override("run.dir=a b") == {"run": {"dir": "a b"}}
+    for wrong in ("engine.threads=2", "gateway=1", "gateway.model", "gatway.model=x"):
+        with pytest.raises(ConfigError, match="names its section"):
+            parse_override(wrong)
+
+
+def test_an_own_redis_is_used_and_its_password_is_for_the_owner_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:6379/1")
+    files = prepare_run(DemoOptions(out=tmp_path))
+    assert set(files.read_config()["redis"].values()) == {"redis://:secret@127.0.0.1:6379/1"}
+    assert stat.S_IMODE(files.config.stat().st_mode) == 0o600
+
+
+def test_absent_examples_are_told_clearly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.__file__", str(tmp_path / "site-packages/paceline/__init__.py"))
+    with pytest.raises(NotFound, match="clone of the repository"):
+        prepare_run(DemoOptions(out=tmp_path))
+
+
+def test_settings_survive_the_file(tmp_path: Path) -> None:
+    files = prepare_run(DemoOptions(out=tmp_path, overrides=('gateway.model="odd \\"name\\" ü"',)))
+    assert read_toml(files.config)["gateway"]["model"] == 'odd "name" ü'
+    assert isinstance(files, RunFiles)

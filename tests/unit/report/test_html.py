@@ -1,0 +1,132 @@
+"""The page: self-contained, well formed, complete."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from paceline.report.charts import Bar, Series, duration, line_chart, stacked_columns, ticks, timeline
+from paceline.report.html import render, write_report
+from paceline.report.journal import RunHistory
+from paceline.report.sections import waterfall_rows
+from paceline.report.spans import Span, SpanReport
+from paceline.report.summary import summarize
+from paceline.streams import LedgerCount
+
+
+class Balance(HTMLParser):
+    """Fails at a tag that closes another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page(history: RunHistory, spans: SpanReport, run_id: str = "demo-0-1") -> str:
+    ledger = LedgerCount(3840, 3840, {}, 0, 0)
+    return render(summarize(run_id, history, ledger, spans, {"gateway": 7}, {}), history, spans)
+
+
+def test_the_page_is_well_formed_and_has_every_section(history: RunHistory, spans: SpanReport) -> None:
+    text = page(history, spans)
+    parser = Balance()
+    parser.feed(text)
+    assert parser.open == []
+    assert parser.seen.count("svg") == 8 + 2 + 1  # charts, timelines, waterfall
+    for title in (
+        "Reward and held-out accuracy",
+        "Acceptance length",
+        "Arms chosen",
+        "Slots",
+        "Latency",
+        "trace",
+        "Counts",
+    ):
+        assert title in text
+
+
+def test_the_page_loads_nothing(history: RunHistory, spans: SpanReport) -> None:
+    text = page(history, spans)
+    assert not re.search(r"https?://|src=|href=|@import|url\(|<script|<link", text)
+
+
+def test_text_of_the_run_cannot_become_markup(history: RunHistory, spans: SpanReport) -> None:
+    evil = Span(f"{1:032x}", "1" * 16, "", "<script>x</script>", "internal", '"><b>', 0, 10**9)
+    text = page(history, SpanReport(trace=(evil,)), run_id="<i>run</i>")
+    assert "<script>" not in text
+    assert "<i>run" not in text
+    assert "<b>" not in text.split("One RL step")[1]
+
+
+def test_a_run_that_measured_nothing_still_has_a_page(tmp_path: Path, history: RunHistory) -> None:
+    bare = RunHistory((), (), history.served[:1], (), (), 5.0, 6.0, 0.0, 0, "evaluate")
+    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    write_report(tmp_path / "report.html", summary, bare, SpanReport())
+    assert (tmp_path / "report.html").read_text().count("nothing was measured") >= 5
+
+
+def test_the_waterfall_shows_the_longest_of_many_equal_spans(spans: SpanReport) -> None:
+    rows = {span.name: (span, count) for span, count, _ in waterfall_rows(spans.trace)}
+    session, count = rows["rollout.session"]
+    assert count == 100
+    assert session.duration_s == pytest.approx((400 + 9 * 100 - 11) / 1e3)
+    depths = {span.name: depth for span, _, depth in waterfall_rows(spans.trace)}
+    assert (depths["step"], depths["policy.optimizer_step"], depths["drafter.micro_step"]) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 4.7), (-2.0, 9000.0), (1e-6, 2e-6)])
+def test_ticks_are_round_and_within(low: float, high: float) -> None:
+    found = ticks(low, high)
+    assert 3 <= len(found) <= 11
+    assert low - 1e-9 <= found[0] < found[-1] <= high + 1e-9
+    steps = {float(f"{b - a:.6g}") for a, b in pairwise(found)}
+    assert len(steps) == 1
+    assert f"{steps.pop():e}"[0] in "125"
+
+
+def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
+    drawn = line_chart(
+        [Series("x", [(0, 0.0), (1, 1.0), (2, float("nan")), (3, 0.5)], "c0")], y_label="y", y_min=0, y_max=1
+    )
+    path = re.search(r'class="line c0" d="([^"]+)"', drawn)
+    assert path is not None
+    assert path.group(1) == "M46.0 176.0L213.3 10.0M548.0 93.0"
+
+
+def test_columns_add_up_to_the_height_of_the_whole() -> None:
+    drawn = stacked_columns(["a", "b"], [(1.0, [0.25, 0.75])], colors=["c0", "c1"], y_label="y")
+    tops = [float(y) for y in re.findall(r"M[\d.]+ ([\d.]+)h", drawn)]
+    bottoms = [float(y) for y in re.findall(r"V([\d.]+)h", drawn)]
+    assert bottoms[0] == 176.0
+    assert tops[0] == bottoms[1]
+    assert (176.0 - tops[0]) / (176.0 - tops[1]) == pytest.approx(0.25, abs=0.002)
+
+
+def test_a_timeline_cuts_bars_at_its_window() -> None:
+    bars = [Bar(0, 0.0, 10.0, "c0"), Bar(1, 20.0, 30.0, "c1")]
+    drawn = timeline(["a", "b"], bars, 5.0, 15.0, titles=True, label="slots")
+    widths = [float(w) for w in re.findall(r'<rect class="fill c\d" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', drawn)]
+    assert widths == [pytest.approx((1140 - 62 - 12) / 2)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.00042, "0.42 ms"), (0.0183, "18 ms"), (1.25, "1.25 s"), (185.0, "3 min 5 s")]
+)
+def test_durations_have_the_unit_that_fits(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

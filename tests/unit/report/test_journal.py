@@ -1,0 +1,60 @@
+"""A run as its journal tells it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.errors import DataLoss
+from paceline.report.journal import ACCURACY, PROBE, RunHistory, read_history, write_steps
+from paceline.report.slots import drafter_train_slot_s, overlaps
+
+
+def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
+    assert [record.step for record in history.records] == list(range(30))
+    assert history.records[29].arm_rounds["ngram:4_1_5"] == 12
+    assert [step for step, _ in history.evaluated(ACCURACY)] == [0, 10, 20, 30]
+    assert history.evaluated(PROBE)[-1] == (30, pytest.approx(4.0))
+    assert [served.policy for served in history.served] == list(range(31))
+    assert history.phase == "finished"
+    assert history.slots == 2
+
+
+def test_drafter_time_comes_from_leases_that_overlap_nothing(history: RunHistory, synthetic: ModuleType) -> None:
+    assert drafter_train_slot_s(history.intervals) == pytest.approx(30 * synthetic.DRAFTER_S)
+    assert overlaps(history.intervals) == []
+
+
+def test_time_without_a_coordinator_is_told_apart(tmp_path: Path, synthetic: ModuleType) -> None:
+    entries = list(synthetic.entries(2))
+    resumed = [entry | {"at_s": entry["at_s"] + 100.0} for entry in entries[-3:]]
+    middle = {"v": 1, "at_s": resumed[0]["at_s"] - 1.0, "event": "Resumed", "data": {"total_steps": 2}, "step": 1}
+    lines = [*entries[:-3], middle | {"phase": "rollout", "slots": []}, *resumed]
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history = read_history(tmp_path / "journal.jsonl")
+    assert history.away_s == pytest.approx(middle["at_s"] - entries[-4]["at_s"])
+
+
+def test_an_amended_record_replaces_the_first(tmp_path: Path, synthetic: ModuleType) -> None:
+    entries = list(synthetic.entries(1))
+    closing = next(entry for entry in entries if entry.get("record"))
+    entries.append(closing | {"record": closing["record"] | {"evaluations": {"accuracy": 0.75}}})
+    (tmp_path / "journal.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert read_history(tmp_path / "journal.jsonl").records[0].evaluations["accuracy"] == 0.75
+
+
+def test_steps_are_written_with_the_names_of_the_proto(tmp_path: Path, history: RunHistory) -> None:
+    write_steps(tmp_path / "steps.jsonl", history.records)
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len(lines) == 30
+    assert lines[7]["tokens_hash"] == f"{7:016x}"
+
+
+@pytest.mark.parametrize("text", ["", "{broken\n"])
+def test_a_journal_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal.jsonl").write_text(text)
+    with pytest.raises(DataLoss):
+        read_history(tmp_path / "journal.jsonl")

@@ -1,0 +1,83 @@
+"""The figures of summary.json against those the made-up run was made with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.report.journal import RunHistory
+from paceline.report.spans import SpanReport
+from paceline.report.summary import summarize, write_summary
+from paceline.streams import LedgerCount
+
+PIDS = {"redis": 1, "coordinator": 5, "gateway": 2, "policy_trainer": 3, "drafter_trainer": 4}
+REQUIRED = [
+    "steps",
+    "wall_s",
+    "reward_first",
+    "reward_last",
+    "accuracy_first",
+    "accuracy_last",
+    "tokens_per_s",
+    "accept_len_first",
+    "accept_len_last",
+    "policy_versions",
+    "drafter_versions",
+    "drafter_train_slot_s",
+    "idle_slot_s",
+    "slot_wall_s",
+    "trajectories_published",
+    "trajectories_trained",
+    "trajectories_lost",
+    "pids",
+    "trace_id",
+]
+
+
+def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: SpanReport) -> None:
+    ledger = LedgerCount(final=10, trained=7, dropped={"stale": 1}, open=1, lost=1)
+    summary = summarize("demo-0-1", history, ledger, spans, PIDS, {})
+    assert set(REQUIRED) <= set(summary)
+    assert summary["steps"] == 30
+    assert summary["wall_s"] == pytest.approx(30 * 4.0 + 4 * 1.0 + 1.0)
+    rewards = [0.5 + 0.4 * step / 29 for step in range(30)]
+    assert summary["reward_first"] == pytest.approx(sum(rewards[:10]) / 10)
+    assert summary["reward_last"] == pytest.approx(sum(rewards[-10:]) / 10)
+    assert (summary["accuracy_first"], summary["accuracy_last"]) == (pytest.approx(0.5), pytest.approx(0.9))
+    assert (summary["accept_len_first"], summary["accept_len_last"]) == (pytest.approx(1.1), pytest.approx(4.0))
+    assert summary["tokens_per_s"] == pytest.approx(sum(4000 + 10 * step for step in range(30)) / 60.0)
+    assert (summary["policy_versions"], summary["drafter_versions"]) == (31, 4)
+    assert summary["slot_wall_s"] == pytest.approx(2 * 30 * 4.0)
+    # slot 1 waits 0.05 s for the drafter's slot, both slots are free for 0.2 s at the end of a step
+    assert summary["idle_slot_s"] == pytest.approx(30 * (0.05 + 2 * 0.2))
+    assert summary["preempt_wait_share"] == pytest.approx(0.05 / 4.0)
+    assert summary["drafter_steps_per_rl_step"] == pytest.approx(2.0)
+    assert summary["drafter_tokens"] == 30 * 2000
+    assert summary["near_ties"] == 15
+    assert (summary["trajectories_published"], summary["trajectories_lost"]) == (10, 1)
+    assert list(summary["pids"]) == ["coordinator", "gateway", "policy_trainer", "drafter_trainer", "redis"]
+    assert summary["trace_id"] == f"{1:032x}"
+
+
+def test_what_was_not_measured_is_null(tmp_path: Path, history: RunHistory) -> None:
+    bare = RunHistory((), (), history.served[:1], (), (), 5.0, 6.0, 0.0, 0, "evaluate")
+    summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
+    write_summary(tmp_path / "summary.json", summary)
+    read = json.loads((tmp_path / "summary.json").read_text())
+    assert (read["steps"], read["reward_first"], read["tokens_per_s"], read["accuracy_last"]) == (0, None, None, None)
+
+
+def test_start_policy_and_heldout_set_are_named_by_their_hash(tmp_path: Path, history: RunHistory) -> None:
+    model = tmp_path / "policy_start"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "tasks_heldout.jsonl").write_bytes(b"tasks")
+    config = {"gateway": {"model": str(model)}, "coordinator": {"heldout_path": str(tmp_path / "tasks_heldout.jsonl")}}
+    summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, config)
+    assert summary["sha256"] == {
+        "policy_start/model.safetensors": hashlib.sha256(b"weights").hexdigest(),
+        "tasks_heldout.jsonl": hashlib.sha256(b"tasks").hexdigest(),
+    }
