@@ -156,7 +156,7 @@ class DrafterTrainer:
 
     def _micro_batch_tokens(self) -> int:
         if not self._seconds_per_token:
-            return FIRST_MICRO_BATCH_TOKENS
+            return min(FIRST_MICRO_BATCH_TOKENS, self._config.max_micro_batch_tokens)
         fitting = int(self._config.micro_batch_ms / 1_000 / self._seconds_per_token)
         return max(32, min(fitting, self._config.max_micro_batch_tokens))
 
