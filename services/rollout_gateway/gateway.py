@@ -12,7 +12,7 @@ import math
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,8 +57,9 @@ class Gateway:
         self.config = config
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
-        self._temporary = tempfile.TemporaryDirectory(prefix="paceline-spool-")
-        self.spool = Spool(config.spool or Path(self._temporary.name), initial=_initial_versions(config))
+        self._temporary = ExitStack()
+        spool = config.spool or self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="paceline-spool-"))
+        self.spool = Spool(Path(spool), initial=_initial_versions(config))
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
@@ -92,7 +93,7 @@ class Gateway:
         await self.publisher.stop()
         for client in self._clients:
             await client.aclose()
-        self._temporary.cleanup()
+        self._temporary.close()
 
     def submit(
         self,
