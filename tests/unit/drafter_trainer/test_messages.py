@@ -1,0 +1,34 @@
+"""Every message survives the link."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from drafter_trainer import messages as m
+from paceline.errors import InternalError
+
+EXAMPLES: list[m.Message] = [
+    m.Activate(3, 1, 2, 0, "00-ab-cd-01"),
+    m.Preempt(3),
+    m.NewHead(4, "/spool/policy_head-4"),
+    m.Serving(4, 2),
+    m.Save(),
+    m.Attached(3, 2, 0.25),
+    m.Judged(3, 5, True, 2.5, 2.25, float("inf"), 4, 900, 40, "00ff", "/candidates/drafter-5"),
+    m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 44, {"stale_head": 2}),
+    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"]),
+    m.Saved("/checkpoints/drafter", 44),
+]
+
+
+def test_messages_round_trip() -> None:
+    assert {type(example) for example in EXAMPLES} == set(get_args(m.Message))
+    assert [m.decode(m.encode(example)) for example in EXAMPLES] == EXAMPLES
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"kind": "Unknown"}', b'{"kind": "Preempt", "other": 1}'])
+def test_what_is_no_message_is_our_own_fault(data: bytes) -> None:
+    with pytest.raises(InternalError):
+        m.decode(data)
