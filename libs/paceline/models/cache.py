@@ -1,7 +1,7 @@
 """Keys and values of every slot, allocated once. Owns the memory; who sits in which slot is the engine's affair.
 
-A row holds what one token leaves behind: its keys of all KV heads, then its values, as the fused projection emits them,
-so one copy per layer stores both.
+A cell holds one head's key or value of one token. Cells of a head follow each other by position, since attention reads
+them so; one indexed copy per layer stores what the fused projection emits for a block.
 """
 
 from __future__ import annotations
@@ -15,34 +15,42 @@ from paceline.models.config import ModelConfig
 
 
 class StaticCache:
-    """[layers, slots, capacity, 2 * kv_heads * head_dim]."""
+    """[layers, slots, 2 * kv_heads, capacity, head_dim]; the first kv_heads are keys."""
 
     def __init__(
         self, config: ModelConfig, *, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.capacity = capacity
         self._heads, self._dim = config.num_kv_heads, config.head_dim
-        self.data = torch.zeros(layers, slots, capacity, config.kv_width, dtype=dtype, device=device)
-        self.flat = self.data.view(layers, slots * capacity, config.kv_width).unbind(0)
-        """Per layer [slots * capacity, width]: where rows are written."""
+        self.data = torch.zeros(layers, slots, 2 * self._heads, capacity, self._dim, dtype=dtype, device=device)
+        self._flat = self.data.view(layers, -1, self._dim).unbind(0)
+
+    def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where tokens of slots [B] at positions [B, Q] are written: int64 [B, Q, 2 * kv_heads]."""
+        heads = torch.arange(2 * self._heads, device=positions.device)
+        return (slots[:, None] * (2 * self._heads) + heads)[:, None] * self.capacity + positions[:, :, None]
+
+    def write(self, layer: int, cells: Tensor, rows: Tensor) -> None:
+        """Store rows [N, 2 * kv_heads * head_dim] at cells [N * 2 * kv_heads]."""
+        self._flat[layer].index_copy_(0, cells, rows.reshape(-1, self._dim))
 
     def views(self, rows: slice, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Keys and values per layer, [B, kv_heads, length, head_dim] each, sharing memory with the cache."""
-        return self._split(self.data[:, rows, :length])
+        seen = self.data[:, rows, :, :length]
+        return seen[:, :, : self._heads].unbind(0), seen[:, :, self._heads :].unbind(0)
 
     def gather(self, layer: int, rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer for slots that do not follow each other; copies."""
-        keys, values = self._split(self.data[layer, :, :length].index_select(0, rows)[None])
-        return keys[0], values[0]
+        seen = self.data[layer, :, :, :length].index_select(0, rows)
+        return seen[:, : self._heads], seen[:, self._heads :]
 
-    def _split(self, seen: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        layers, batch, length, _ = seen.shape
-        heads = seen.view(layers, batch, length, 2, self._heads, self._dim).transpose(2, 4)
-        return heads[:, :, :, 0].unbind(0), heads[:, :, :, 1].unbind(0)
+    def copy(self, sources: list[int], destinations: list[int], length: int) -> None:
+        """What slots hold of their first `length` tokens goes to other slots as well."""
+        self.data[:, destinations, :, :length] = self.data[:, sources, :, :length]
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """Copy the first `length` rows of a slot to another."""
-        self.data[:, destination, :length] = self.data[:, source, :length]
+        """As `copy`, for one slot."""
+        self.data[:, destination, :, :length] = self.data[:, source, :, :length]
 
 
 def cache_rows(slots: Sequence[int]) -> slice | Tensor:

@@ -65,7 +65,7 @@ class ModelConfig:
 
     @property
     def kv_width(self) -> int:
-        """Numbers in one cache row: keys and values of all KV heads."""
+        """Numbers a token leaves in the cache per layer: keys and values of all KV heads."""
         return 2 * self.num_kv_heads * self.head_dim
 
 

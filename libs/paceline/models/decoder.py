@@ -69,7 +69,9 @@ class Block:
     tokens: int
     """Q"""
     index: Tensor
-    """int64 [N]: flat cache row (slot * capacity + position) that each token writes."""
+    """int64 [N]: slot * capacity + position of each token."""
+    cells: Tensor
+    """int64 [N * 2 * kv_heads]: cache cells that the block writes."""
     rotation: Tensor
     """complex64 [N, 1, D / 2]"""
     mask: Tensor | None
@@ -115,6 +117,7 @@ def make_block(
         batch=batch,
         tokens=tokens,
         index=(slots[:, None] * cache.capacity + positions).view(-1),
+        cells=cache.cells(slots, positions).view(-1),
         rotation=rotation.index_select(0, positions.reshape(-1))[:, None],
         mask=mask,
         length=length,
@@ -130,7 +133,7 @@ def layer_forward(
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
     qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
-    cache.flat[index].index_copy_(0, block.index, qkv[:, config.num_heads * config.head_dim :])
+    cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
     x = torch.addmm(x, _attend(config, queries, cache, index, block), layer.output.t())
     if layer.output_bias is not None:
         x = x + layer.output_bias

@@ -160,8 +160,8 @@ class EagleDrafter:
         count, group = len(batch.slots), self._config.group
         assert whole.mask is not None
         masks = whole.mask.view(count, 1, steps, group, length)
-        index, rotation = whole.index.view(count, steps), whole.rotation.view(count, steps, 1, -1)
+        cells, rotation = whole.cells.view(count, steps, -1), whole.rotation.view(count, steps, 1, -1)
         return [
-            replace(whole, tokens=1, index=index[:, k], rotation=rotation[:, k], mask=masks[:, :, k])
+            replace(whole, tokens=1, cells=cells[:, k].reshape(-1), rotation=rotation[:, k], mask=masks[:, :, k])
             for k in range(steps)
         ]

@@ -49,6 +49,6 @@ class SlotStore:
 
     def copy(self, sources: list[int], destinations: list[int], length: int) -> None:
         """What is cached of the first `length` tokens goes to other slots as well."""
-        self.kv.data[:, destinations, :length] = self.kv.data[:, sources, :length]
+        self.kv.copy(sources, destinations, length)
         if self.hidden.shape[-1]:
             self.hidden[destinations, :length] = self.hidden[sources, :length]
