@@ -24,26 +24,31 @@ def main(samples: Path, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world, head = dist.get_world_size(), toy_policy().policy_head()
-    config = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=0.5)
+    config = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
     learner = DrafterLearner(EagleNet(TARGET, seed=1), config, micro_batches=4 // world)
+    loss = torch.zeros((), dtype=torch.float64)
     if dist.get_rank() == 0:
         rows = [pack([sample(9 + 3 * r + s, 4 * r + s) for s in range(4)], window=512) for r in range(4)]
-        loss = 0.0
         for first in range(0, 4, world):
             result = learner.micro_step(sharing.hand_out(rows[first : first + world]), head)
             loss += result.loss * result.positions
         sharing.announce_snapshot()
         weights = learner.snapshot().state_dict()
         sharing.announce_stop()
-        figures = torch.tensor([learner.total_steps, result.stepped, loss], dtype=torch.float64)
-        save_file({**weights, "figures": figures}, out)
     else:
         while (row := sharing.receive()) != "stop":
             if isinstance(row, str):
                 learner.snapshot()
                 continue
             assert row.lm_head_hash == head.hash
-            learner.micro_step(row, head)
+            result = learner.micro_step(row, head)
+            loss += result.loss * result.positions
+    dist.all_reduce(loss)
+    state = learner.state()
+    if dist.get_rank() == 0:
+        moments = {f"exp_avg.{name}": s["exp_avg"] for name, s in state["optimizer"]["state"].items()}
+        figures = torch.tensor([learner.total_steps, float(loss)], dtype=torch.float64)
+        save_file({**weights, **moments, "figures": figures}, out)
     dist.destroy_process_group()
 
 

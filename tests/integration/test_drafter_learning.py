@@ -1,0 +1,55 @@
+"""A drafter learns the demo's start policy from its rows within a minute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from integration.drafter_world import POLICY, rows_of_policy
+
+from drafter_trainer.batcher import pack
+from drafter_trainer.buffer import FeatureBuffer, sample_from
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.evaluate import chain_matches
+from drafter_trainer.gate import accepted_tokens
+from drafter_trainer.heads import load_policy_head
+from drafter_trainer.learner import DrafterLearner
+from paceline.models.config import read_config
+from paceline.speculators.eagle import EagleNet
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_rank")
+def test_acceptance_of_held_out_rows_rises_with_training() -> None:
+    target, head = read_config(POLICY), load_policy_head(POLICY, 0)
+    buffer = FeatureBuffer(max_samples=500, byte_budget=1 << 28, heldout_every=5, heldout_samples=40, seed=0)
+    for batch in rows_of_policy("r", 240, length=60):
+        buffer.add(sample_from(batch, target))
+    learner = DrafterLearner(EagleNet(target, seed=0), OptimizerConfig(lr=1e-2), micro_batches=4)
+
+    def acceptance() -> float:
+        net = learner.snapshot()
+        rows = [pack([one], window=512) for one in buffer.heldout([head.hash])]
+        matches = [accepted_tokens(chain_matches(net, row, head, 5).numpy()) for row in rows]
+        return 1.0 + float(np.concatenate(matches).mean())
+
+    lengths = [acceptance()]
+    for steps in (25, 35):
+        for _ in range(4 * steps):
+            row = pack(buffer.draw(512, recency=0.7, known={head.hash}), window=512)
+            learner.micro_step(row, head)
+        lengths.append(acceptance())
+    assert learner.total_steps == 60
+    assert lengths[0] < lengths[1] < lengths[2]
+    assert lengths[2] > 1.6
