@@ -1,0 +1,111 @@
+"""`paceline demo` as a person runs it: real services, real Redis, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SMALL = (
+    "coordinator.prompts_per_step=4",
+    "coordinator.samples_per_task=4",
+    "coordinator.evaluation.heldout_prompts=8",
+    "coordinator.evaluation.probe_prompts=4",
+    "coordinator.sampling.max_tokens=48",
+)
+
+
+def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("REDIS_URL", None)
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out), *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
+
+
+def left_over(out: Path) -> list[str]:
+    """Command lines of processes that belong to a run below `out`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if str(out) in line and process.pid != os.getpid():
+            found.append(line)
+    return found
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Read the output up to the line that holds `text`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    pytest.fail(f"{text!r} never came:\n{''.join(lines)}")
+
+
+def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", "3", *SMALL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    run = tmp_path / "demo-0-1"
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["steps"], summary["phase"]) == (3, "finished")
+    assert summary["trajectories_lost"] == 0
+    assert summary["trajectories_published"] == summary["trajectories_trained"] == 3 * 16
+    services = [summary["pids"][name] for name in ("coordinator", "gateway", "policy_trainer", "drafter_trainer")]
+    assert len(set(services)) == 4
+    assert summary["policy_versions"] == 4
+    assert summary["accuracy_first"] is not None
+    assert summary["accept_len_last"] >= 1.0
+    report = (run / "report.html").read_text()
+    assert "RolloutService.RunTasks" in report
+    assert "trajectory.append" in report
+    assert "policy.optimizer_step" in report
+    assert left_over(tmp_path) == []
+
+
+def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", "40", *SMALL)
+    wait_for(process, "step 1/40")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "--resume demo-0-1" in output
+    assert left_over(tmp_path) == []
+    done = demo(tmp_path, "--resume", "demo-0-1", "--steps", "3")
+    output, _ = done.communicate(timeout=300)
+    assert done.returncode == 0, output
+    summary = json.loads((tmp_path / "demo-0-1/summary.json").read_text())
+    assert summary["steps"] >= 2
+    assert summary["trajectories_lost"] == 0
+
+
+def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", "4", *SMALL)
+    lines = wait_for(process, "step 1/4")
+    started = next(line for line in lines if line.startswith("gateway started"))
+    os.kill(int(started.split("pid ")[1].split(")")[0]), signal.SIGKILL)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert "gateway restarted" in output
+    summary = json.loads((tmp_path / "demo-0-1/summary.json").read_text())
+    assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)
+
+
+def test_a_service_that_cannot_start_is_reported_once_with_the_end_of_its_log(tmp_path: Path) -> None:
+    process = demo(tmp_path, "--steps", "1", f"gateway.model={tmp_path / 'nowhere'}")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "not a checkpoint directory" in output
+    assert "--resume demo-0-1" in output
+    assert left_over(tmp_path) == []
