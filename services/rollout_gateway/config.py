@@ -17,7 +17,7 @@ class BanditConfig(Config):
 
     kind: str = "epsilon_greedy"
     epsilon: float = Field(default=0.1, ge=0, le=1)
-    window: int = Field(default=1000, ge=1)  # rounds remembered per arm and group
+    window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,7 +19,7 @@ class BanditSettings(BaseModel):
 
     kind: str = "epsilon_greedy"
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
-    window: int = Field(default=1000, ge=1)  # rounds remembered per arm and group
+    window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
 
 
@@ -42,6 +42,10 @@ class Bandit(Protocol):
         self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
     ) -> None:
         """What a round gave: tokens of all rows, seconds of draft and verification, mean tokens per row."""
+        ...
+
+    def forget(self, arms: Set[str]) -> None:
+        """These arms have changed (a new drafter): what was learned of them holds no longer."""
         ...
 
     def reports(self) -> Sequence[ArmReport]:

@@ -162,6 +162,11 @@ class Speculation:
         if plan.single:
             self._bandit.observe(plan.single, batch, tokens, seconds, tokens / batch, explored=plan.explored)
 
+    def serve_drafter(self, state: object) -> None:
+        """Draft with new weights from the next round on; the bandit tries their arms anew."""
+        self.trained.commit_state(state)
+        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator == self.trained.name})
+
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
         return tuple(self._bandit.reports())

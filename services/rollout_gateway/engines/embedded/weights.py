@@ -56,7 +56,7 @@ class EngineWeights:
             self.policy = new_policy
             self._speculation.bind(new_policy)
         if new_drafter is not None:
-            self._speculation.trained.commit_state(new_drafter)
+            self._speculation.serve_drafter(new_drafter)
         self.versions = versions
         self.forget(Target.POLICY, versions.policy)
         self.forget(Target.DRAFTER, versions.drafter)

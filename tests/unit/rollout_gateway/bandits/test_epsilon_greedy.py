@@ -53,6 +53,22 @@ def test_an_arm_that_becomes_slow_is_left_once_the_window_has_turned_over() -> N
     assert play(bandit, 500, slowed).most_common(1)[0][0] == "off"
 
 
+def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best() -> None:
+    bandit = make(epsilon=0.0)
+    play(bandit, 200, {"off": 100.0, "a:3_1_4": 50.0, "b:3_1_4": 40.0})
+    better = {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}
+    assert play(bandit, 50, better)["a:3_1_4"] == 0
+    bandit.forget({"a:3_1_4"})
+    assert play(bandit, 50, better) == {"a:3_1_4": 50}
+
+
+def test_what_was_learned_of_a_hardly_used_arm_leaves_the_window_and_it_is_tried_again() -> None:
+    bandit = make(epsilon=0.0, window=100)
+    play(bandit, 50, {"off": 100.0, "a:3_1_4": 50.0, "b:3_1_4": 40.0})
+    better = {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}
+    assert play(bandit, 300, better).most_common(1)[0][0] == "a:3_1_4"
+
+
 def test_groups_of_batch_sizes_learn_apart() -> None:
     bandit = make()
     play(bandit, 300, {"off": 1.0, "a:3_1_4": 2.0, "b:3_1_4": 1.0}, batch=1)
