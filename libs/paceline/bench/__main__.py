@@ -8,7 +8,9 @@ from pathlib import Path
 
 import uvloop
 
-BENCHES = {"transport": "paceline.bench.transport"}
+from paceline.errors import PacelineError
+
+BENCHES = {"transport": "paceline.bench.transport", "e2e": "paceline.bench.e2e"}
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult."""
 
 
@@ -21,7 +23,10 @@ def main() -> None:
         one.add_argument("--json", type=Path, help="also write the result to this file")
         import_module(module).add_arguments(one)
     options = parser.parse_args()
-    result = uvloop.run(import_module(BENCHES[options.name]).run(options))
+    try:
+        result = uvloop.run(import_module(BENCHES[options.name]).run(options))
+    except PacelineError as error:
+        raise SystemExit(f"bench {options.name}: {error}") from error
     result.print()
     if options.json is not None:
         result.write_json(options.json)
