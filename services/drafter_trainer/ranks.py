@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,7 +51,7 @@ class DrafterRanks:
                 env={CONFIG_VARIABLE: config.model_dump_json()},
             ),
             start_deadline_s=config.rank_start_deadline_s,
-            opening=self._opening,
+            on_start=self._started,
             on_message=self._route,
             on_lost=self._lost,
         )
@@ -142,8 +141,13 @@ class DrafterRanks:
         except RankLost as error:
             self._end(lease, error)
 
-    def _opening(self) -> Iterable[bytes]:
-        return [m.encode(fact) for fact in self._facts.values()]
+    async def _started(self, group: RankGroup) -> None:
+        """Rank 0 says where it stands; then the ranks are told what the ones before them knew."""
+        self._route(*await group.receive(self._config.rank_start_deadline_s))
+        told: list[m.NewHead | m.Serving] = []
+        while missing := [fact for fact in self._facts.values() if fact not in told]:
+            await group.send(m.encode(missing[0]))
+            told.append(missing[0])
 
     def _route(self, rank: int, data: bytes) -> None:
         message = m.decode(data)

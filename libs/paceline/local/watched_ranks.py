@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.local.ranks import RankGroup
@@ -19,8 +19,8 @@ _log = get_logger(__name__)
 class WatchedRanks:
     """A RankGroup under supervision; `supervise` must be running.
 
-    `opening` gives the messages every newly started group is sent first, `on_message` takes what any rank says,
-    `on_lost` hears of a loss before the restart begins.
+    `on_start` prepares every newly started group before it takes commands, `on_message` takes what any rank says from
+    then on, `on_lost` hears of a loss before the restart begins.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class WatchedRanks:
         group: RankGroup,
         *,
         start_deadline_s: float,
-        opening: Callable[[], Iterable[bytes]],
+        on_start: Callable[[RankGroup], Awaitable[None]],
         on_message: Callable[[int, bytes], None],
         on_lost: Callable[[PacelineError], None],
     ) -> None:
         self._group = group
         self._start_deadline_s = start_deadline_s
-        self._opening, self._on_message, self._on_lost = opening, on_message, on_lost
+        self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
         self._ready, self._down = asyncio.Event(), asyncio.Event()
 
     @property
@@ -56,8 +56,7 @@ class WatchedRanks:
         while True:
             try:
                 await self._group.start(self._start_deadline_s)
-                for message in self._opening():
-                    await self._group.send(message)
+                await self._on_start(self._group)
                 self._down.clear()
                 self._ready.set()
                 failures, ever_ready = 0, True
