@@ -21,6 +21,9 @@ Tree = dict[str, Any]
 EXAMPLES = Path("examples/demo")
 """Where the demo's model, tasks and settings lie, from the root of the repository."""
 
+_UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
+"""Nobody commits heads at a drafter trainer that is not used, so none are pushed there."""
+
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
 
@@ -138,7 +141,7 @@ def _variant(options: DemoOptions) -> Tree:
         raise ConfigError("--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter)
     if not options.speculation:
         gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
-        return {"gateway": gateway, "coordinator": {"drafter_enabled": False}}
+        return {"gateway": gateway, **_UNTRAINED}
     if options.frozen_drafter is not None:
         drafter = options.frozen_drafter.absolute()
         if not (drafter / "config.json").is_file():
@@ -146,7 +149,7 @@ def _variant(options: DemoOptions) -> Tree:
                 "--frozen-drafter is not a drafter checkpoint", seen=drafter, allowed="a directory with config.json"
             )
         served = {"drafter": str(drafter)}
-        return {"gateway": served, "drafter_trainer": served, "coordinator": {"drafter_enabled": False}}
+        return {"gateway": served, "drafter_trainer": served, **_UNTRAINED}
     return {}
 
 

@@ -55,6 +55,7 @@ def test_without_speculation_nothing_drafts_and_nothing_is_trained(tmp_path: Pat
     assert tree["gateway"]["drafter"] == "off"
     assert tree["gateway"]["speculation"]["arms"] == ["off"]
     assert tree["coordinator"]["drafter_enabled"] is False
+    assert tree["policy_trainer"]["push_head"] is False
 
 
 def test_a_frozen_drafter_is_served_and_not_trained(tmp_path: Path) -> None:
