@@ -53,7 +53,7 @@ class PolicyServicer(PolicyServiceServicer):
 
     async def GetPolicyStatus(self, request: pb.GetPolicyStatusRequest, context: Any) -> pb.GetPolicyStatusResponse:
         """Where the trainer stands."""
-        progress, pids = self._ranks.progress, self._ranks.pids
+        progress, pids = self._ranks.progress, self._ranks.watched.pids
         return pb.GetPolicyStatusResponse(
             policy_version=progress.policy_version,
             step=max(0, progress.step),
@@ -105,8 +105,8 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
     server.set_serving(SERVICE_NAME, False)
     await server.start()
-    supervision = asyncio.create_task(ranks.supervise())
-    health = asyncio.create_task(_follow_health(ranks, server))
+    supervision = asyncio.create_task(ranks.watched.supervise())
+    health = asyncio.create_task(ranks.watched.show_health(server, SERVICE_NAME))
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -119,23 +119,14 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
             task.cancel()
         await asyncio.gather(health, stopped, supervision, return_exceptions=True)
         await server.stop(0)
-        await ranks.stop(1.0)
-
-
-async def _follow_health(ranks: TrainerRanks, server: Server) -> None:
-    """The service serves while the ranks take commands."""
-    while True:
-        await ranks.changed(serving=True)
-        server.set_serving(SERVICE_NAME, True)
-        await ranks.changed(serving=False)
-        server.set_serving(SERVICE_NAME, False)
+        await ranks.watched.stop(1.0)
 
 
 async def _save_final(config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
     """A last checkpoint when there is something new and the ranks are idle; a busy rank is abandoned, its step is
     replayed by the next start."""
     unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
-    if not (config.save_final and unsaved and ranks.ready) or ranks.busy:
+    if not (config.save_final and unsaved and ranks.watched.ready) or ranks.busy:
         return
     try:
         saved = await save(ranks, Sender(config.run.id, max(0, ranks.progress.step), 0), config.stop_grace_s / 2)
