@@ -173,6 +173,8 @@ def duration(seconds: float) -> str:
     """Seconds with the unit that fits: 0.42 ms, 18 ms, 1.25 s, 3 min 5 s."""
     if not math.isfinite(seconds):
         return "–"
+    if seconds == 0:
+        return "0 s"
     if seconds < 0.9995:
         milliseconds = seconds * 1e3
         return f"{milliseconds:.2f} ms" if milliseconds < 9.995 else f"{milliseconds:.0f} ms"

@@ -123,7 +123,10 @@ def read_history(path: Path) -> RunHistory:
         if event in ("RunStarted", "Committed"):
             served.append(Served(at_s, **{name: int(data["versions"][name]) for name in ("seq", "policy", "drafter")}))
         elif event == "EvaluationDone" and data.get("value") is not None:
-            evaluations.append(Evaluated(int(entry["step"]), str(data["kind"]), float(data["value"])))
+            made = Evaluated(int(entry["step"]), str(data["kind"]), float(data["value"]))
+            evaluations.append(made)
+            if made.steps - 1 in records:  # the step it was made after
+                records[made.steps - 1].evaluations[made.kind] = made.value
         elif event == "Detached":
             tokens += int(data.get("details", {}).get("tokens", 0))
     if not began_s:

@@ -82,9 +82,9 @@ def test_the_first_step_with_other_tokens_is_named_and_rewards_until_then_are_co
     assert first_difference(other, baseline) == 21
     assert first_difference(baseline, baseline) is None
     row = compare([baseline, other], "t").rows[1]
-    assert (row["tokens differ at"], row["rewards equal until then"], row["near-ties"]) == ("21", "yes", 3)
+    assert (row["tokens differ at"], row["rewards equal"], row["near-ties"]) == ("21", "yes", 3)
     other.steps[3]["reward_mean"] = 0.0  # type: ignore[index]
-    assert compare([baseline, other], "t").rows[1]["rewards equal until then"] == "no"
+    assert compare([baseline, other], "t").rows[1]["rewards equal"] == "no"
 
 
 @pytest.mark.parametrize("text", ["none,fast", "frozen", "frozen,none", ""])

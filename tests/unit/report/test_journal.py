@@ -18,6 +18,8 @@ def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
     assert history.records[29].arm_rounds["ngram:4_1_5"] == 12
     assert [step for step, _ in history.evaluated(ACCURACY)] == [0, 10, 20, 30]
     assert history.evaluated(PROBE)[-1] == (30, pytest.approx(4.0))
+    assert history.records[29].evaluations["accept_length_probe"] == pytest.approx(4.0)
+    assert not history.records[28].evaluations
     assert [served.policy for served in history.served] == list(range(31))
     assert history.phase == "finished"
     assert history.slots == 2
