@@ -22,6 +22,7 @@ from paceline.telemetry import get_logger, span
 
 FIRST_MICRO_BATCH_TOKENS = 128
 DATA_POLL_S = 0.05
+INGEST_EVERY_S = 0.25
 
 log = get_logger("drafter_trainer")
 
@@ -41,6 +42,7 @@ class Activation:
     epoch: int
     max_steps: int
     data_until: float  # time.monotonic() until which an activation without rows waits
+    ingest_due: float  # time.monotonic() of the next look at the features stream
     steps: int = 0
     micro_batches: int = 0
     tokens: int = 0
@@ -84,7 +86,9 @@ class DrafterTrainer:
         self._handed_over = False
         while self.ingest() == ENTRIES_PER_READ and not self._link.preempted(command.epoch):
             pass
-        activation = Activation(command.epoch, command.max_steps, started + self._config.data_wait_s)
+        activation = Activation(
+            command.epoch, command.max_steps, started + self._config.data_wait_s, started + INGEST_EVERY_S
+        )
         self._link.send(m.Attached(command.epoch, self._link.world_size, time.monotonic() - started))
         while (reason := self._stop_reason(activation)) is None:
             if self._job is not None:
@@ -140,8 +144,9 @@ class DrafterTrainer:
         activation.tokens += sum(int(row.valid.sum()) for row in rows)
         activation.loss_sum += result.loss
         activation.busy_s += seconds
-        if result.stepped:
+        if time.monotonic() >= activation.ingest_due:
             self.ingest()
+            activation.ingest_due = time.monotonic() + INGEST_EVERY_S
 
     def _draw(self) -> list[list[FeatureSample]]:
         """One list of samples per rank, all of one head; empty when no usable sample is held."""
