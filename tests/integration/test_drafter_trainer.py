@@ -207,6 +207,32 @@ async def test_lost_ranks_lost_callers_and_new_heads(world: World, rows: list[Fe
     assert detached.dropped == {"stale_head": sum(trained_on(batch) for batch in unknown)}
 
 
+async def test_two_ranks_train_save_and_learn_a_head_that_comes_while_they_train(
+    world: World, rows: list[FeatureBatch]
+) -> None:
+    await world.append([batch for batch in rows if trained_on(batch)])  # nothing to judge by, so far
+    await world.start(ranks=2, **ENDLESS)
+    head, embedding = new_head()
+    tensors = [from_numpy("lm_head.weight", head), from_numpy("model.embed_tokens.weight", embedding)]
+    async with aclosing(world.activate(1)) as running, channel(world.address, SECURITY) as peer:
+        assert (await until(running, "activated")).world_size == 2
+        await push_weights(peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1))
+        await world.append([relabelled(batch, head_hash(head.tobytes()), 1) for batch in rows])
+        saving = asyncio.create_task(
+            world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1)))
+        )
+        assert (await until(running, "gate")).policy_version == 1
+        assert (await world.preempt(1)).was_active
+        detached = await until(running, "detached")
+    saved = await saving
+    assert saved.total_steps == detached.total_steps > 0
+    load_eagle(Path(saved.path), read_config(POLICY))
+    again = (await collect(world.activate(2, max_steps=2)))[-1].detached
+    assert (again.steps, again.dropped) == (2, {})
+    assert detached.micro_batches + again.micro_batches == 4 * (detached.steps + again.steps), "a gradient was lost"
+    await world.stop()
+
+
 def new_head() -> tuple[Any, Any]:
     """Head and embedding of a policy that has moved."""
     tensors = load_file(POLICY / "model.safetensors")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unit.drafter_trainer.samples import HASH, TARGET, batch, sessions, toy_policy
+from unit.drafter_trainer.samples import HASH, PROMPT, TARGET, batch, sessions, toy_policy
 
 from drafter_trainer import messages as m
 from drafter_trainer.candidates import Candidates
@@ -150,6 +150,21 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     assert all(torch.equal(value, rolled_back[name]) for name, value in EagleNet(TARGET, seed=1).state_dict().items())
     trainer.trainer.on_serving(9)
     assert trainer.trainer.serving.version == 0, "a drafter that is not kept here is no measure"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "min_positions": 1, "samples": 32})
+    trainer.feed(trained_rows())
+    trainer.feed(batch(60, 50 + i, session=name) for i, name in enumerate(sessions(32, heldout=True, every=EVERY)))
+    # Four micro-batches are one step; then the candidate is frozen; then come pieces of held-out rows.
+    trainer.parent.script = [[], [], [], [], [], [], [m.Preempt(1)]]
+    stopped = trainer.run(1)
+    assert (stopped.reason, stopped.micro_batches, stopped.steps) == ("preempted", 4, 1)
+    assert not [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
+    trainer.run(2, max_steps=1)
+    (judged,) = [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
+    assert (judged.epoch, judged.positions) == (2, 32 * (60 - PROMPT))
 
 
 @pytest.mark.usefixtures("one_rank")
