@@ -77,10 +77,13 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
 def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: Path) -> None:
     process = demo(tmp_path, "--steps", "40", *SMALL)
     wait_for(process, "step 1/40")
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) >= 6 + 2 + 3  # services and Redis, engine workers, trainer ranks
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
     assert "--resume demo-0-1" in output
+    assert [child for child in family if child.is_running()] == []
     assert left_over(tmp_path) == []
     done = demo(tmp_path, "--resume", "demo-0-1", "--steps", "3")
     output, _ = done.communicate(timeout=300)
