@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -40,6 +40,7 @@ class TrainerLink:
         self._turns: deque[m.Activate | m.Save] = deque()
         self.on_command: Callable[[m.Message], None] = lambda message: None
         self.stopping = False
+        self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
 
     @property
     def world_size(self) -> int:
@@ -116,6 +117,7 @@ class TrainerLink:
         try:
             return sample_from(decode_features(entry.fields, entry.payload), self._target)
         except DataLoss as error:
+            self.dropped["unusable"] += 1
             log.warning("feature batch cannot be used", entry=entry.id, error=str(error))
             await stream.dead_letter(GROUP, entry, str(error))
             return None

@@ -252,7 +252,7 @@ class DrafterTrainer:
             loss=activation.loss_sum / max(activation.micro_batches, 1),
             busy_s=activation.busy_s,
             total_steps=self._learner.total_steps,
-            dropped=dict(self.buffer.dropped),
+            dropped=dict(self.buffer.dropped + self._link.dropped),
         )
 
     def standing(self) -> m.Standing:

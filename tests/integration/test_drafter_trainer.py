@@ -100,6 +100,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(world: Wor
     dead = await world.stream.dead_letters()
     assert [letter.fields["dead_id"] for letter in dead if letter.payload == b"no tensors"] == [broken]
     assert len(dead) == 2, "rows of another width belong to the dead letters too"
+    assert detached.dropped == {"unusable": 2}
 
     async with aclosing(world.activate(3)) as running:
         await until(running, "activated")
