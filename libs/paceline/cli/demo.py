@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 from rich.console import Console
 
 from paceline.cli.closing import collect, print_closing, write_results
-from paceline.cli.live import open_view
+from paceline.cli.live import View, open_view
 from paceline.cli.run_files import DemoOptions, RunFiles, prepare_run
 from paceline.cli.run_state import RunState
 from paceline.cli.supervise import stop_all, supervise
-from paceline.cli.watch import end_with, follow
+from paceline.cli.watch import follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
 from paceline.local.child import ChildEvent
@@ -76,20 +75,31 @@ class _Run:
         supervisor = Supervisor(launches, self._files.directory, on_event=self._event)
         with open_view(self.state, self._console) as view:
             self._on_event = view.event
-            following = asyncio.create_task(follow(self._config, self.state, view.record))
+            following: list[asyncio.Task[None]] = []
+
+            async def started() -> None:
+                await view.started()
+                following.append(asyncio.create_task(self._follow(view)))
+
             try:
-                finished = await supervise(supervisor, view.started)
-                await end_with(following, _LAST_FACT_S if finished else 0.0)
+                finished = await supervise(supervisor, started)
                 if finished:
+                    await asyncio.wait(following, timeout=_LAST_FACT_S)
                     view.say("writing the report")
                     self.ledger = await collect(self._config, self._files)
             finally:
-                following.cancel()
-                with suppress(asyncio.CancelledError, PacelineError):
-                    await following
+                for task in following:
+                    task.cancel()
+                await asyncio.gather(*following, return_exceptions=True)
                 view.say("stopping the services")
                 await stop_all(supervisor)
         return finished
+
+    async def _follow(self, view: View) -> None:
+        try:
+            await follow(self._config, self.state, view.record)
+        except PacelineError as error:  # The view stands still, the run does not.
+            self.state.notes.append(f"the view lost the run: {error}")
 
     def _event(self, event: ChildEvent) -> None:
         self._note_pid(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -50,13 +49,3 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
 def _take(record: pb.StepRecord | None, on_record: OnRecord) -> None:
     if record is not None:
         on_record(record)
-
-
-async def end_with(task: asyncio.Task[None], deadline_s: float) -> None:
-    """Give a follower a moment to hear the last fact, then end it; raises what it raised."""
-    await asyncio.wait({task}, timeout=deadline_s)
-    task.cancel()
-    try:
-        await task
-    except asyncio.CancelledError:
-        return
