@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
+from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
 
 
+_TRIES = 200
+_LOWEST, _EPHEMERAL = 10_000, 32_768
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    """A TCP port on 127.0.0.1 that was free a moment ago.
+
+    It lies below the range that the system gives to outgoing connections, so that none of those takes it before its
+    server is up.
+    """
+    low = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else _EPHEMERAL
+    choices = range(_LOWEST, max(_LOWEST + 1, min(low, 65_536)))
+    for port in random.SystemRandom().sample(choices, min(_TRIES, len(choices))):
+        if _is_free(port):
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def split_address(address: str, setting: str = "address") -> tuple[str, int]:
