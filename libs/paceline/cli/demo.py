@@ -90,9 +90,11 @@ class _Run:
             finally:
                 for task in following:
                     task.cancel()
-                await asyncio.gather(*following, return_exceptions=True)
                 view.say("stopping the services")
                 await stop_all(supervisor)
+        for task in following:
+            if task.done() and not task.cancelled():
+                task.result()  # raises a defect of the view
         return finished
 
     async def _follow(self, view: View) -> None:
@@ -100,6 +102,7 @@ class _Run:
             await follow(self._config, self.state, view.record)
         except PacelineError as error:  # The view stands still, the run does not.
             self.state.notes.append(f"the view lost the run: {error}")
+            view.say(f"the view lost the run: {error}")
 
     def _event(self, event: ChildEvent) -> None:
         self._note_pid(event)

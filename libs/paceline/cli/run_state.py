@@ -39,6 +39,7 @@ class RunState:
     holders: dict[int, str] = field(default_factory=dict)
     acceptance: dict[int, float] = field(default_factory=dict)  # drafter version -> newest live acceptance length
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
+    complete: int = 0  # steps known without a gap, from the first on
     services: dict[str, str] = field(default_factory=dict)  # name -> newest kind of event
     failure: str = ""
     finished: bool = False
@@ -96,11 +97,17 @@ class RunState:
             self.acceptance[record.versions.drafter] = record.accept_length
             while len(self.acceptance) > 6:
                 self.acceptance.pop(next(iter(self.acceptance)))
-        if self.records and self.records[-1].step >= record.step:
-            if self.records[-1].step == record.step:
-                self.records[-1] = record  # an evaluation was added
+        known = [kept.step for kept in self.records]
+        if record.step in known:
+            self.records[known.index(record.step)] = record  # an evaluation was added
+            return None
+        if record.step < self.complete:
             return None
         self.records.append(record)
+        if known and known[-1] > record.step:
+            self.records = deque(sorted(self.records, key=lambda kept: kept.step), maxlen=STEPS_KEPT)
+        while self.complete in (kept.step for kept in self.records):
+            self.complete += 1
         return record
 
     def _slot(self, slot: SlotStatus, at_s: float) -> None:

@@ -25,14 +25,19 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
+        behind = False
+
         async def catch_up(first: int, last: int) -> None:
+            nonlocal behind
+            behind = True
             try:
                 with rpc_errors():
                     snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=_SNAPSHOT_S)
-                    known = state.records[-1].step + 1 if state.records else 0
-                    steps = await stub.ListSteps(pb.ListStepsRequest(from_step=known), timeout=_SNAPSHOT_S)
+                    wanted = pb.ListStepsRequest(from_step=state.complete)
+                    steps = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
             except PacelineError:
-                return  # It restarts or has ended; the next fact tells.
+                return  # It restarts or has ended; asked again with the next fact.
+            behind = False
             for record in steps.steps:
                 _take(state.take_record(record), on_record)
             _take(state.take_snapshot(snapshot, time.time()), on_record)
@@ -43,6 +48,8 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
                 try:
                     _take(state.take_fact(await facts.next(_QUIET_S)), on_record)
                 except DeadlineExceeded:
+                    behind = True
+                if behind:
                     await catch_up(0, 0)
 
 

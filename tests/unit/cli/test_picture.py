@@ -46,6 +46,15 @@ def test_a_step_is_told_once_and_amended_by_its_evaluation() -> None:
     assert state.newest("accuracy") == 0.6
 
 
+def test_a_step_that_was_missed_is_put_in_its_place() -> None:
+    state = RunState("demo-0-1", 10)
+    assert state.take_fact(finished(1)) is not None
+    assert state.complete == 0
+    assert state.take_fact(finished(0)) is not None
+    assert [kept.step for kept in state.records] == [0, 1]
+    assert state.complete == 2
+
+
 def test_the_state_is_bounded() -> None:
     state = RunState("demo-0-1", 10_000)
     for step in range(STEPS_KEPT + 50):
