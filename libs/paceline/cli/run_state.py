@@ -63,6 +63,8 @@ class RunState:
 
     def take_snapshot(self, snapshot: GetSnapshotResponse, at_s: float) -> StepRecord | None:
         """Take the whole state in, after a gap; returns the last step's record when it was not known yet."""
+        if snapshot.phase == "new":  # its coordinator has not read its settings yet
+            return None
         self.step, self.total_steps, self.phase = snapshot.step, snapshot.total_steps, snapshot.phase
         self.versions, self.failure = snapshot.versions, snapshot.failure
         for slot in snapshot.slots:

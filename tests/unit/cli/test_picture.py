@@ -55,6 +55,14 @@ def test_a_step_that_was_missed_is_put_in_its_place() -> None:
     assert state.complete == 2
 
 
+def test_a_run_that_has_not_begun_says_nothing_about_its_length() -> None:
+    state = RunState("demo-0-1", 10)
+    state.take_snapshot(pb.GetSnapshotResponse(phase="new", total_steps=1), 0.0)
+    assert (state.total_steps, state.phase) == (10, "starting")
+    state.take_snapshot(pb.GetSnapshotResponse(phase="evaluate", total_steps=12), 0.0)
+    assert (state.total_steps, state.phase) == (12, "evaluate")
+
+
 def test_the_state_is_bounded() -> None:
     state = RunState("demo-0-1", 10_000)
     for step in range(STEPS_KEPT + 50):
