@@ -28,7 +28,7 @@ from rollout_gateway.engines.spec import WorkerSpec
 from rollout_gateway.generation import Generation
 from rollout_gateway.worker_process import WorkerProcess
 
-MAX_TRIES = 2
+MAX_TRIES = 3
 MAX_BACKOFF_S = 5.0
 STARTS_BEFORE_GIVING_UP = 3
 """Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""

@@ -11,6 +11,7 @@ import psutil
 
 
 def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) -> None:
+    before = {one.pid for one in psutil.Process().children(recursive=True)}  # servers that other tests share
     words = ["transport", "--mib", "4", "--pairs", "2", "--looks", "1", "--json", str(tmp_path / "t.json")]
     done = subprocess.run(
         [sys.executable, "-m", "paceline.bench", *words], capture_output=True, text=True, timeout=60, check=False
@@ -20,4 +21,5 @@ def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) ->
     facts = json.loads((tmp_path / "t.json").read_text())
     assert [goal["goal"] for goal in facts["goals"]] == [0.15, 0.4]
     assert all(row["wall s"] > 0 and row["far peak MiB"] > 0 for row in facts["rows"])
-    assert not [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    after = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
+    assert [one for one in after if one.pid not in before] == []

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +132,13 @@ def _without_password(url: str) -> str:
 
 def _wait_for_signal(why: str) -> None:
     """Stay, so that whoever started this sees a service that runs."""
-    signals = {signal.SIGTERM, signal.SIGINT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    stopped = threading.Event()
+    # A handler, not a blocked signal: the kernel may hand a signal to any thread that does not block it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
     sys.stdout.write(f"{why}\n")
     sys.stdout.flush()
-    signal.sigwait(signals)
+    stopped.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
