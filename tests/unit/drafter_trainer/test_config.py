@@ -1,0 +1,20 @@
+"""The keys of the drafter trainer's settings are what users write into files: a change shows here."""
+
+from __future__ import annotations
+
+from drafter_trainer.config import DrafterTrainerConfig
+from paceline.config import ServiceConfig, known_keys
+
+KEYS = {
+    "buffer.byte_budget", "buffer.heldout_every", "buffer.heldout_samples", "buffer.recency", "buffer.samples",
+    "buffer.window", "checkpoint_interval_s", "data_wait_s", "drafter", "gate.bootstrap", "gate.draft_steps",
+    "gate.interval_steps", "gate.min_positions", "gate.samples", "max_epochs", "max_micro_batch_tokens",
+    "micro_batch_ms", "micro_batches_per_step", "model", "optimizer.betas", "optimizer.clip_norm",
+    "optimizer.feature_weight", "optimizer.lr", "optimizer.token_weight", "optimizer.warmup_steps",
+    "optimizer.weight_decay", "preempt_deadline_s", "push_deadline_s", "push_grace_s", "rank_start_deadline_s",
+    "ranks", "resume", "threads_per_rank",
+}  # fmt: skip
+
+
+def test_the_set_of_keys_is_pinned() -> None:
+    assert set(known_keys(DrafterTrainerConfig)) - set(known_keys(ServiceConfig)) == KEYS
