@@ -50,6 +50,7 @@ class DrafterTrainerConfig(ServiceConfig):
     drafter: str = Field(default="eagle", description="'eagle' for a fresh one, or a drafter checkpoint directory")
     ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
     threads_per_rank: int = Field(default=1, ge=1)
+    niceness: int = Field(default=10, ge=0, le=19, description="of the ranks: rollouts on the same CPU come first")
     micro_batch_ms: float = Field(default=40.0, gt=0, le=50, description="longest micro-batch aimed at, milliseconds")
     micro_batches_per_step: int = Field(default=4, ge=1, description="micro-batches of one optimiser step")
     max_micro_batch_tokens: int = Field(default=1_024, ge=32)

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from paceline.errors import InvalidInput
+from paceline.models.loading import weight_files
 from paceline.tensors import head_hash
 
 KEPT_HEADS = 4
@@ -34,7 +35,7 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
     lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
     """
     tensors: dict[str, Tensor] = {}
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in set(opened.keys()) & {EMBED, HEAD}:

@@ -162,6 +162,7 @@ def main() -> None:
     link = RankLink.from_environment()
     config = DrafterTrainerConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
     telemetry.setup("drafter_trainer", config.telemetry)
+    os.nice(config.niceness)
     torch.set_num_threads(config.threads_per_rank)
     torch.manual_seed(config.run.seed)
     dist.init_process_group("gloo", timeout=COLLECTIVE_DEADLINE)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
 
-
 _TRIES = 200
 _LOWEST, _EPHEMERAL = 10_000, 32_768
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -23,13 +23,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of the *.safetensors files in a directory, dtypes as stored.
+    """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards model-*.safetensors.
 
     Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file.
     """
-    files = sorted(directory.glob("*.safetensors")) if directory.is_dir() else []
-    if not files:
-        raise InvalidInput("not a checkpoint directory: it has no *.safetensors file", seen=directory)
+    files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
@@ -38,6 +36,17 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise DataLoss(f"cannot read {path.name}: {error}", seen=path) from error
     return tensors
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files with a checkpoint's weights; an optimiser's state may lie beside them. Raises InvalidInput."""
+    whole = directory / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(directory.glob("model-*.safetensors"))
+    if not files:
+        raise InvalidInput(
+            "not a checkpoint directory: it has no weights", seen=directory, allowed="model.safetensors or its shards"
+        )
+    return files
 
 
 def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:

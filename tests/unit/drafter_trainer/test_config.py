@@ -9,7 +9,7 @@ KEYS = {
     "buffer.byte_budget", "buffer.heldout_every", "buffer.heldout_samples", "buffer.recency", "buffer.samples",
     "buffer.window", "checkpoint_interval_s", "data_wait_s", "drafter", "gate.bootstrap", "gate.draft_steps",
     "gate.interval_steps", "gate.min_positions", "gate.samples", "max_epochs", "max_micro_batch_tokens",
-    "micro_batch_ms", "micro_batches_per_step", "model", "optimizer.betas", "optimizer.clip_norm",
+    "micro_batch_ms", "micro_batches_per_step", "model", "niceness", "optimizer.betas", "optimizer.clip_norm",
     "optimizer.feature_weight", "optimizer.lr", "optimizer.token_weight", "optimizer.warmup_steps",
     "optimizer.weight_decay", "preempt_deadline_s", "push_deadline_s", "push_grace_s", "rank_start_deadline_s",
     "ranks", "resume", "threads_per_rank",
