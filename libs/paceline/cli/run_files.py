@@ -14,7 +14,7 @@ from typing import Any
 import paceline
 from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
 from paceline.errors import ConfigError, NotFound
-from paceline.local.ports import free_port
+from paceline.local.ports import free_ports
 
 Tree = dict[str, Any]
 
@@ -163,10 +163,12 @@ def _workers(tree: Tree) -> Tree:
 def _placement(files: RunFiles) -> Tree:
     """Where the run lives: its directory and ports that are free now. An own $REDIS_URL is used as it is."""
     own = os.environ.get("REDIS_URL")
-    redis = {role: own or f"redis://127.0.0.1:{free_port()}/0" for role in ("durable_url", "features_url")}
+    roles = ("durable_url", "features_url")
     services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
-    addresses = {name: f"127.0.0.1:{free_port()}" for name in services}
-    addresses["events"] = f"tcp://127.0.0.1:{free_port()}"
+    ports = iter(free_ports(len(roles) + len(services) + 1))
+    redis = {role: own or f"redis://127.0.0.1:{next(ports)}/0" for role in roles}
+    addresses = {name: f"127.0.0.1:{next(ports)}" for name in services}
+    addresses["events"] = f"tcp://127.0.0.1:{next(ports)}"
     return {
         "run": {"id": files.run_id, "dir": str(files.directory)},
         "redis": redis,

@@ -15,19 +15,27 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_port() -> int:
-    """A TCP port on 127.0.0.1 that was free a moment ago.
+    """A TCP port on 127.0.0.1 that was free a moment ago."""
+    return free_ports(1)[0]
 
-    It lies below the range that the system gives to outgoing connections, so that none of those takes it before its
+
+def free_ports(count: int) -> list[int]:
+    """Different TCP ports on 127.0.0.1 that were free a moment ago. Raises Unavailable when there are too few.
+
+    They lie below the range that the system gives to outgoing connections, so that none of those takes one before its
     server is up.
     """
     low = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else _EPHEMERAL
-    choices = range(_LOWEST, max(_LOWEST + 1, min(low, 65_536)))
-    for port in random.SystemRandom().sample(choices, min(_TRIES, len(choices))):
+    choices = range(_LOWEST, max(_LOWEST + _TRIES, min(low, 65_536)))
+    found: list[int] = []
+    for port in random.SystemRandom().sample(choices, min(_TRIES + count, len(choices))):
+        if len(found) == count:
+            break
         if _is_free(port):
-            return port
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+            found.append(port)
+    if len(found) < count:
+        raise Unavailable("too few free ports on 127.0.0.1", seen=len(found), allowed=count)
+    return found
 
 
 def _is_free(port: int) -> bool:

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailab
 from paceline.local import healthcheck
 from paceline.local import redis as local_redis
 from paceline.local.child import Launch
-from paceline.local.ports import free_port, require_free, split_address
+from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, local_urls
 from paceline.local.services import SERVICES, service
@@ -164,3 +164,15 @@ def test_the_health_check_of_a_server_that_is_not_there_exits_1(capsys: pytest.C
 
 def test_the_health_check_of_a_serving_redis_exits_0(redis_url: str) -> None:
     assert healthcheck.main(["--redis", redis_url]) == 0
+
+
+def test_free_ports_are_different_and_below_the_ports_of_outgoing_connections() -> None:
+    ports = free_ports(100)
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(ports)) == 100
+    assert max(ports) < max(low, 10_200)
+
+
+def test_too_few_free_ports_are_told() -> None:
+    with pytest.raises(Unavailable, match="too few free ports"):
+        free_ports(100_000)
