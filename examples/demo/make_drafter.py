@@ -148,8 +148,8 @@ def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
 def main() -> None:
     """Rolls out, trains, saves and measures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    parser.add_argument("--tokens", type=int, default=400_000, help="positions trained on, in all")
+    parser.add_argument("--steps", type=int, default=900, help="optimiser steps")
+    parser.add_argument("--tokens", type=int, default=200_000, help="positions trained on, in all")
     parser.add_argument("--model", type=Path, default=HERE / "policy_start")
     parser.add_argument("--out", type=Path, default=HERE / "drafter_trained")
     parser.add_argument("--seed", type=int, default=0)
