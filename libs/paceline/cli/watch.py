@@ -16,6 +16,8 @@ from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 _SNAPSHOT_S = 5.0
 _QUIET_S = 30.0
 """Without a fact for so long the coordinator is asked: it may have been restarted."""
+_ASK_AGAIN_S = 1.0
+"""A coordinator that did not answer is not asked again sooner, however many facts wait."""
 
 OnRecord = Callable[[pb.StepRecord], None]
 
@@ -25,10 +27,10 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
-        behind = False
+        behind, asked_s = False, 0.0
 
         async def catch_up(first: int, last: int) -> None:
-            nonlocal behind
+            nonlocal behind, asked_s
             behind = True
             try:
                 with rpc_errors():
@@ -36,7 +38,9 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
                     wanted = pb.ListStepsRequest(from_step=state.complete)
                     steps = await stub.ListSteps(wanted, timeout=_SNAPSHOT_S)
             except PacelineError:
-                return  # It restarts or has ended; asked again with the next fact.
+                return  # It restarts or has ended; asked again with a later fact.
+            finally:
+                asked_s = time.monotonic()
             behind = False
             for record in steps.steps:
                 _take(state.take_record(record), on_record)
@@ -49,8 +53,10 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
                     _take(state.take_fact(await facts.next(_QUIET_S)), on_record)
                 except DeadlineExceeded:
                     behind = True
-                if behind:
+                if behind and time.monotonic() - asked_s >= _ASK_AGAIN_S:
                     await catch_up(0, 0)
+            if behind:
+                await catch_up(0, 0)
 
 
 def _take(record: pb.StepRecord | None, on_record: OnRecord) -> None:
