@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -49,8 +50,12 @@ def main(samples: Path, out: Path) -> None:
         moments = {f"exp_avg.{name}": s["exp_avg"] for name, s in state["optimizer"]["state"].items()}
         figures = torch.tensor([learner.total_steps, float(loss)], dtype=torch.float64)
         save_file({**weights, **moments, "figures": figures}, out)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    sys.stdout.flush()
+    os._exit(0)

@@ -69,9 +69,13 @@ def main(model: Path, out: Path) -> None:
     if dist.get_rank() == 0:
         figures = torch.tensor([*sums.tolist(), norm, float(len(micro_batches))], dtype=torch.float64)
         save_file({**gradients, **weights, "figures": figures}, out)
+    dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    sys.stdout.flush()
+    os._exit(0)
