@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import Coroutine
 from enum import StrEnum
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from paceline.errors import PacelineError
+from paceline.local.services import service as service_named
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,14 +51,6 @@ class Bench(StrEnum):
     E2E = "e2e"
 
 
-_MODULES = {
-    Service.COORDINATOR: "coordinator",
-    Service.GATEWAY: "rollout_gateway",
-    Service.POLICY_TRAINER: "policy_trainer",
-    Service.DRAFTER_TRAINER: "drafter_trainer",
-}
-
-
 @app.command()
 def version() -> None:
     """Print the version."""
@@ -81,12 +75,12 @@ def serve(
     settings += [f'engine.kind="{engine}"'] if engine else []
     settings += [f'drafter="{_drafter(drafter)}"'] if drafter else []
     settings += [f'addresses.http="127.0.0.1:{http_port}"'] if http_port is not None else []
-    address = "gateway" if service is Service.GATEWAY else service.value.replace("-", "_")
-    settings += [f'addresses.{address}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
+    spec = service_named(service.value)
+    settings += [f'addresses.{spec.address_key}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     # The service takes this process over: signals reach it directly and its exit code is ours.
-    os.execv(sys.executable, [sys.executable, "-m", _MODULES[service], *files, *flags, *settings])  # noqa: S606
+    os.execv(sys.executable, [sys.executable, "-m", spec.module, *files, *flags, *settings])  # noqa: S606
 
 
 def _drafter(value: str) -> str:
@@ -145,9 +139,9 @@ def bench(name: Bench, context: typer.Context) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "paceline.bench", name.value, *context.args])  # noqa: S606
 
 
-def _run(coroutine: object) -> int:
+def _run(coroutine: Coroutine[Any, Any, int]) -> int:
     try:
-        return asyncio.run(coroutine)  # type: ignore[arg-type]
+        return asyncio.run(coroutine)
     except PacelineError as error:
         console.print(f"[bold red]paceline:[/] {error}", highlight=False)
         return 2
