@@ -50,6 +50,7 @@ class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    share: float = Field(default=1.0, gt=0, le=1)  # of the training requests whose rows are captured
     ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
     queue_batches: int = Field(default=64, ge=1)  # batches waiting for Redis; more are dropped and counted
     gather_bytes: int = Field(default=128 << 20, ge=1)  # rows held for requests still running

@@ -39,6 +39,9 @@ from rollout_gateway.worker_process import WorkerProcess
 
 STOP_GRACE_S = 10.0
 MAX_TOP_LOGPROBS = 20
+_SHARES = 10_000
+"""How finely features.share divides requests."""
+
 log = get_logger(__name__)
 
 
@@ -170,6 +173,10 @@ class Gateway:
             for trajectory in session.trajectories():
                 self.outbox.put(trajectory, "" if session.state is State.FINAL else str(session.state))
         self.sessions.remove(session)
+
+    def captures(self, seed: int) -> bool:
+        """Whether the rows of the request with this seed are captured: the same ones in every run of the same seed."""
+        return seed % _SHARES < self.config.features.share * _SHARES
 
     def publish_rows(self, generation: Generation, session: Session) -> None:
         """Hidden rows of an ended request go to the features stream."""

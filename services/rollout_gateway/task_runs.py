@@ -85,7 +85,7 @@ class _SessionModel:
 
     async def generate(self, prompt: tuple[int, ...]) -> Turn:
         job, gateway = self._job, self._gateway
-        capture = job.request.capture and job.trains
+        capture = job.request.capture and job.trains and gateway.captures(self.sampling.seed)
         branch = self._session.begin(prompt, self.sampling)
         with span("engine.request", worker=job.worker_index, prompt_tokens=len(prompt)):
             generation = gateway.submit(

@@ -67,6 +67,18 @@ async def test_training_samples_become_trajectories_and_hidden_rows(
             assert batch.lm_head_hash
 
 
+async def test_a_share_of_the_requests_chosen_by_their_seeds_is_captured(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(**redis_keys(redis_url, run_id), features={"share": 0.5}) as served:
+        found = await run_tasks(served, step=3, capture=True, samples_per_task=8)
+        seeds = {key: request_seed(7, 3, *key) for key in found}
+        chosen = {found[key].session_id for key, seed in seeds.items() if seed % 10_000 < 5_000}
+        assert 0 < len(chosen) < len(found) == 16
+        entries = await appended(redis_client, run_id, "features", len(chosen))
+        assert {decode_features(entry.fields, entry.payload).session_id for entry in entries} == chosen
+
+
 async def test_repeated_calls_append_nothing_new_even_after_a_restart(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:

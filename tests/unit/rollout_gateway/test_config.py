@@ -15,9 +15,9 @@ OWN_KEYS = """
 answer_marker drafter engine.command_deadline_s engine.dtype engine.kind engine.max_batch engine.max_sequence_tokens
 engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script engine.threads
 engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.ring_rows
-max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms speculation.bandit.epsilon
-speculation.bandit.groups speculation.bandit.kind speculation.bandit.window speculation.forced_arm spool_dir tokenizer
-trajectories
+features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
+speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.window speculation.forced_arm
+spool_dir tokenizer trajectories
 """
 SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
 
