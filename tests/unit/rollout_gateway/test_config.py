@@ -16,8 +16,8 @@ answer_marker drafter engine.command_deadline_s engine.dtype engine.kind engine.
 engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script engine.threads
 engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.ring_rows
 features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
-speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.window speculation.forced_arm
-spool_dir tokenizer trajectories
+speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.window
+speculation.forced_arm spool_dir tokenizer trajectories
 """
 SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
 
