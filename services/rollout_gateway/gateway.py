@@ -9,12 +9,14 @@ import asyncio
 import itertools
 import json
 import math
+import pkgutil
 import secrets
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import redis.asyncio
 
@@ -26,7 +28,8 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engines.base import Capability
+from rollout_gateway.engines import ROW_LAYOUTS, wire
+from rollout_gateway.engines.base import Capability, RowLayout
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
@@ -66,10 +69,9 @@ class Gateway:
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
-        rows = _row_shape(config) if features is not None else None
-        self.router = Router(
-            config.worker_count, config.engine, engine_settings(config), rows, self._take_rows, self._discard_rows
-        )
+        settings = engine_settings(config)
+        rows = _row_shape(config, settings) if features is not None else None
+        self.router = Router(config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows)
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
@@ -85,7 +87,7 @@ class Gateway:
         """Start workers and senders; returns when every worker serves."""
         await self.router.start()
         self.outbox.start()
-        self.publisher.start()
+        self.publisher.start(wire.rows_from(self.router.ready))
         self._sweeper = background(self._expire_sessions(), "session time-outs")
 
     async def stop(self) -> None:
@@ -282,7 +284,13 @@ def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
     return initial
 
 
-def _row_shape(config: GatewayConfig) -> RowShape:
-    settings = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
-    hidden_size = int(settings.get("hidden_size", 0))
-    return RowShape(config.features.ring_rows, hidden_size * ROW_DTYPES[config.features.dtype][1])
+def _row_shape(config: GatewayConfig, settings: dict[str, Any]) -> RowShape:
+    return RowShape(config.features.ring_rows, _row_layout(config, settings), ROW_DTYPES[config.features.dtype][1])
+
+
+def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:
+    if path := ROW_LAYOUTS.get(config.engine.kind):
+        layout: RowLayout = pkgutil.resolve_name(path)(settings)
+        return layout
+    model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
+    return RowLayout.last(int(model.get("hidden_size", 0)))

@@ -20,6 +20,7 @@ from paceline.telemetry import extract, get_logger, inject, meter, span
 from paceline.tensors import NamedTensor
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import FeaturesConfig
+from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray
 
 STREAMS_KEPT = 16
@@ -47,6 +48,7 @@ class FeaturePublisher:
         self._client = client
         self._config = config
         self._head_hash = head_hash
+        self._layout = RowLayout.last(0)
         self._gathered: dict[int, list[RowArray]] = {}
         self._gathered_bytes = 0
         self._queue: deque[FeatureBatch] = deque()
@@ -57,8 +59,9 @@ class FeaturePublisher:
         self.rows_dropped = 0
         self._dropped = meter().create_counter("paceline.gateway.feature_rows_dropped", unit="{row}")
 
-    def start(self) -> None:
-        """Begin to send."""
+    def start(self, layout: RowLayout) -> None:
+        """Begin to send rows that the engine declared to be of `layout`."""
+        self._layout = layout
         if self._client is not None:
             self._task = background(self._run(), "features publisher")
 
@@ -130,6 +133,8 @@ class FeaturePublisher:
             positions=positions,
             mask=(positions >= origin.prompt_tokens).astype(np.uint8),
             versions=kept["policy_version"].astype(np.int64),
+            layers=self._layout.layers,
+            convention=self._layout.convention,
             traceparent=inject().get("traceparent", ""),
         )
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import zmq.asyncio
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry import get_logger, meter
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
+from rollout_gateway.engines import wire
+from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import WorkerSpec
 from rollout_gateway.generation import Generation
@@ -39,10 +41,16 @@ OnWorker = Callable[[WorkerProcess], Any]
 
 @dataclass(frozen=True, slots=True)
 class RowShape:
-    """Size of each worker's ring."""
+    """Size of each worker's ring and what its rows hold."""
 
     rows: int
-    row_bytes: int
+    layout: RowLayout
+    value_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's hidden state."""
+        return self.layout.width * self.value_bytes
 
 
 @dataclass
@@ -210,6 +218,7 @@ class Router:
         process = WorkerProcess(spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows))
         try:
             await process.start(self._context, self._config.ready_deadline_s)
+            self._check_rows(process.ready)
             if self.on_ready is not None:
                 await self.on_ready(process)
         except BaseException:
@@ -218,6 +227,12 @@ class Router:
         slot.process = process
         self._flush()
         return process
+
+    def _check_rows(self, ready: pb.WorkerReady) -> None:
+        """Raises ConfigError when the ring was cut for other rows than the engine's."""
+        declared = wire.rows_from(ready)
+        if self._rows is not None and declared != self._rows.layout:
+            raise ConfigError("the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout)
 
     def _ring_folder(self) -> Path:
         shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files

@@ -160,7 +160,7 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("worker_index", "pid", "versions", "vocab_size", "hidden_size", "max_sequence_tokens", "arms", "capabilities", "lm_head_hash")
+    __slots__ = ("worker_index", "pid", "versions", "vocab_size", "hidden_size", "max_sequence_tokens", "arms", "capabilities", "lm_head_hash", "row_width", "row_layers", "row_convention")
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,9 @@ class WorkerReady(_message.Message):
     ARMS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    ROW_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ROW_CONVENTION_FIELD_NUMBER: _ClassVar[int]
     worker_index: int
     pid: int
     versions: _trajectory_pb2.VersionSet
@@ -179,7 +182,10 @@ class WorkerReady(_message.Message):
     arms: _containers.RepeatedScalarFieldContainer[str]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     lm_head_hash: str
-    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ...) -> None: ...
+    row_width: int
+    row_layers: str
+    row_convention: str
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ..., row_width: _Optional[int] = ..., row_layers: _Optional[str] = ..., row_convention: _Optional[str] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("request_id", "token_ids", "behavior_logprobs", "version_spans", "finish_reason", "error", "speculation", "cached_prompt_tokens", "smallest_gap", "top_logprobs", "time_to_first_token_s", "matched_stop")

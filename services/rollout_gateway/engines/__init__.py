@@ -11,3 +11,7 @@ SPECS = {
     "scripted": "rollout_gateway.engines.script:ScriptedSpec",
 }
 """Settings class of each engine; a WorkerSpec carries its values as JSON."""
+ROW_LAYOUTS = {
+    "sglang": "rollout_gateway.engines.sglang.rows:layout_of_settings",
+}
+"""What hidden rows hold, from an engine's settings: rings are cut before engines live. Not named: RowLayout.last."""

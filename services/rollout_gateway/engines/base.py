@@ -128,6 +128,20 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What one captured hidden row holds."""
+
+    width: int  # values of a row: H for each of its states
+    layers: str  # states in order: "last", or layers whose input it is, e.g. "2,14,25,last"
+    convention: str  # "post_norm": "last" has passed the final norm; numbered states are before any norm
+
+    @classmethod
+    def last(cls, hidden_size: int) -> RowLayout:
+        """The state lm_head reads and nothing else."""
+        return cls(hidden_size, "last", "post_norm")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Facts that do not change while the engine lives, and the capabilities it declares."""
 
@@ -136,6 +150,7 @@ class EngineInfo:
     max_sequence_tokens: int
     arms: tuple[str, ...]
     capabilities: frozenset[Capability]
+    rows: RowLayout
 
 
 class RowSink(Protocol):

@@ -26,6 +26,7 @@ from rollout_gateway.engines.base import (
     Load,
     PauseMode,
     Request,
+    RowLayout,
     RowSink,
     Target,
 )
@@ -83,7 +84,14 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         spec = self._spec
-        return EngineInfo(spec.vocab_size, spec.hidden_size, spec.max_sequence_tokens, spec.arms, frozenset(Capability))
+        return EngineInfo(
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.max_sequence_tokens,
+            spec.arms,
+            frozenset(Capability),
+            RowLayout.last(spec.hidden_size),
+        )
 
     @property
     def versions(self) -> VersionSet:

@@ -8,7 +8,17 @@ from paceline.errors import InvalidInput
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.base import ArmReport, Chunk, Finish, Load, PauseMode, Request, Sampling, Target
+from rollout_gateway.engines.base import (
+    ArmReport,
+    Chunk,
+    Finish,
+    Load,
+    PauseMode,
+    Request,
+    RowLayout,
+    Sampling,
+    Target,
+)
 
 FINISH = {
     Finish.STOP: tpb.FINISH_REASON_STOP,
@@ -44,6 +54,10 @@ def versions_from(message: tpb.VersionSet) -> VersionSet:
 
 def versions_to(versions: VersionSet) -> tpb.VersionSet:
     return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
+
+
+def rows_from(message: pb.WorkerReady) -> RowLayout:
+    return RowLayout(message.row_width, message.row_layers, message.row_convention)
 
 
 def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:

@@ -87,6 +87,9 @@ class Worker:
             arms=info.arms,
             capabilities=sorted(info.capabilities),
             lm_head_hash=self._engine.lm_head_hash,
+            row_width=info.rows.width,
+            row_layers=info.rows.layers,
+            row_convention=info.rows.convention,
         )
 
     def _take_commands(self) -> None:

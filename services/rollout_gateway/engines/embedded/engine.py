@@ -27,6 +27,7 @@ from rollout_gateway.engines.base import (
     Load,
     PauseMode,
     Request,
+    RowLayout,
     Target,
 )
 from rollout_gateway.engines.embedded.admission import Admission
@@ -273,6 +274,7 @@ class EmbeddedEngine:
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
             _ALWAYS | {capability for capability, present in extra.items() if present},
+            RowLayout.last(config.hidden_size),
         )
 
     @property
