@@ -9,7 +9,8 @@ from tokenizers import Tokenizer
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.base import Request
-from rollout_gateway.engines.embedded.sequence import RunningSequence, StopText
+from rollout_gateway.engines.request_checks import check_request
+from rollout_gateway.engines.sequence import RunningSequence, StopText
 
 
 class Admission:
@@ -23,16 +24,8 @@ class Admission:
 
     def sequence(self, request: Request) -> RunningSequence:
         """A sequence that waits. Raises InvalidInput naming the value that cannot work."""
+        check_request(request, self._config.vocab_size, self.max_sequence_tokens)
         prompt, sampling = request.prompt, request.sampling
-        if not prompt or len(prompt) >= self.max_sequence_tokens:
-            allowed = f"1 to {self.max_sequence_tokens - 1} tokens"
-            raise InvalidInput("the prompt does not fit", seen=len(prompt), allowed=allowed)
-        if min(prompt) < 0 or max(prompt) >= self._config.vocab_size:
-            seen = max(prompt) if min(prompt) >= 0 else min(prompt)
-            raise InvalidInput(
-                "a prompt token is out of range", seen=seen, allowed=f"0 to {self._config.vocab_size - 1}"
-            )
-        self._check_sampling(request)
         eos = () if sampling.ignore_eos else self._config.eos_token_ids
         return RunningSequence(
             request=request,
@@ -41,20 +34,6 @@ class Admission:
             stop_text=StopText(self._load_tokenizer(), sampling.stop) if sampling.stop else None,
             length=len(prompt),
         )
-
-    def _check_sampling(self, request: Request) -> None:
-        sampling = request.sampling
-        bounds = {
-            "max_tokens": (sampling.max_tokens >= 1, sampling.max_tokens, ">= 1"),
-            "temperature": (0 <= sampling.temperature < float("inf"), sampling.temperature, ">= 0"),
-            "top_p": (0 < sampling.top_p <= 1, sampling.top_p, "0 < top_p <= 1"),
-            "top_k": (sampling.top_k >= 0, sampling.top_k, ">= 0 (0: all)"),
-            "min_p": (0 <= sampling.min_p <= 1, sampling.min_p, "0 to 1"),
-            "stop": (all(sampling.stop), sampling.stop, "strings that are not empty"),
-        }
-        for name, (fine, seen, allowed) in bounds.items():
-            if not fine:
-                raise InvalidInput(f"{name} is out of range", seen=seen, allowed=allowed)
 
     def _load_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.models.loading import DTYPES
 from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.embedded.sequence import RunningSequence
+from rollout_gateway.engines.sequence import RunningSequence
 
 
 class Capture:

@@ -35,10 +35,10 @@ from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.sequence import RunningSequence
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.sequence import RunningSequence
 
 _ALWAYS = frozenset(Capability) - {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
 

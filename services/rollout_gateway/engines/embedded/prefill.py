@@ -15,8 +15,8 @@ from paceline.models.decoder import forward_hidden, make_block
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.sequence import RunningSequence
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.sequence import RunningSequence
 
 
 def leaders_of(rows: Sequence[RunningSequence], counts: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -20,8 +20,8 @@ from paceline.speculators import SPECULATORS, DraftBatch, Speculator, Speculator
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.engines.base import ArmReport
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.sequence import RunningSequence
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.sequence import RunningSequence
 
 OFF = "off"
 MAX_STEPS = 15
