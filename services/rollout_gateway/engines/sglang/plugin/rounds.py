@@ -1,0 +1,214 @@
+"""A decode round of SGLang with the arm of our choice: hooks on its speculative workers and on its results.
+
+Owns where the choice meets SGLang; the choice is in arms.py, what a shape needs in runtimes.py. Rank 0 chooses and the
+others follow. On a CPU a round's seconds are the wall clock around it. On a GPU two events on the forward stream
+bracket the round; they are read when SGLang has waited for the round's result anyway, so nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rollout_gateway.engines.sglang.plugin.arms import Arm, RoundPlan, first_nodes, taken_tokens
+from rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, eagle_runtimes, ngram_runtimes
+
+RUNTIMES = "paceline_runtimes"
+"""Attribute of a speculative worker: its Runtimes."""
+ROUND = "paceline_round"
+"""Attribute of a result: the Round that gave it."""
+
+
+class RoundClock:
+    """Seconds of one round, known once its result is on the host."""
+
+    def __init__(self, device: str) -> None:
+        self._events: list[Any] = []
+        self._device = device
+        self._seconds = 0.0
+        self._mark()
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """The round's work is done (CPU) or queued (GPU)."""
+        self._seconds = time.perf_counter() - self._started
+        self._mark()
+
+    def _mark(self) -> None:
+        if torch.device(self._device).type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    @property
+    def seconds(self) -> float:
+        """From begin to end."""
+        if self._events:
+            begin, end = self._events
+            return float(begin.elapsed_time(end)) / 1000
+        return self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a result needs to be told of later."""
+
+    plan: RoundPlan
+    clock: RoundClock
+
+
+def prepare_eagle(plugin: Any, original: Any, worker: Any) -> None:
+    """AROUND EAGLEWorkerV2.init_cuda_graphs: makes what each arm needs beside the launch shape's own."""
+    original(worker)
+    setattr(worker, RUNTIMES, eagle_runtimes(worker, plugin.arms))
+
+
+def prepare_ngram(plugin: Any, original: Any, worker: Any) -> None:
+    """AROUND NGRAMWorker.init_cuda_graphs: as prepare_eagle."""
+    original(worker)
+    setattr(worker, RUNTIMES, ngram_runtimes(worker, plugin.arms))
+
+
+def eagle_round(plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND EAGLEWorkerV2.forward_batch_generation: draft, verify and catch up with the round's arm.
+
+    With steps 0 SGLang verifies the root alone and lets the drafter read the token that came of it, as after any round;
+    so a round may draft again right after one that was off.
+    """
+    if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
+        return original(worker, batch, *args, **kwargs)
+    plan = _plan(plugin, batch)
+    _narrow(batch.spec_info, plan.arm)
+    return _run(plan, original, worker, batch, *args, **kwargs)
+
+
+def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result: Any) -> None:
+    """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the launch's width.
+
+    What a round leaves for the next is merged with what prefill leaves, and the next round may be wider than this one.
+    """
+    topk, drafter.topk = drafter.topk, plugin.arms.maximum.topk
+    try:
+        original(drafter, batch, result)
+    finally:
+        drafter.topk = topk
+
+
+def ngram_round(plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND NGRAMWorker.forward_batch_generation: look up and verify with the round's arm."""
+    if not batch.forward_mode.is_decode():
+        return original(worker, batch, *args, **kwargs)
+    plan = _plan(plugin, batch)
+    result = _run(plan, original, worker, batch, *args, **kwargs)
+    _widen(result.next_draft_input, plan.arm.shape.draft_tokens, worker.draft_token_num)
+    return result
+
+
+def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
+    """AROUND NGRAMWorker._prepare_draft_tokens: trees of the launch's size, cut to the round's."""
+    kept, nodes = worker.draft_token_num, plugin.arms.maximum.draft_tokens
+    worker.draft_token_num = nodes
+    try:
+        drafts, mask = original(worker, batch)
+    finally:
+        worker.draft_token_num = kept
+    return (drafts, mask) if kept == nodes else first_nodes(drafts, mask, nodes, kept)
+
+
+def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
+    """AROUND NGRAMWorker._update_ngram_corpus: what it reads of the round before has the launch's width."""
+    kept, worker.draft_token_num = worker.draft_token_num, plugin.arms.maximum.draft_tokens
+    try:
+        original(worker, batch)
+    finally:
+        worker.draft_token_num = kept
+
+
+def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, batch: Any) -> Any:
+    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the accept lengths are on the host."""
+    going = [not (req.finished() or req.is_retracted) for req in batch.reqs]
+    tokens = original(processor, result, batch)
+    done: Round | None = getattr(result, ROUND, None)
+    if done is not None and any(going):
+        taken = sum(len(row) for row, counts in zip(tokens, going, strict=True) if counts)
+        plugin.arms.observe(done.plan, len(batch.reqs), taken, done.clock.seconds)
+    return tokens
+
+
+def row_advanced(
+    plugin: Any, original: Any, processor: Any, req: Any, batch: Any, result: Any, row: int, logits_output: Any
+) -> None:
+    """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: counts the round for its request.
+
+    Called for each row of a decode round, drafted or not, after its end is known and before anything is told of it.
+    """
+    tracked = plugin.tracked(req.rid)
+    if tracked is not None:
+        done: Round | None = getattr(result, ROUND, None)
+        accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
+        taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
+        tracked.sequence.count(done.plan.arm.drafted if done is not None else 0, taken)
+    original(processor, req, batch, result, row, logits_output)
+
+
+def _plan(plugin: Any, batch: Any) -> RoundPlan:
+    """The round's plan, the same on every rank; only the one that chose it learns from it."""
+    arms, group = plugin.arms, plugin.tp_group
+    if group is None or plugin.rank == 0:
+        tracked = [plugin.tracked(req.rid) for req in batch.reqs]
+        plan: RoundPlan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
+        if group is None:
+            return plan
+    names = tuple(arms.arms)
+    told = torch.tensor([names.index(plan.arm.name) if plugin.rank == 0 else 0])
+    torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
+    if plugin.rank == 0:
+        return plan
+    return RoundPlan(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
+
+
+def _run(plan: RoundPlan, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    runtimes: Runtimes = getattr(worker, RUNTIMES)
+    clock = RoundClock(worker.device)
+    with runtimes.serving(plan.arm):
+        result = original(worker, batch, *args, **kwargs)
+    clock.stop()
+    setattr(result, ROUND, Round(plan, clock))
+    return result
+
+
+def _narrow(draft_input: Any, arm: Arm) -> None:
+    """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm keeps."""
+    topk = arm.shape.topk
+    if arm.drafted and draft_input.topk_p.shape[1] > topk:
+        draft_input.topk_p = draft_input.topk_p[:, :topk].contiguous()
+        draft_input.topk_index = draft_input.topk_index[:, :topk].contiguous()
+
+
+def _widen(draft_input: Any, width: int, launch: int) -> None:
+    """Accepted tokens [B * width] to rows of the launch's width, which is what merging batches expects."""
+    if width == launch:
+        return
+    tokens = draft_input.accept_tokens.view(-1, width)
+    draft_input.accept_tokens = torch.nn.functional.pad(tokens, (0, launch - width)).flatten()
+    draft_input.draft_token_num = draft_input.num_tokens_per_req = launch
+    draft_input.num_tokens_for_logprob_per_req = launch
+
+
+_EAGLE = "sglang.srt.speculative.eagle_worker_v2"
+_NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
+_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+HOOKS = (
+    (f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs", "AROUND", prepare_eagle),
+    (f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation", "AROUND", eagle_round),
+    (f"{_EAGLE}.EagleDraftWorker._draft_extend_for_decode", "AROUND", eagle_catch_up),
+    (f"{_NGRAM}.init_cuda_graphs", "AROUND", prepare_ngram),
+    (f"{_NGRAM}.forward_batch_generation", "AROUND", ngram_round),
+    (f"{_NGRAM}._prepare_draft_tokens", "AROUND", ngram_drafts),
+    (f"{_NGRAM}._update_ngram_corpus", "AROUND", ngram_learn),
+    (f"{_RESULTS}._resolve_spec_v2_tokens", "AROUND", tokens_resolved),
+    (f"{_RESULTS}._handle_finish_state_updated_req", "AROUND", row_advanced),
+)

@@ -1,0 +1,195 @@
+"""What SGLang's workers hold while a shape runs: one set of values per arm, made at start. Owns no choice of arm.
+
+SGLang keeps a shape in attributes of its workers and model runners: numbers, attention backends, CUDA graphs. A set is
+made as SGLang's own switch of steps makes one (SpecRuntimeState), with topk set beside steps and draft tokens, and it
+is put in place and taken away around each decode round, so that prefill and the scheduler always see the launch shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import ConfigError
+from rollout_gateway.engines.sglang.plugin.arms import Arm, ArmChooser, Shape
+
+Slot = tuple[Any, str]
+"""An object and the name of one of its attributes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Attribute values of one shape."""
+
+    slots: tuple[Slot, ...]
+    held: tuple[Any, ...]
+
+    @classmethod
+    def now(cls, slots: Sequence[Slot]) -> Values:
+        """What the slots hold at present."""
+        return cls(tuple(slots), tuple(getattr(owner, name) for owner, name in slots))
+
+    def put(self) -> None:
+        """Write them back."""
+        for (owner, name), value in zip(self.slots, self.held, strict=True):
+            setattr(owner, name, value)
+
+
+class Runtimes:
+    """Values of every arm and of the launch."""
+
+    def __init__(self, launch_shape: Shape, launch: Values, arms: dict[str, Values]) -> None:
+        self.launch_shape = launch_shape
+        self._launch = launch
+        self._arms = arms
+
+    @contextmanager
+    def serving(self, arm: Arm) -> Iterator[None]:
+        """The arm's values inside, those of the launch after."""
+        self._arms[arm.name].put()
+        try:
+            yield
+        finally:
+            self._launch.put()
+
+
+def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
+    """One set per arm for an EAGLEWorkerV2 whose own graphs exist.
+
+    Raises ConfigError when SGLang was launched with another shape or with settings that break a switch.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+
+    if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
+        raise ConfigError("off needs the drafter kept in step", seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1")
+    if worker.adaptive_controller is not None:
+        raise ConfigError("our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False)
+    launch_shape = Shape(worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens)
+    _check_launch(launch_shape, arms)
+    launch = Values.now(_eagle_slots(worker))
+    sets = {}
+    try:
+        with ExitStack() as contexts:  # those SGLang itself builds its drafting graphs in
+            contexts.enter_context(speculative_moe_backend_context())
+            contexts.enter_context(speculative_moe_a2a_backend_context())
+            for arm in arms.arms.values():
+                launch.put()
+                if arm.shape != launch_shape:
+                    _shape_eagle(worker, arm.shape)
+                sets[arm.name] = Values.now(launch.slots)
+    finally:
+        launch.put()
+    return Runtimes(launch_shape, launch, sets)
+
+
+def _eagle_slots(worker: Any) -> list[Slot]:
+    drafter = worker._draft_worker
+    numbers = ("topk", "speculative_num_steps", "speculative_num_draft_tokens")
+    drafting = (
+        "draft_attn_backend",
+        "draft_extend_attn_backend",
+        "cuda_graph_runner",
+        "cuda_graph_runner_for_draft_extend",
+        "_topk1_parents_prealloc",
+        "_topk1_score_indices_prealloc",
+    )
+    return [
+        *((worker, name) for name in numbers),
+        *((drafter, name) for name in (*numbers, *drafting)),
+        *((drafter.draft_runner, name) for name in ("draft_attn_backend", "attn_backend")),
+        *_target_slots(worker),
+    ]
+
+
+def _target_slots(worker: Any) -> list[Slot]:
+    return [(worker._target_worker.model_runner, name) for name in ("attn_backend", "decode_cuda_graph_runner")]
+
+
+def _shape_eagle(worker: Any, shape: Shape) -> None:
+    """Leave the workers holding what the shape needs."""
+    drafter = worker._draft_worker
+    for one in (worker, drafter):
+        one.topk = shape.topk
+        one.speculative_num_steps = shape.steps
+        one.speculative_num_draft_tokens = shape.draft_tokens
+    with _published(speculative_eagle_topk=shape.topk):
+        state = worker.build_adaptive_runtime_state(shape.steps, shape.draft_tokens)
+    drafter.draft_attn_backend = drafter.draft_runner.draft_attn_backend = state.draft_attn_backend
+    drafter.draft_extend_attn_backend = state.draft_extend_attn_backend
+    if state.draft_extend_attn_backend is not None:
+        drafter.draft_runner.attn_backend = state.draft_extend_attn_backend
+    drafter.cuda_graph_runner = state.cuda_graph_runner
+    drafter.cuda_graph_runner_for_draft_extend = state.cuda_graph_runner_for_draft_extend
+    drafter._rebuild_topk1_chain_buffers()
+    runner = worker._target_worker.model_runner
+    runner.attn_backend, runner.decode_cuda_graph_runner = state.target_attn_backend, state.target_graph_runner
+
+
+def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
+    """One set per arm for an NGRAMWorker. The corpus always gives trees of the launch's size, of which a round takes
+    the first nodes. Raises ConfigError when SGLang was launched with another number of draft tokens."""
+    maximum, tokens = arms.maximum, worker.draft_token_num
+    if tokens != maximum.draft_tokens:
+        raise ConfigError("SGLang's draft tokens are not the arms' maximum", seen=tokens, allowed=maximum.draft_tokens)
+    launch = Values.now(_ngram_slots(worker))
+    sets = {}
+    try:
+        for arm in arms.arms.values():
+            launch.put()
+            if arm.shape.draft_tokens != tokens:
+                _shape_ngram(worker, arm.shape.draft_tokens)
+            sets[arm.name] = Values.now(launch.slots)
+    finally:
+        launch.put()
+    return Runtimes(maximum, launch, sets)
+
+
+def _ngram_slots(worker: Any) -> list[Slot]:
+    numbers = ("draft_token_num", "speculative_num_draft_tokens")
+    buffers = ("draft_tokens", "retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling", "positions")
+    views = ("draft_tokens", "tree_mask", "retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
+    names = (*numbers, *buffers, "tree_mask", *(f"{view}_batch" for view in views), "positions_batch")
+    return [*((worker, name) for name in names), *_target_slots(worker)]
+
+
+def _shape_ngram(worker: Any, draft_tokens: int) -> None:
+    """Leave the worker holding buffers, attention backend and graph of trees with so many nodes."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+    from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+
+    worker.draft_token_num = worker.speculative_num_draft_tokens = draft_tokens
+    worker._init_preallocated_tensors()
+    runner = worker._target_worker.model_runner
+    with _published(speculative_num_draft_tokens=draft_tokens):
+        own_workspace = runner.init_new_workspace
+        try:
+            runner.attn_backend = runner._get_attention_backend(init_new_workspace=True)
+        finally:
+            runner.init_new_workspace = own_workspace
+        if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
+            runner.decode_cuda_graph_runner = DecodeCudaGraphRunner(
+                runner, attn_backend=runner.attn_backend, speculative_num_draft_tokens=draft_tokens
+            )
+
+
+def _check_launch(launch: Shape, arms: ArmChooser) -> None:
+    if launch != arms.maximum:
+        raise ConfigError(
+            "SGLang was launched with a shape that is not the arms' maximum", seen=launch, allowed=arms.maximum
+        )
+
+
+@contextmanager
+def _published(**values: int) -> Iterator[None]:
+    """SGLang's settings with other values inside, which its backends and graphs read while they are made."""
+    from sglang.srt.runtime_context import get_context, get_spec
+
+    before = {name: getattr(get_spec(), name) for name in values}
+    get_context().override("paceline.arms", **values)
+    try:
+        yield
+    finally:
+        get_context().override("paceline.arms", **before)
