@@ -21,10 +21,23 @@ class BanditConfig(Config):
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
 
 
+class SGLangConfig(Config):
+    """What only the SGLang engine knows."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
+    tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs of one worker
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)  # of each GPU, for weights and KV cache
+    memory_saver: bool = False  # weights and KV cache can be released between steps (GPU)
+    drafter_swap: Literal["in_place", "retract"] = "in_place"  # what a new drafter does to running requests
+    arguments: dict[str, str | int | float | bool] = Field(
+        default={}
+    )  # further arguments of SGLang's server, by its own names
+
+
 class EngineConfig(Config):
     """The engine and its worker processes."""
 
-    kind: Literal["embedded", "scripted"] = "embedded"
+    kind: Literal["embedded", "scripted", "sglang"] = "embedded"
     dtype: Literal["float32", "bfloat16"] = "float32"
     workers: int = Field(default=0, ge=0)  # 0: one per core
     threads: int = Field(default=1, ge=1)  # per worker
@@ -36,6 +49,7 @@ class EngineConfig(Config):
     ready_deadline_s: float = Field(default=180, gt=0)
     command_deadline_s: float = Field(default=60, gt=0)
     restart_backoff_s: float = Field(default=0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
+    sglang: SGLangConfig = SGLangConfig()
 
 
 class SpeculationConfig(Config):
@@ -120,6 +134,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     }
     if config.speculation.arms:
         settings["arms"] = list(config.speculation.arms)
+    if config.engine.kind == "sglang":
+        settings |= config.engine.sglang.model_dump(mode="json")
     return settings
 
 

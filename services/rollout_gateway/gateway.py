@@ -20,7 +20,7 @@ from typing import Any
 
 import redis.asyncio
 
-from paceline.errors import InvalidInput, MissingCapability, PacelineError, ResourceExhausted
+from paceline.errors import InvalidInput, MissingCapability, PacelineError, ResourceExhausted, Unavailable
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter, span
 from paceline.v1 import engine_pb2 as pb
@@ -42,6 +42,8 @@ from rollout_gateway.worker_process import WorkerProcess
 
 STOP_GRACE_S = 10.0
 MAX_TOP_LOGPROBS = 20
+SLOW_STARTERS = ("sglang",)
+"""Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait."""
 _SHARES = 10_000
 """How finely features.share divides requests."""
 
@@ -110,6 +112,7 @@ class Gateway:
         forced_arm: str = "",
         worker: int | None = None,
         prefer: int | None = None,
+        rerun: bool = True,
     ) -> Generation:
         """Queue one request. Raises InvalidInput for a prompt or sampling the engine would refuse."""
         check_request(self.router.ready, prompt, sampling, forced_arm)
@@ -126,7 +129,7 @@ class Gateway:
         if capture:
             self.publisher.expect(request.request_id)
         self._requests.add(1)
-        return self.router.submit(request, worker=worker, prefer=prefer)
+        return self.router.submit(request, worker=worker, prefer=prefer, rerun=rerun)
 
     async def generate(
         self,
@@ -143,9 +146,14 @@ class Gateway:
         try:
             with self._admitted(), span("engine.request", prompt_tokens=len(prompt)):
                 prefer = session.worker_index if session else None
-                generation = self.submit(prompt, sampling, stream=stream, forced_arm=forced_arm, prefer=prefer)
+                rerun = self.config.engine.kind not in SLOW_STARTERS
+                generation = self.submit(
+                    prompt, sampling, stream=stream, forced_arm=forced_arm, prefer=prefer, rerun=rerun
+                )
                 text = self.codec.stream(sampling.stop)
                 async for chunk in generation.chunks():
+                    if chunk.error.startswith(f"{Unavailable.reason}: "):
+                        raise Unavailable(chunk.error.partition(": ")[2])
                     news = text.push(chunk.token_ids)
                     if chunk.finish_reason:
                         news += text.finish(chunk.matched_stop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from paceline.errors import InternalError, PacelineError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -12,10 +13,11 @@ from paceline.v1 import trajectory_pb2 as tpb
 class Generation:
     """Tokens of one request. News wait in one merged chunk, so memory is bounded by the request's max_tokens."""
 
-    def __init__(self, request: pb.EngineRequest, worker_index: int | None) -> None:
+    def __init__(self, request: pb.EngineRequest, worker_index: int | None, *, rerun: bool = True) -> None:
         self.request = request
         self.pinned = worker_index  # None: the router may choose
         self.worker_index = worker_index if worker_index is not None else 0
+        self.rerun = rerun  # when its worker is lost and no other serves: wait for the new one, else end at once
         self.tries = 0
         self._given = 0  # tokens that earlier tries had given out
         self._replayed = 0  # how many of them the present try has drawn again
@@ -57,11 +59,12 @@ class Generation:
         self._given = len(self.whole.token_ids)
         self._replayed = 0
 
-    def fail(self, message: str) -> None:
+    def fail(self, message: str, kind: type[PacelineError] = InternalError) -> None:
         """End with FINISH_REASON_ERROR, unless it has ended."""
         if not self.finished:
+            text = f"{kind.reason}: {message}"
             self._push(
-                pb.TokenChunk(request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=message)
+                pb.TokenChunk(request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=text)
             )
 
     async def chunks(self) -> AsyncIterator[pb.TokenChunk]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.telemetry import get_logger, meter
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -128,9 +128,14 @@ class Router:
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
 
-    def submit(self, request: pb.EngineRequest, *, worker: int | None = None, prefer: int | None = None) -> Generation:
-        """Queue a request: on `worker` only, else on `prefer` while that one serves, else on the least loaded."""
-        generation = Generation(request, worker)
+    def submit(
+        self, request: pb.EngineRequest, *, worker: int | None = None, prefer: int | None = None, rerun: bool = True
+    ) -> Generation:
+        """Queue a request: on `worker` only, else on `prefer` while that one serves, else on the least loaded.
+
+        rerun False: it ends as unavailable when its worker is lost and no other serves.
+        """
+        generation = Generation(request, worker, rerun=rerun)
         self._place(generation, prefer)
         return generation
 
@@ -275,6 +280,8 @@ class Router:
                 self._on_discard(generation.request.request_id)
             if generation.tries >= MAX_TRIES:
                 generation.fail(f"the engine worker was lost {generation.tries} times under this request")
+            elif not generation.rerun and not self.processes():
+                generation.fail("the engine is starting again; try later", Unavailable)
             else:
                 self._place(generation)
 

@@ -16,6 +16,7 @@ from paceline import errors
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
+from rollout_gateway.engines import PROCESSES, WORKER
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
@@ -70,7 +71,11 @@ class WorkerProcess:
             "OPENBLAS_NUM_THREADS": threads,
         }
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollout_gateway.engines.worker", env=environment, stdin=asyncio.subprocess.DEVNULL
+            sys.executable,
+            "-m",
+            PROCESSES.get(self._spec.kind, WORKER),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
         )
         reader = background(self._read(), f"reader of worker {self.index}")
         reader.add_done_callback(lambda _: self.kill())  # unheard it would hold its requests for ever

@@ -2,6 +2,7 @@
 
 ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class (so that an error
 with a reason of its own comes back as the same class), `seen`, `allowed`, and `trace_id` of the failed call.
+Errors that pass carry RetryInfo too.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from contextlib import contextmanager
 
 import grpc
 from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from paceline import errors
@@ -22,6 +24,7 @@ from paceline.telemetry import current_trace_id
 DOMAIN = "paceline"
 UNAUTHENTICATED = "UNAUTHENTICATED"
 _DETAILS_KEY = "grpc-status-details-bin"
+_RETRY_AFTER = Duration(seconds=1)
 # A status rides in HTTP/2 headers, 8 KiB in all, twice, and percent-encoded.
 _MESSAGE_CHARACTERS, _VALUE_CHARACTERS = 700, 300
 
@@ -83,9 +86,13 @@ def status_of(error: PacelineError) -> Status:
     for name, value in facts.items():
         if value or (value is not None and name in ("seen", "allowed")):
             info.metadata[name] = _cut(value, _VALUE_CHARACTERS)
-    detail = Any()
-    detail.Pack(info)
-    return Status(code=code_of(error).value[0], message=_cut(error.message, _MESSAGE_CHARACTERS), details=[detail])
+    told: list[ErrorInfo | RetryInfo] = [info]
+    if isinstance(error, (errors.Unavailable, errors.ResourceExhausted)):
+        told.append(RetryInfo(retry_delay=_RETRY_AFTER))
+    details = [Any() for _ in told]
+    for detail, one in zip(details, told, strict=True):
+        detail.Pack(one)
+    return Status(code=code_of(error).value[0], message=_cut(error.message, _MESSAGE_CHARACTERS), details=details)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:

@@ -21,6 +21,13 @@ class WeightTarget(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WEIGHT_TARGET_POLICY: _ClassVar[WeightTarget]
     WEIGHT_TARGET_DRAFTER: _ClassVar[WeightTarget]
     WEIGHT_TARGET_POLICY_HEAD: _ClassVar[WeightTarget]
+
+class MemoryTag(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_TAG_UNSPECIFIED: _ClassVar[MemoryTag]
+    MEMORY_TAG_WEIGHTS: _ClassVar[MemoryTag]
+    MEMORY_TAG_KV_CACHE: _ClassVar[MemoryTag]
+    MEMORY_TAG_CUDA_GRAPH: _ClassVar[MemoryTag]
 PAUSE_MODE_UNSPECIFIED: PauseMode
 PAUSE_MODE_IN_PLACE: PauseMode
 PAUSE_MODE_RETRACT: PauseMode
@@ -29,9 +36,13 @@ WEIGHT_TARGET_UNSPECIFIED: WeightTarget
 WEIGHT_TARGET_POLICY: WeightTarget
 WEIGHT_TARGET_DRAFTER: WeightTarget
 WEIGHT_TARGET_POLICY_HEAD: WeightTarget
+MEMORY_TAG_UNSPECIFIED: MemoryTag
+MEMORY_TAG_WEIGHTS: MemoryTag
+MEMORY_TAG_KV_CACHE: MemoryTag
+MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown")
+    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +56,9 @@ class WorkerCommand(_message.Message):
     SET_CAPTURE_FIELD_NUMBER: _ClassVar[int]
     GET_HEALTH_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     traceparent: str
     enqueue: EnqueueRequests
@@ -57,7 +71,10 @@ class WorkerCommand(_message.Message):
     set_capture: SetCapture
     get_health: GetHealth
     shutdown: Shutdown
-    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., **kwargs) -> None: ...
+    release_memory: ReleaseMemory
+    resume_memory: ResumeMemory
+    flush_cache: FlushCache
+    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -156,6 +173,22 @@ class GetHealth(_message.Message):
     def __init__(self) -> None: ...
 
 class Shutdown(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ReleaseMemory(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
+    def __init__(self, tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ...) -> None: ...
+
+class ResumeMemory(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[MemoryTag]
+    def __init__(self, tags: _Optional[_Iterable[_Union[MemoryTag, str]]] = ...) -> None: ...
+
+class FlushCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

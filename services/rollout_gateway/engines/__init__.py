@@ -9,9 +9,13 @@ ENGINES = {
 SPECS = {
     "embedded": "rollout_gateway.engines.embedded.spec:EmbeddedSpec",
     "scripted": "rollout_gateway.engines.script:ScriptedSpec",
+    "sglang": "rollout_gateway.engines.sglang.spec:SGLangSpec",
 }
 """Settings class of each engine; a WorkerSpec carries its values as JSON."""
 ROW_LAYOUTS = {
     "sglang": "rollout_gateway.engines.sglang.rows:layout_of_settings",
 }
 """What hidden rows hold, from an engine's settings: rings are cut before engines live. Not named: RowLayout.last."""
+WORKER = "rollout_gateway.engines.worker"
+PROCESSES = {"sglang": "rollout_gateway.engines.sglang.host"}
+"""Module a worker process of an engine runs; WORKER for engines not named."""

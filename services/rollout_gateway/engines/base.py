@@ -6,6 +6,7 @@ calls and what `step` returns into WorkerEvents. An engine never blocks on Redis
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.errors import MissingCapability
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 
 
@@ -30,6 +32,16 @@ class Capability(StrEnum):
     PAUSE_RETRACT = "pause_retract"
     PAUSE_ABORT = "pause_abort"
     TOP_LOGPROBS = "top_logprobs"
+    RELEASE_MEMORY = "release_memory"
+
+
+def refuse_memory(engine: str) -> MissingCapability:
+    """What an engine that cannot give memory back raises."""
+    return MissingCapability(
+        f"the {engine} engine keeps its memory: capability {Capability.RELEASE_MEMORY} is missing",
+        seen=engine,
+        allowed="engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
+    )
 
 
 class PauseMode(StrEnum):
@@ -45,6 +57,14 @@ class Target(StrEnum):
 
     POLICY = "policy"
     DRAFTER = "drafter"
+
+
+class MemoryTag(StrEnum):
+    """Parts of an engine's device memory."""
+
+    WEIGHTS = "weights"
+    KV_CACHE = "kv_cache"
+    CUDA_GRAPH = "cuda_graph"
 
 
 class Finish(StrEnum):
@@ -228,6 +248,18 @@ class Engine(Protocol):
 
     def force_arm(self, arm: str) -> None:
         """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        ...
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Give device memory back (no tags: all). Raises MissingCapability; FailedPrecondition while requests run."""
+        ...
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """Take released memory again (no tags: all). Raises MissingCapability."""
+        ...
+
+    def flush_cache(self) -> None:
+        """Forget cached prefixes. Raises FailedPrecondition while requests run."""
         ...
 
     def set_capture(self, enabled: bool) -> None:

@@ -9,13 +9,14 @@ that nothing sleeps; `real_time` sleeps them, for benches. It says nothing about
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from paceline.errors import InvalidInput, WeightsError
+from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.engines.base import (
@@ -24,11 +25,13 @@ from rollout_gateway.engines.base import (
     EngineInfo,
     Finish,
     Load,
+    MemoryTag,
     PauseMode,
     Request,
     RowLayout,
     RowSink,
     Target,
+    refuse_memory,
 )
 from rollout_gateway.engines.script import (
     CLOCKS,
@@ -89,7 +92,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset(Capability),
+            frozenset(Capability) - {Capability.RELEASE_MEMORY},
             RowLayout.last(spec.hidden_size),
         )
 
@@ -191,6 +194,19 @@ class ScriptedEngine:
     def force_arm(self, arm: str) -> None:
         self._check_arm(arm)
         self._forced = arm
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See Engine.release_memory."""
+        raise refuse_memory("scripted")
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See Engine.resume_memory."""
+        raise refuse_memory("scripted")
+
+    def flush_cache(self) -> None:
+        """See Engine.flush_cache; there is none."""
+        if self.has_work:
+            raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
 
     def set_capture(self, enabled: bool) -> None:
         self._capture = enabled

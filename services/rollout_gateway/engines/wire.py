@@ -11,8 +11,10 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.base import (
     ArmReport,
     Chunk,
+    EngineInfo,
     Finish,
     Load,
+    MemoryTag,
     PauseMode,
     Request,
     RowLayout,
@@ -31,6 +33,11 @@ PAUSE_MODES = {
     pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
     pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
 }
+MEMORY_TAGS = {
+    pb.MEMORY_TAG_WEIGHTS: MemoryTag.WEIGHTS,
+    pb.MEMORY_TAG_KV_CACHE: MemoryTag.KV_CACHE,
+    pb.MEMORY_TAG_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
+}
 TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
 
 
@@ -48,12 +55,37 @@ def target(value: pb.WeightTarget) -> Target:
     return TARGETS[value]
 
 
+def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
+    """Raises InvalidInput for unknown tags."""
+    unknown = [int(value) for value in values if value not in MEMORY_TAGS]
+    if unknown:
+        raise InvalidInput("unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag])
+    return tuple(MEMORY_TAGS[value] for value in values)
+
+
 def versions_from(message: tpb.VersionSet) -> VersionSet:
     return VersionSet(message.seq, message.policy, message.drafter)
 
 
 def versions_to(versions: VersionSet) -> tpb.VersionSet:
     return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
+
+
+def ready_to(info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str) -> pb.WorkerReady:
+    return pb.WorkerReady(
+        worker_index=worker_index,
+        pid=pid,
+        versions=versions_to(versions),
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        max_sequence_tokens=info.max_sequence_tokens,
+        arms=info.arms,
+        capabilities=sorted(info.capabilities),
+        lm_head_hash=head_hash,
+        row_width=info.rows.width,
+        row_layers=info.rows.layers,
+        row_convention=info.rows.convention,
+    )
 
 
 def rows_from(message: pb.WorkerReady) -> RowLayout:

@@ -76,21 +76,8 @@ class Worker:
         self._engine.close()
 
     def _ready(self) -> pb.WorkerReady:
-        info = self._engine.info
-        return pb.WorkerReady(
-            worker_index=self._index,
-            pid=os.getpid(),
-            versions=wire.versions_to(self._engine.versions),
-            vocab_size=info.vocab_size,
-            hidden_size=info.hidden_size,
-            max_sequence_tokens=info.max_sequence_tokens,
-            arms=info.arms,
-            capabilities=sorted(info.capabilities),
-            lm_head_hash=self._engine.lm_head_hash,
-            row_width=info.rows.width,
-            row_layers=info.rows.layers,
-            row_convention=info.rows.convention,
-        )
+        engine = self._engine
+        return wire.ready_to(engine.info, self._index, os.getpid(), engine.versions, engine.lm_head_hash)
 
     def _take_commands(self) -> None:
         """All waiting commands; sleeps for the first one only when the engine has nothing to do."""
@@ -142,6 +129,12 @@ class Worker:
                 engine.force_arm(command.set_speculation.forced_arm)
             case "set_capture":
                 engine.set_capture(command.set_capture.enabled)
+            case "release_memory":
+                engine.release_memory(wire.memory_tags(command.release_memory.tags))
+            case "resume_memory":
+                engine.resume_memory(wire.memory_tags(command.resume_memory.tags))
+            case "flush_cache":
+                engine.flush_cache()
             case "get_health":
                 return pb.WorkerEvent(health=self._health())
             case "shutdown":

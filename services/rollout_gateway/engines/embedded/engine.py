@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from paceline.errors import FailedPrecondition
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, behavior_logprobs
@@ -25,10 +26,12 @@ from rollout_gateway.engines.base import (
     EngineInfo,
     Finish,
     Load,
+    MemoryTag,
     PauseMode,
     Request,
     RowLayout,
     Target,
+    refuse_memory,
 )
 from rollout_gateway.engines.embedded.admission import Admission
 from rollout_gateway.engines.embedded.capture import Capture
@@ -40,7 +43,8 @@ from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.sequence import RunningSequence
 
-_ALWAYS = frozenset(Capability) - {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
+_SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
+_ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.RELEASE_MEMORY}
 
 
 class EmbeddedEngine:
@@ -246,6 +250,19 @@ class EmbeddedEngine:
         """See Engine.force_arm."""
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
+
+    def release_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See Engine.release_memory."""
+        raise refuse_memory("embedded")
+
+    def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
+        """See Engine.resume_memory."""
+        raise refuse_memory("embedded")
+
+    def flush_cache(self) -> None:
+        """See Engine.flush_cache; prefixes are shared between requests that run, none is kept."""
+        if self.has_work:
+            raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
 
     def set_capture(self, enabled: bool) -> None:
         """See Engine.set_capture."""

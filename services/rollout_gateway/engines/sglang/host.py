@@ -1,0 +1,235 @@
+"""The worker process of an SGLang engine: `python -m rollout_gateway.engines.sglang.host`. Owns SGLang's launch.
+
+It builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It serves nothing itself:
+the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It leaves with its children, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.engines.sglang import VERSIONS
+from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+from rollout_gateway.engines.worker import die_with_parent
+
+CPU_KERNELS = Path(__file__).parent / "cpu_kernels"
+CONTEXT_MARGIN = 8
+"""Positions SGLang keeps free beyond the longest request."""
+KV_MARGIN = 64
+"""KV slots of a request beyond its tokens: what drafts reserve."""
+
+
+def check_installed() -> None:
+    """Raises ConfigError when SGLang is absent or of another version."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError:
+        raise ConfigError(
+            "engine.kind=sglang needs SGLang",
+            seen="not installed",
+            allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on others ({VERSIONS[-1]})",
+        ) from None
+    if found not in VERSIONS:
+        raise ConfigError("this SGLang is not supported", seen=found, allowed=", ".join(VERSIONS))
+
+
+def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
+    """Variables for SGLang and its children."""
+    values = {
+        "SGLANG_PLUGINS": "paceline",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not cuda:
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = range(spec.tensor_parallel_size)
+        path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        values |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
+        }
+    return values
+
+
+def arguments(spec: SGLangSpec, *, cuda: bool) -> dict[str, Any]:
+    """Arguments of SGLang's server; `spec.arguments` adds to them and overrides them."""
+    context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    values: dict[str, Any] = {
+        "model_path": spec.model_dir,
+        "skip_tokenizer_init": True,
+        "dtype": spec.dtype,
+        "context_length": min(spec.max_sequence_tokens + CONTEXT_MARGIN, context),
+        "max_running_requests": spec.max_batch,
+        "chunked_prefill_size": spec.prefill_tokens,
+        "tp_size": spec.tensor_parallel_size,
+        "random_seed": spec.seed,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "enable_memory_saver": spec.memory_saver,
+        "log_level": "warning",
+        "port": free_port(),
+        "nccl_port": free_port(),
+    }
+    if cuda:
+        values["mem_fraction_static"] = spec.memory_fraction
+        if spec.max_total_tokens:
+            values["max_total_tokens"] = spec.max_total_tokens
+    else:
+        values |= cpu_arguments(spec)
+    return values | speculation(spec) | spec.arguments
+
+
+def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
+    """What runs without a GPU: one attention backend for everything, named each time SGLang asks."""
+    backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    return {
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "max_total_tokens": spec.max_total_tokens or spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
+        **dict.fromkeys((*backends, "speculative_draft_attention_backend"), "intel_amx"),
+    }
+
+
+def speculation(spec: SGLangSpec) -> dict[str, Any]:
+    """The launch shape that covers all arms; nothing when only `off` is served."""
+    arms = ArmChooser(spec.arm_names, spec.bandit, spec.seed)
+    if len(arms.arms) == 1:
+        return {}
+    shape = arms.maximum
+    values: dict[str, Any] = {
+        "speculative_algorithm": spec.speculator.upper(),
+        "speculative_num_draft_tokens": shape.draft_tokens,
+    }
+    if spec.drafter_dir:
+        values |= {
+            "speculative_draft_model_path": spec.drafter_dir,
+            "speculative_num_steps": shape.steps,
+            "speculative_eagle_topk": shape.topk,
+        }
+    return values
+
+
+def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
+    """The spec with a drafter directory that SGLang can load, written to `folder` where the given one is not enough.
+
+    "eagle" becomes a fresh one from the seed, the same as in the embedded engine. SGLang's EAGLE module has an fc.bias:
+    a checkpoint without one gets zeros, because SGLang would keep random values.
+    """
+    if spec.speculator != "eagle":
+        return spec
+    import torch
+    from safetensors.torch import save_file
+
+    from paceline.models.config import read_config
+    from paceline.models.loading import read_tensors
+    from paceline.speculators.eagle import EagleNet
+    from paceline.speculators.eagle_checkpoint import save_eagle
+
+    given = Path(spec.drafter_dir) if spec.drafter_dir else folder
+    if not spec.drafter_dir:
+        save_eagle(EagleNet(read_config(Path(spec.model_dir)), seed=spec.seed), folder)
+    tensors = read_tensors(given)
+    if "fc.bias" not in tensors:
+        tensors["fc.bias"] = torch.zeros(tensors["fc.weight"].shape[0], dtype=tensors["fc.weight"].dtype)
+        if given != folder:
+            shutil.copy(given / "config.json", folder)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        given = folder
+    return spec.model_copy(update={"drafter": str(given)})
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def launch(worker: WorkerSpec, folder: Path) -> None:
+    """Start SGLang and return when its schedulers have ended. Raises ConfigError for what cannot be served."""
+    check_installed()
+    spec = SGLangSpec.model_validate(worker.engine)
+    import torch
+
+    cuda = spec.device == "cuda" or (spec.device == "auto" and torch.cuda.is_available())
+    complete = complete_drafter(spec, folder)
+    if complete != spec:
+        # The plugin compares new drafters with the one SGLang was started from.
+        settings = complete.model_dump(mode="json")
+        worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
+    values = arguments(complete, cuda=cuda)
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(**values)
+    schedulers = [one for one in multiprocessing.active_children() if "scheduler" in (one.name or "").lower()]
+    for process in schedulers or multiprocessing.active_children():
+        process.join()
+    engine.shutdown()
+
+
+def fail(error: PacelineError) -> int:
+    """Tell the gateway why there is no engine."""
+    context = zmq.Context()
+    peer = context.socket(zmq.DEALER)
+    peer.setsockopt(zmq.LINGER, 2000)
+    peer.connect(os.environ[SOCKET_VARIABLE])
+    failed = pb.CommandFailed(reason=error.reason, message=str(error))
+    peer.send(pb.WorkerEvent(failed=failed).SerializeToString())
+    peer.close()
+    context.term()
+    return 2
+
+
+def main() -> int:
+    """Process entry; 0 after Shutdown, 2 for wrong settings."""
+    die_with_parent(int(os.environ.get("PACELINE_WORKER_PARENT", "0")))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the gateway decides when workers end
+    worker = WorkerSpec.read(Path(os.environ[SPEC_VARIABLE]))
+    spec = SGLangSpec.model_validate(worker.engine)
+    if not restarted(spec):
+        return 1  # never reached: the process has been replaced
+    with tempfile.TemporaryDirectory(prefix="paceline-sglang-") as folder:
+        try:
+            launch(worker, Path(folder))
+        except PacelineError as error:
+            return fail(error)
+    return 0
+
+
+def restarted(spec: SGLangSpec) -> bool:
+    """True in a process whose interpreter was started with SGLang's environment; else starts it so in place.
+
+    PYTHONPATH and thread counts are read when an interpreter or torch starts, so setting them here would be too late.
+    """
+    if os.environ.get("SGLANG_PLUGINS") == "paceline":
+        return True
+    cuda = spec.device == "cuda" or (spec.device == "auto" and _has_cuda())
+    values = {**os.environ, **environment(spec, cuda=cuda)}
+    os.execve(sys.executable, [sys.executable, "-m", "rollout_gateway.engines.sglang.host"], values)  # noqa: S606
+    return False
+
+
+def _has_cuda() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

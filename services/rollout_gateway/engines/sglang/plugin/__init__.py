@@ -1,0 +1,37 @@
+"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): the table of hooks and its check.
+
+SGLang logs and goes on when a hook cannot be applied; we do not: an engine without one of them is another engine.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+from paceline.errors import InternalError
+from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+
+
+def register() -> None:
+    """Entry point. Does nothing in an SGLang that no gateway started."""
+    if SOCKET_VARIABLE not in os.environ:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from rollout_gateway.engines.sglang.plugin import capture, loop, rounds, sampling
+    from rollout_gateway.engines.sglang.plugin.process import Plugin
+
+    plugin = Plugin(WorkerSpec.read(Path(os.environ[SPEC_VARIABLE])))
+    for target, kind, hook in (*loop.HOOKS, *sampling.HOOKS, *capture.HOOKS, *rounds.HOOKS):
+        HookRegistry.register(target, partial(hook, plugin), HookType[kind])
+        plugin.targets.append(target)
+
+
+def check_hooks(targets: list[str]) -> None:
+    """Raises InternalError naming the hooks that SGLang did not apply."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = sorted(set(targets) - HookRegistry._patched)
+    if missing or not targets:
+        raise InternalError("SGLang did not apply all hooks; is its version one we know?", seen=missing)

@@ -1,0 +1,262 @@
+"""Hidden rows of verified tokens inside SGLang's scheduler process. Owns the hooks around them.
+
+Every forward of the target stores its rows under the KV slots of its tokens; when a request ends, the rows of its whole
+sequence are read back through its slots, so that a prefix served from the cache loses none. Row i is the state at token
+i; the last token was never forwarded and has none. It owns neither the ring nor which requests are captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.errors import ConfigError, MissingCapability
+from paceline.models.loading import DTYPES
+from paceline.telemetry import get_logger
+from paceline.trajectory import VersionSet
+from rollout_gateway.engines.base import RowLayout, RowSink
+from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
+from rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from rollout_gateway.engines.sglang.rows import INNER_STATES, inner_layers
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+
+_TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
+_ROWS = "paceline_rows"  # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
+
+log = get_logger(__name__)
+
+
+class CapturingPlugin(Protocol):
+    """What the hooks here need of plugin/process.py's Plugin."""
+
+    slot_rows: SlotRows | None
+    capture_enabled: bool
+    rows_invalid: int  # rows whose stamps did not fit, so they were not written
+
+    @property
+    def spec(self) -> SGLangSpec: ...
+    @property
+    def scheduler(self) -> Any: ...
+    @property
+    def rank(self) -> int:
+        """Tensor-parallel rank; hidden rows are the same in all of them, so rank 0 alone keeps them."""
+        ...
+
+    @property
+    def versions(self) -> VersionSet: ...
+    @property
+    def ring(self) -> RowSink | None: ...
+    @property
+    def rows(self) -> RowLayout | None:
+        """What is captured, the same in every rank; None: nothing is, ever."""
+        ...
+
+    def tracked(self, rid: str) -> Tracked | None: ...
+
+
+# ---- what is captured
+
+
+def start(plugin: CapturingPlugin) -> None:
+    """Set up the rows of rank 0 once the scheduler has its KV pool.
+
+    Raises ConfigError when the model captures other layers than declared, or has no room for the rows.
+    """
+    if plugin.rows is None:
+        return
+    model = plugin.scheduler.tp_worker.model_runner.model
+    wanted, captured = inner_layers(plugin.rows), list(getattr(model.model, "layers_to_capture", []))
+    if wanted != captured:
+        raise ConfigError("SGLang captures other layers than the rows declare", seen=captured, allowed=wanted)
+    if plugin.rank != 0 or plugin.ring is None:
+        return
+    pool = plugin.scheduler.token_to_kv_pool_allocator
+    dtype, device = DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
+    plugin.slot_rows = SlotRows(pool.size + pool.page_size, plugin.rows.width, dtype, device)
+    megabytes = round(plugin.slot_rows.nbytes / MB, 1)
+    log.info("hidden rows by KV slot", slots=pool.size, width=plugin.rows.width, dtype=str(dtype), megabytes=megabytes)
+
+
+def set_capture(plugin: CapturingPlugin, enabled: bool) -> None:
+    """Capture on or off, on every rank. Raises MissingCapability in rank 0 when there is nowhere to write."""
+    if enabled and (plugin.rows is None or (plugin.rank == 0 and plugin.slot_rows is None)):
+        raise MissingCapability("the engine was started without a ring for hidden rows", seen="set_capture")
+    if enabled and not plugin.capture_enabled and plugin.slot_rows is not None:
+        plugin.slot_rows.clear()  # slots were filled meanwhile and no row of theirs was stored
+    plugin.capture_enabled = enabled
+
+
+# ---- rows in
+
+
+def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
+    """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever requests ask for.
+
+    Fixed for the engine's life, because CUDA graphs are recorded with it.
+    """
+    if plugin.rows is None:
+        return original()
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+
+    return CaptureHiddenMode.FULL
+
+
+def model_loaded(plugin: CapturingPlugin, result: None, runner: Any) -> None:
+    """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates with."""
+    if runner.is_draft_worker or plugin.rows is None or not (layers := inner_layers(plugin.rows)):
+        return
+    runner.model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])
+    setattr(runner.model.logits_processor, _TARGET, True)
+
+
+def add_last(
+    plugin: CapturingPlugin,
+    original: Callable[..., Any],
+    processor: Any,
+    input_ids: Any,
+    hidden_states: Any,
+    lm_head: Any,
+    logits_metadata: Any,
+    aux_hidden_states: Any = None,
+    hidden_states_before_norm: Any = None,
+) -> Any:
+    """AROUND LogitsProcessor.forward: the last state behind the inner ones, also inside a recorded CUDA graph."""
+    if aux_hidden_states is not None and getattr(processor, _TARGET, False):
+        if isinstance(aux_hidden_states, Tensor):
+            aux_hidden_states = torch.cat((aux_hidden_states, hidden_states), dim=-1)
+        else:
+            aux_hidden_states = [*aux_hidden_states, hidden_states]
+    return original(
+        processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, hidden_states_before_norm
+    )
+
+
+def forwarded(
+    plugin: CapturingPlugin, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND ModelRunner.forward: rows of a prefill, a chunk of one, or a round without drafts."""
+    if runner.is_draft_worker or plugin.rows is None:
+        return original(runner, forward_batch, *args, **kwargs)
+    # Taken before the call, which may pad them.
+    slots, tokens, positions = forward_batch.out_cache_loc, forward_batch.input_ids, forward_batch.positions
+    output = original(runner, forward_batch, *args, **kwargs)
+    if inner_layers(plugin.rows):
+        _part_from_last(plugin.rows, output.logits_output)
+    mode = forward_batch.forward_mode
+    stored = plugin.slot_rows
+    if stored is None or not plugin.capture_enabled or not (mode.is_decode() or mode.is_extend_without_speculative()):
+        return output
+    rows = _rows_of(output.logits_output)
+    if rows is None or len(rows) != len(slots):
+        stored.forget(slots)  # not one row per token: better none than shifted ones
+    else:
+        stored.put(slots, tokens, positions, plugin.versions.policy, rows)
+    return output
+
+
+def verified(
+    plugin: CapturingPlugin,
+    verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    predict: Tensor,
+    accept_lens: Tensor,
+    accept_index: Tensor,
+) -> None:
+    """Rows of the accepted nodes of every tree.
+
+    accept_index [B, D] global nodes of each path, accept_lens [B] how many count (the root is the first). SGLang moves
+    the KV of a path to the front of its request's block after this, so the row of step j belongs to slot j of it.
+    """
+    stored = plugin.slot_rows
+    if stored is None or not plugin.capture_enabled or batch.forward_mode.is_idle():
+        return
+    nodes = verify_input.draft_token_num
+    slots = batch.out_cache_loc.view(-1, nodes)
+    rows = _rows_of(logits_output)
+    if rows is None or len(rows) != slots.numel():
+        stored.forget(slots.flatten())
+        return
+    depth = min(accept_index.shape[1], nodes)
+    steps = torch.arange(depth, device=slots.device)
+    slots = torch.where(steps < accept_lens[:, None], slots[:, :depth], stored.unused_slot).flatten()
+    chosen = accept_index[:, :depth].clamp(min=0).flatten().long()
+    tokens, positions = verify_input.draft_token.flatten()[chosen], verify_input.positions[chosen]
+    stored.put(slots, tokens, positions, plugin.versions.policy, rows[chosen])
+
+
+def _part_from_last(layout: RowLayout, logits_output: Any) -> None:
+    """SGLang's own field gets back what its drafter expects, the inner states alone."""
+    rows = getattr(logits_output, "hidden_states", None)
+    if rows is not None and rows.shape[-1] == layout.width:
+        setattr(logits_output, _ROWS, rows)
+        inner = layout.width * INNER_STATES // (INNER_STATES + 1)
+        logits_output.hidden_states = rows[:, :inner].contiguous()
+
+
+def _rows_of(logits_output: Any) -> Tensor | None:
+    rows: Tensor | None = getattr(logits_output, _ROWS, None)
+    return rows if rows is not None else getattr(logits_output, "hidden_states", None)
+
+
+# ---- rows out
+
+
+def released(plugin: CapturingPlugin, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+    """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are still its own.
+
+    A retracted request comes here too; it will be computed anew, so nothing of it leaves.
+    """
+    stored = plugin.slot_rows
+    if stored is None or not plugin.capture_enabled or not req.finished() or not req.kv.holds_kv:
+        return
+    tracked = plugin.tracked(req.rid)
+    if tracked is None or not tracked.request.capture:
+        return
+    ids = np.concatenate((req.origin_input_ids, req.output_ids_through_stop)).astype(np.int32)
+    count = min(len(ids) - 1, req.kv.kv_committed_len)
+    # Short of room the first rows stay behind: a drafter learns from the response.
+    first = max(0, count - stored.room())
+    stored.rows_dropped += first
+    if first < count:
+        slots = tree_cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:count]
+        gathered = stored.gather(slots, ids[first:count], first)
+        stored.leaving.append(Leaving(tracked.request.request_id, gathered))
+    drain(plugin)
+
+
+def drain(plugin: CapturingPlugin) -> None:
+    """Write what has arrived on the host to the ring. Never waits; call it between rounds."""
+    stored = plugin.slot_rows
+    while stored is not None and stored.leaving and stored.leaving[0].gathered.done:
+        _write(plugin, stored.leaving.popleft())
+
+
+def on_their_way(plugin: CapturingPlugin, request_id: int) -> bool:
+    """True while rows of this request are not in the ring yet: its last chunk must not be told before."""
+    return plugin.slot_rows is not None and any(one.request_id == request_id for one in plugin.slot_rows.leaving)
+
+
+def _write(plugin: CapturingPlugin, leaving: Leaving) -> None:
+    """Valid rows to the ring, one call per policy version; the others are counted."""
+    hidden, valid, versions = leaving.gathered.result()
+    plugin.rows_invalid += len(valid) - int(valid.sum())
+    positions = leaving.gathered.first + np.arange(len(valid), dtype=np.uint32)
+    for version in np.unique(versions[valid]) if plugin.ring is not None else ():
+        chosen = valid & (versions == version)
+        ids = np.full(int(chosen.sum()), leaving.request_id, dtype=np.uint64)
+        tokens = leaving.gathered.token_ids[chosen].astype(np.uint32)
+        plugin.ring.write(ids, positions[chosen].astype(np.uint32), tokens, int(version), hidden[chosen])
+
+
+HOOKS = (
+    ("sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode", "AROUND", full_rows),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER", model_loaded),
+    ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND", add_last),
+    ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "AROUND", forwarded),
+    ("sglang.srt.mem_cache.common.release_kv_cache", "BEFORE", released),
+)

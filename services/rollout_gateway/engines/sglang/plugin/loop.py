@@ -1,0 +1,117 @@
+"""Hooks on SGLang's scheduler loop: start, commands in, finish rule, chunks out. Owns the order, no rule of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollout_gateway.engines.base import Finish
+from rollout_gateway.engines.sglang.plugin.commands import obey
+from rollout_gateway.engines.sglang.plugin.process import Plugin
+from rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
+
+
+def received(plugin: Plugin, original: Callable[[Any], Any], receiver: Any) -> Any:
+    """AROUND SchedulerRequestReceiver._pull_raw_reqs: our commands join SGLang's own, which then reach every rank."""
+    if plugin.peer is None:
+        return original(receiver)
+    commands = plugin.between_rounds([receiver.recv_from_tokenizer, receiver.recv_from_rpc])
+    return [*original(receiver), *commands]
+
+
+def processed(plugin: Plugin, original: Callable[[Any, Any], Any], scheduler: Any, recv_reqs: Sequence[Any]) -> Any:
+    """AROUND Scheduler.process_input_requests: commands (bytes) are ours, everything else is SGLang's."""
+    for payload in recv_reqs:
+        if isinstance(payload, bytes):
+            obey(plugin, payload)
+    return original(scheduler, [one for one in recv_reqs if not isinstance(one, bytes)])
+
+
+def forwarding(plugin: Plugin, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """AROUND TpModelWorker.forward_batch_generation: whose rows the sampler is about to see."""
+    if worker.is_draft_worker or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    plugin.batch = batch
+    try:
+        return original(worker, batch, *args, **kwargs)
+    finally:
+        plugin.batch = None
+
+
+def finishing(plugin: Plugin, original: Callable[..., Any], req: Any, new_accepted_len: int = 1) -> None:
+    """AROUND Req.update_finish_state: where a request of ours ends is our rule, the same as in the embedded engine."""
+    tracked = plugin.requests.get(req.rid)
+    if tracked is None or req.finished() or req.to_finish:
+        original(req, new_accepted_len)
+        return
+    plugin.settle()
+    plugin.take(tracked, req.output_ids)
+    finish = tracked.sequence.finish
+    if finish is None:
+        return
+    from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
+
+    req.finished_len = len(tracked.sequence.tokens)
+    if finish is Finish.LENGTH:
+        req.finished_reason = FINISH_LENGTH(length=req.finished_len)
+    else:
+        req.finished_reason = FINISH_MATCHED_TOKEN(matched=tracked.sequence.tokens[-1])
+
+
+def streaming(
+    plugin: Plugin,
+    original: Callable[..., Any],
+    streamer: Any,
+    reqs: Sequence[Any],
+    return_logprob: bool,
+    skip_req: Any = None,
+    is_idle_batch: bool = False,
+) -> Any:
+    """AROUND _stream_output_generation: news of our requests go to the gateway, not to SGLang's detokenizer."""
+    for req in reqs:
+        if req.rid.startswith(RID_PREFIX) and req is not skip_req:
+            _stream_one(plugin, req)
+    foreign = [req for req in reqs if not req.rid.startswith(RID_PREFIX)]
+    return original(streamer, foreign, return_logprob, skip_req, is_idle_batch)
+
+
+def _stream_one(plugin: Plugin, req: Any) -> None:
+    tracked = plugin.requests.get(req.rid)
+    if req.finished():
+        req.finished_output = True
+    if tracked is None:
+        return
+    tracked.sequence.copied = req.cached_tokens
+    if not req.finished():
+        if tracked.request.stream and tracked.has_news:
+            plugin.tell(tracked.sequence.chunk())
+        return
+    if tracked.sequence.finish is not None:
+        plugin.end(req.rid)
+    else:
+        plugin.end(
+            req.rid, Finish.ERROR, f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}"
+        )
+
+
+def start(plugin: Plugin, scheduler: Any) -> None:
+    """BEFORE Scheduler.run_event_loop."""
+    plugin.start(scheduler)
+
+
+HOOKS = (
+    ("sglang.srt.managers.scheduler.Scheduler.run_event_loop", "BEFORE", start),
+    (
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs",
+        "AROUND",
+        received,
+    ),
+    ("sglang.srt.managers.scheduler.Scheduler.process_input_requests", "AROUND", processed),
+    ("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", "AROUND", forwarding),
+    ("sglang.srt.managers.schedule_batch.Req.update_finish_state", "AROUND", finishing),
+    (
+        "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer._stream_output_generation",
+        "AROUND",
+        streaming,
+    ),
+)

@@ -1,0 +1,207 @@
+"""What one scheduler process of SGLang knows of us: the requests, the versions, the parts. Owns no rule of any part."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from paceline.models.config import read_config
+from paceline.models.sampling import Draw, draw
+from paceline.trajectory import SpeculationStats, VersionSet
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.engines import wire
+from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, RowLayout
+from rollout_gateway.engines.ring import RowRing
+from rollout_gateway.engines.sglang.plugin import capture, check_hooks
+from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
+from rollout_gateway.engines.sglang.plugin.peer import Peer
+from rollout_gateway.engines.sglang.plugin.requests import Admission
+from rollout_gateway.engines.sglang.plugin.sampling import DrawTable, PendingDraws, foreign_sampling
+from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
+from rollout_gateway.engines.sglang.plugin.tracked import Tracked
+from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
+from rollout_gateway.engines.sglang.rows import row_layout
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.spec import SOCKET_VARIABLE, WorkerSpec
+
+_SOMETIMES = {
+    Capability.CAPTURE,
+    Capability.DRAFTER_UPDATE,
+    Capability.SPECULATION,
+    Capability.RELEASE_MEMORY,
+}
+_ALWAYS = frozenset(Capability) - _SOMETIMES
+
+
+class Plugin:
+    """One per scheduler process. Made when SGLang loads its plugins, started when its event loop begins."""
+
+    weights: PluginWeights
+    admission: Admission
+    scheduler: Any
+    info: EngineInfo
+
+    def __init__(self, worker: WorkerSpec) -> None:
+        self.worker = worker
+        self.spec = SGLangSpec.model_validate(worker.engine)
+        self.targets: list[str] = []  # hooks that SGLang was asked to apply
+        self.rank = 0  # tensor-parallel rank
+        self.tp_group: Any = None  # SGLang's group of ranks; None when there is one
+        self.peer: Peer | None = None  # rank 0 only
+        self.ring: RowRing | None = None
+        self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
+        self.slot_rows: SlotRows | None = None
+        self.capture_enabled = self.rows is not None
+        self.rows_invalid = 0
+        self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
+        self.requests: dict[str, Tracked] = {}
+        self.batch: Any = None  # of the target's forward that runs now
+        self._pending: list[PendingDraws] = []
+        self._table = DrawTable()
+        self._tokens_emitted = 0
+        self._ended = SpeculationStats()
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
+
+    @property
+    def versions(self) -> VersionSet:
+        """Serving set."""
+        return self.weights.versions if hasattr(self, "weights") else VersionSet()
+
+    def start(self, scheduler: Any) -> None:
+        """The model is loaded and the event loop is about to begin: say that we serve."""
+        from sglang.srt.runtime_context import get_parallel
+
+        check_hooks(self.targets)
+        parallel = get_parallel()
+        self.scheduler, self.rank = scheduler, parallel.tp_rank
+        self.tp_group = parallel.tp_group if parallel.tp_size > 1 else None
+        if self.rank == 0 and self.worker.ring_path:
+            self.ring = RowRing.attach(Path(self.worker.ring_path))
+        self.weights = PluginWeights(self.spec)
+        config = read_config(Path(self.spec.model_dir))
+        longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
+        self.admission = Admission.of(config, longest, self.spec.model_dir)
+        capture.start(self)
+        self.info = EngineInfo(
+            config.vocab_size,
+            config.hidden_size,
+            longest,
+            tuple(self.arms.arms),
+            self._capabilities(),
+            self.rows or RowLayout.last(config.hidden_size),
+        )
+        if self.rank == 0:
+            self.peer = Peer(os.environ[SOCKET_VARIABLE], self.ring)
+            self.peer.send(pb.WorkerEvent(ready=self._ready()))
+
+    def _capabilities(self) -> frozenset[Capability]:
+        extra = {
+            Capability.CAPTURE: self.rows is not None,
+            Capability.DRAFTER_UPDATE: self.weights.has_drafter,
+            Capability.SPECULATION: len(self.arms.arms) > 1,
+            Capability.RELEASE_MEMORY: self.spec.memory_saver and self.scheduler.device == "cuda",
+        }
+        return _ALWAYS | {capability for capability, present in extra.items() if present}
+
+    def _ready(self) -> pb.WorkerReady:
+        return wire.ready_to(self.info, self.worker.worker_index, os.getpid(), self.versions, self.weights.head_hash)
+
+    # ---- draws
+
+    def draw(
+        self, reqs: Sequence[Any], logits: Tensor, positions: Tensor, *, nodes: int
+    ) -> tuple[Draw, list[Tracked | None]]:
+        """The tokens AT `positions` [B * nodes] from logits [B * nodes, V], and whose they are [B]."""
+        tracked = [self.requests.get(req.rid) for req in reqs]
+        sampling = [
+            one.request.sampling if one is not None else foreign_sampling(req)
+            for one, req in zip(tracked, reqs, strict=True)
+        ]
+        params = self._table.params([req.rid for req in reqs], sampling, nodes, logits.device)
+        return draw(logits, positions.long(), params), tracked
+
+    def keep(self, pending: PendingDraws) -> None:
+        """Draws of a round, until SGLang takes the round's tokens."""
+        self._pending.append(pending)
+
+    def settle(self) -> None:
+        """Hand all draws made so far to their requests."""
+        pending, self._pending = self._pending, []
+        for one in pending:
+            one.settle()
+
+    def verified(self, *round_facts: Any) -> None:
+        """Rows of an accepted path; see capture.verified."""
+        capture.verified(self, *round_facts)
+
+    # ---- requests
+
+    def tracked(self, rid: str) -> Tracked | None:
+        """A request of ours that has not ended."""
+        return self.requests.get(rid)
+
+    def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
+        """SGLang has taken the tokens of a round."""
+        before = len(tracked.sequence.tokens)
+        tracked.confirm(output_ids, strict=self.rank == 0)
+        self._tokens_emitted += len(tracked.sequence.tokens) - before
+
+    def end(self, rid: str, finish: Finish | None = None, error: str = "") -> None:
+        """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""
+        tracked = self.requests.pop(rid)
+        self.tell(tracked.end(finish, error) if finish else tracked.sequence.chunk())
+        self._ended += tracked.sequence.speculation
+
+    def tell(self, chunk: Chunk) -> None:
+        """News for the gateway, sent between two rounds."""
+        if self.peer is not None:
+            self.peer.chunks.append(chunk)
+
+    def may_leave(self, chunk: Chunk) -> bool:
+        """False while hidden rows of an ended request are on their way to the ring."""
+        return chunk.finish is None or not capture.on_their_way(self, chunk.request_id)
+
+    # ---- between two rounds
+
+    def between_rounds(self, sockets: list[Any]) -> list[bytes]:
+        """Rank 0: rows and chunks out, commands in; sleeps when there is nothing to do."""
+        assert self.peer is not None
+        now = time.perf_counter()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        capture.drain(self)
+        self.peer.flush(self.may_leave)
+        if self._idle and not self.peer.chunks:
+            self.peer.sleep(sockets)
+        self._busy_since = None if self._idle else time.perf_counter()
+        return self.peer.receive()
+
+    @property
+    def _idle(self) -> bool:
+        scheduler = self.scheduler
+        if scheduler._engine_paused:
+            return True
+        nothing_runs = scheduler.last_batch is None and scheduler.running_batch.is_empty()
+        return nothing_runs and not scheduler.waiting_queue and scheduler.chunked_req is None
+
+    @property
+    def load(self) -> Load:
+        """Load and statistics."""
+        waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
+        stats = sum((one.sequence.speculation for one in self.requests.values()), self._ended)
+        dropped = self.slot_rows.rows_dropped if self.slot_rows else 0
+        return Load(
+            running=len(self.requests) - waiting,
+            waiting=waiting,
+            tokens_emitted=self._tokens_emitted,
+            busy_s=self._busy_s,
+            speculation=stats,
+            arms=self.arms.reports(),
+            rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
+        )

@@ -1,0 +1,249 @@
+"""The draw of a token inside SGLang: our rule for every row, with and without drafts. Owns no SGLang state.
+
+Everywhere x = argmax(logits / T + Gumbel(seed, absolute position)) as in paceline.models.sampling. Verification follows
+the child that equals x and ends where none does, so a tree of any shape and no tree at all give the same tokens. The
+draft tree does not depend on the draws, hence following it is exact whatever it holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.models.sampling import Draw, DrawParams, behavior_logprobs
+from rollout_gateway.engines.base import Sampling
+from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """Outcome of verifying trees; B rows, N nodes a tree, D the deepest path."""
+
+    path: Tensor
+    """int64 [B, D]: local nodes of the accepted path, -1 after its end."""
+    lengths: Tensor
+    """int64 [B]: nodes of the path, the root included: tokens emitted."""
+
+
+def follow(drawn: Tensor, candidates: Tensor, next_token: Tensor, next_sibling: Tensor, depth: int) -> Accepted:
+    """Follow, from the root, the child whose token equals the draw at its parent.
+
+    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the root); next_token,
+    next_sibling [B, N]: local node of the first child and of the next sibling, -1 for none. A parent has a smaller
+    index than its children. depth: longest path allowed, the root included.
+    """
+    parents = parents_of(next_token, next_sibling)
+    safe = parents.clamp(min=0)
+    fits = (parents >= 0) & (candidates == drawn.gather(1, safe))
+    fits[:, 0] = True
+    reached = torch.zeros_like(fits)
+    reached[:, 0] = True
+    for _ in range(depth - 1):
+        reached = fits & reached.gather(1, safe)
+        reached[:, 0] = True
+    # Nodes of one path ascend, so the rank of a reached node is its depth.
+    rank = reached.long().cumsum(1) - 1
+    nodes = torch.arange(fits.shape[1], device=fits.device).expand_as(rank)
+    path = torch.full((fits.shape[0], max(depth, fits.shape[1]) + 1), -1, dtype=torch.int64, device=fits.device)
+    path.scatter_(1, torch.where(reached, rank, path.shape[1] - 1), torch.where(reached, nodes, -1))
+    return Accepted(path[:, :depth], reached.sum(1))
+
+
+def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
+    """Local parent of each node [B, N], -1 for the root and for nodes no child list holds."""
+    batch, nodes = next_token.shape
+    # One column more takes the writes of lists that have ended.
+    parents = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=next_token.device)
+    owners = torch.arange(nodes, device=next_token.device).expand(batch, nodes)
+    child = next_token.long()
+    for _ in range(max(nodes - 1, 0)):
+        parents.scatter_(1, torch.where(child >= 0, child, nodes), owners)
+        child = torch.where(child >= 0, next_sibling.long().gather(1, child.clamp(min=0)), -1)
+        if child.device.type == "cpu" and not bool((child >= 0).any()):
+            break
+    return parents[:, :nodes]
+
+
+def foreign_sampling(req: Any) -> Sampling:
+    """The sampling of a request that is not ours (SGLang's own health check): drawn by the same rule."""
+    params = req.sampling_params
+    seed = int.from_bytes(hashlib.sha256(req.rid.encode()).digest()[:8], "little") >> 1
+    top_k = 0 if params.top_k >= 1 << 30 else params.top_k
+    if top_k == 1:  # SGLang's spelling of temperature 0
+        return Sampling(seed, 1, temperature=0.0)
+    return Sampling(seed, 1, params.temperature, params.top_p, top_k, params.min_p)
+
+
+class DrawTable:
+    """Draw parameters of the running batch, remembered while the batch stays the same."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._params: DrawParams | None = None
+
+    def params(self, rids: Sequence[str], sampling: Sequence[Sampling], nodes: int, device: torch.device) -> DrawParams:
+        """Rows of every request `nodes` times over."""
+        key = (*rids, nodes)
+        if self._params is None or key != self._key:
+            rows = [one for one in sampling for _ in range(nodes)]
+            self._params = DrawParams.of(
+                [one.seed for one in rows],
+                [one.temperature for one in rows],
+                top_k=[one.top_k for one in rows],
+                top_p=[one.top_p for one in rows],
+                min_p=[one.min_p for one in rows],
+                device=device,
+            )
+            self._key = key
+        return self._params
+
+
+@dataclass(slots=True)
+class PendingDraws:
+    """Draws of one round on their way to the host; settled once their copy has ended. B rows, D tokens at most."""
+
+    rows: list[Tracked | None]
+    positions: Tensor  # [B] absolute position of the first drawn token
+    lengths: Tensor  # [B]
+    tokens: Tensor  # [B, D]
+    logprobs: Tensor  # [B, D]
+    gaps: Tensor  # [B, D]
+    version: int
+    alternatives: dict[int, list[Alternatives]]  # row -> per token
+    copied: Any = None  # CUDA event
+
+    def settle(self) -> None:
+        """Give every request its draws; waits for the copy if it is still under way."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        columns = (self.positions, self.lengths, self.tokens, self.logprobs, self.gaps)
+        for row, (first, length, tokens, logprobs, gaps) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+            tracked = self.rows[row]
+            if tracked is None:
+                continue
+            told = self.alternatives.get(row, [()] * length)
+            for index in range(length):
+                drawn = Drawn(tokens[index], logprobs[index], gaps[index], self.version, told[index])
+                tracked.record(first + index, drawn)
+
+
+def pending(
+    rows: list[Tracked | None], drawn: Draw, logits: Tensor, positions: Tensor, accepted: Accepted, version: int
+) -> PendingDraws:
+    """Draws [B * N] along the accepted paths, copied to the host without waiting.
+
+    positions [B]: of the first drawn token; logits [B * N, V].
+    """
+    batch = len(accepted.path)
+    nodes = drawn.tokens.shape[0] // batch
+    flat = accepted.path.clamp(min=0) + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
+    parts = (positions, accepted.lengths, drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
+    alternatives = _alternatives(rows, logits, flat, accepted.lengths)
+    if positions.device.type != "cuda":
+        return PendingDraws(rows, *parts, version, alternatives)
+    on_host = [
+        torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True) for part in parts
+    ]
+    copied = torch.cuda.Event()
+    copied.record()
+    return PendingDraws(rows, *on_host, version, alternatives, copied)
+
+
+def _alternatives(
+    rows: list[Tracked | None], logits: Tensor, flat: Tensor, lengths: Tensor
+) -> dict[int, list[Alternatives]]:
+    """Most likely tokens of the rows that ask for them; waits for the device, so only then."""
+    found: dict[int, list[Alternatives]] = {}
+    for row, tracked in enumerate(rows):
+        wanted = tracked.request.sampling.top_logprobs if tracked is not None else 0
+        if not wanted or tracked is None:
+            continue
+        chosen = logits[flat[row, : int(lengths[row])]]
+        temperature = tracked.request.sampling.temperature
+        logprobs = behavior_logprobs(chosen, torch.full((len(chosen),), temperature, device=chosen.device))
+        top = logprobs.topk(min(wanted, logits.shape[-1]), dim=-1)
+        found[row] = [
+            tuple(zip(ids, values, strict=True))
+            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+    return found
+
+
+def sample_hook(
+    plugin: Any,
+    original: Any,
+    sampler: Any,
+    logits_output: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    top_logprobs_nums: Any,
+    token_ids_logprobs: Any,
+    positions: Tensor,
+) -> Tensor:
+    """AROUND Sampler.forward: one token per row after a prefill or a round without drafts."""
+    batch = plugin.batch
+    logits = logits_output.next_token_logits
+    if batch is None or logits.shape[0] != len(batch.reqs) or return_logprob:
+        return original(  # a draft model's own sampling, or a caller of SGLang's own API
+            sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+        )
+    drawn, tracked = plugin.draw(batch.reqs, sampler._preprocess_logits(logits, sampling_info), positions + 1, nodes=1)
+    lengths = torch.ones(len(tracked), dtype=torch.int64, device=logits.device)
+    accepted = Accepted(torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths)
+    plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.versions.policy))
+    return drawn.tokens
+
+
+def verify_hook(
+    plugin: Any,
+    original: Any,
+    verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    grammar_mask: Any = None,
+    uno_target_max_top_k: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AROUND eagle_sample: which nodes of each tree are accepted, and the token after each of them."""
+    if batch.forward_mode.is_idle():
+        return original(verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k)
+    size, nodes = len(batch.reqs), verify_input.draft_token_num
+    logits = logits_output.next_token_logits
+    if batch.sampling_info.logit_bias is not None:
+        logits.add_(batch.sampling_info.logit_bias.repeat_interleave(nodes, dim=0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+    positions = verify_input.positions.long()
+    drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, nodes=nodes)
+    accepted = follow(
+        drawn.tokens.view(size, nodes),
+        verify_input.draft_token.view(size, nodes).long(),
+        verify_input.retrieve_next_token.view(size, nodes),
+        verify_input.retrieve_next_sibling.view(size, nodes),
+        verify_input.max_tree_depth,
+    )
+    predict, lengths, index = as_sglang(drawn.tokens, accepted, nodes)
+    if plugin.tp_group is not None:
+        for part in (predict, lengths, index):  # ranks must take the same path even if a near-tie rounds differently
+            plugin.tp_group.broadcast(part, src=0)
+    first = positions.view(size, nodes)[:, 0] + 1
+    plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.versions.policy))
+    plugin.verified(verify_input, batch, logits_output, predict, lengths, index)
+    return predict, lengths, index
+
+
+def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """predict int32 [B * N], accepted tokens with the bonus int32 [B], global nodes of the path int32 [B, D]."""
+    offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
+    index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)
+    return tokens.int(), accepted.lengths.int(), index.int()
+
+
+HOOKS = (
+    ("sglang.srt.layers.sampler.Sampler.forward", "AROUND", sample_hook),
+    ("sglang.srt.speculative.eagle_utils.eagle_sample", "AROUND", verify_hook),
+)

@@ -1,0 +1,84 @@
+"""One request inside SGLang as we see it: what was drawn for it and what was told. Owns no SGLang object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.errors import InternalError
+from rollout_gateway.engines.base import Chunk, Finish, Request
+from rollout_gateway.engines.sequence import RunningSequence
+
+RID_PREFIX = "paceline-"
+Alternatives = tuple[tuple[int, float], ...]
+
+
+def rid_of(request_id: int) -> str:
+    """SGLang's id of our request. Of one length, because SGLang aborts by prefix."""
+    return f"{RID_PREFIX}{request_id:020d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One draw: token, behavior log-prob, perturbed top-two gap, policy version of the logits."""
+
+    token: int
+    logprob: float
+    gap: float
+    version: int
+    alternatives: Alternatives = ()
+
+
+@dataclass(eq=False, slots=True)
+class Tracked:
+    """A request of ours that has not ended. `sequence` holds what SGLang has taken, and decides when it ends."""
+
+    sequence: RunningSequence
+    drafter_version: int  # serving when it was enqueued: drafts for it come from states of that drafter
+    draws: dict[int, Drawn] = field(default_factory=dict)  # response index -> draw, until SGLang takes it
+
+    @property
+    def request(self) -> Request:
+        """What was asked."""
+        return self.sequence.request
+
+    def record(self, position: int, drawn: Drawn) -> None:
+        """A draw for an absolute position. Positions already taken (a prefill that repeats them) are left out."""
+        index = position - len(self.request.prompt)
+        if index >= len(self.sequence.tokens):
+            self.draws[index] = drawn
+
+    def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
+        """SGLang's response tokens from the first on; those after the end of the request are not taken.
+
+        strict: raises InternalError when they are not our draws. Ranks that follow rank 0's choice are not strict: a
+        near-tie may have fallen otherwise there, and they tell nobody.
+        """
+        sequence = self.sequence
+        for index in range(len(sequence.tokens), len(output_ids)):
+            drawn = self.draws.pop(index, None)
+            if not strict:
+                drawn = Drawn(output_ids[index], 0.0, 0.0, 0)
+            elif drawn is None or drawn.token != output_ids[index]:
+                raise InternalError(
+                    f"SGLang's token {index} of request {self.request.request_id} is not the draw",
+                    seen=output_ids[index],
+                    allowed=drawn,
+                )
+            assert drawn is not None
+            if self.request.sampling.top_logprobs:
+                sequence.alternatives.append(drawn.alternatives)
+            sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.version)
+            if sequence.finish is not None:
+                break
+        self.draws = {index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)}
+
+    @property
+    def has_news(self) -> bool:
+        """True when a chunk would tell something."""
+        return self.sequence.finish is not None or len(self.sequence.tokens) > self.sequence.told
+
+    def end(self, finish: Finish, error: str = "") -> Chunk:
+        """The last chunk of a request that ends before its own end."""
+        self.sequence.finish = finish
+        return replace(self.sequence.chunk(), error=error)

@@ -1,0 +1,152 @@
+"""New weights inside SGLang: checked against the served checkpoint, loaded between two rounds. Owns the serving set.
+
+Every tensor-parallel rank reads the spooled file itself (one page cache on one host) and SGLang's own loaders shard it.
+Names and shapes are compared with those of the checkpoint the engine was started from before anything is loaded,
+because SGLang ignores unknown names and dies of wrong shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from paceline.errors import WeightsError
+from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
+from paceline.trajectory import VersionSet
+from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+
+PREPARED_AT_MOST = 2
+HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")  # the second where the embeddings are tied
+_SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
+
+
+def checkpoint_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint, from the headers of its files."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                shapes[name] = tuple(opened.get_slice(name).get_shape())
+    return shapes
+
+
+class PluginWeights:
+    """Serving set and prepared versions of one rank."""
+
+    def __init__(self, spec: SGLangSpec) -> None:
+        self.versions = VersionSet()
+        self._shared = spec.shared_with_target
+        policy = Path(spec.model_dir)
+        self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
+        if spec.drafter_dir:
+            shapes = checkpoint_shapes(Path(spec.drafter_dir))
+            self._shapes[Target.DRAFTER] = {name: shape for name, shape in shapes.items() if name not in self._shared}
+        self._prepared: dict[Target, dict[int, dict[str, Tensor]]] = {Target.POLICY: {}, Target.DRAFTER: {}}
+        self.head_hash = hash_head(head_of(read_head(policy)))
+
+    @property
+    def has_drafter(self) -> bool:
+        """True when drafter weights can be swapped."""
+        return Target.DRAFTER in self._shapes
+
+    def prepare(self, target: Target, version: int, path: Path) -> None:
+        """Read and check a version. Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet."""
+        if target not in self._shapes:
+            raise WeightsError("this engine serves no drafter with weights", seen=str(target), allowed="policy")
+        tensors = read_tensors(path)
+        expected = self._shapes[target]
+        if target is Target.DRAFTER:
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in self._shared}
+            if "fc.bias" in expected and "fc.bias" not in tensors:
+                # SGLang's module has one and would keep the old values.
+                tensors["fc.bias"] = torch.zeros(expected["fc.bias"], dtype=tensors["fc.weight"].dtype)
+        elif "lm_head.weight" not in expected:
+            tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
+        check_tensors(tensors, expected)
+        prepared = self._prepared[target]
+        prepared[version] = tensors
+        while len(prepared) > PREPARED_AT_MOST:
+            prepared.pop(next(iter(prepared)))
+
+    def forget(self, target: Target, version: int) -> None:
+        """Drop a prepared version, if there is one."""
+        self._prepared[target].pop(version, None)
+
+    def changes(self, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
+        """What a commit would load. Raises WeightsError when a part is not prepared or the set is older."""
+        if versions.seq < self.versions.seq:
+            raise WeightsError("an older set may not follow a newer one", seen=versions.seq, allowed=self.versions.seq)
+        parts = (
+            (Target.POLICY, versions.policy, self.versions.policy),
+            (Target.DRAFTER, versions.drafter, self.versions.drafter),
+        )
+        found: dict[Target, dict[str, Tensor]] = {}
+        for target, version, serving in parts:
+            prepared = self._prepared[target]
+            if version in prepared:
+                found[target] = prepared[version]
+            elif version != serving:
+                raise WeightsError(
+                    f"this {target} version is not prepared",
+                    seen=version,
+                    allowed=sorted({serving, *prepared}),
+                    reason="WEIGHTS_NOT_PREPARED",
+                )
+        return found
+
+    def commit(self, updater: Any, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
+        """Load the changed parts through SGLang's updater; returns them. See `changes` for what it raises."""
+        changes = self.changes(versions)
+        for target, tensors in changes.items():
+            load(updater, _SELECTORS[target], tensors)
+        if Target.POLICY in changes:
+            self.head_hash = hash_head(head_of(changes[Target.POLICY]))
+        self.versions = versions
+        self.forget(Target.POLICY, versions.policy)
+        self.forget(Target.DRAFTER, versions.drafter)
+        return changes
+
+
+def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
+    """begin, load and end on this rank's runners. Raises WeightsError with what SGLang says."""
+    import msgspec
+    from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
+
+    _check(updater.begin_weight_update(BeginWeightUpdateReqInput(selector=selector)), "begin")
+    try:
+        for _, runner in updater._select_runners(selector):
+            done, message = runner.weight_updater.update_weights_from_tensor(named_tensors=list(tensors.items()))
+            if not done:
+                raise WeightsError("SGLang refused the tensors", seen=message)
+        updater._session = msgspec.structs.replace(updater._session, loaded_weights=True)
+    finally:
+        _check(updater.end_weight_update(EndWeightUpdateReqInput()), "end")
+
+
+def _check(answer: Any, step: str) -> None:
+    if not answer.success:
+        raise WeightsError(f"SGLang refused to {step} a weight update", seen=answer.message)
+
+
+def read_head(directory: Path) -> dict[str, Tensor]:
+    """Only the tensors that may be the language-model head."""
+    found: dict[str, Tensor] = {}
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as opened:
+            names = set(opened.keys())
+            found |= {name: opened.get_tensor(name) for name in HEAD_NAMES if name in names}
+    return found
+
+
+def head_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """The head; the embedding where they are tied. Raises WeightsError when there is neither."""
+    for name in HEAD_NAMES:
+        if name in tensors:
+            return tensors[name]
+    raise WeightsError("no language-model head among the tensors", seen=sorted(tensors)[:4], allowed=HEAD_NAMES)

@@ -1,0 +1,81 @@
+"""Settings of the SGLang engine. Imports neither torch nor SGLang, so that the gateway can check them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.errors import ConfigError
+from rollout_gateway.bandits import BanditSettings
+
+OFF = "off"
+WITHOUT_DIRECTORY = (OFF, "ngram", "eagle")
+DEFAULT_ARMS = {
+    OFF: (OFF,),
+    "ngram": (OFF, "ngram:4_1_5"),
+    "eagle": (OFF, "eagle:3_1_4", "eagle:5_1_6", "eagle:3_2_8"),
+    "eagle3": (OFF, "eagle3:3_1_4", "eagle3:5_1_6", "eagle3:3_2_8"),
+}
+"""Arms served when none are named, by speculator."""
+SHARED_WITH_TARGET = {"eagle": ("embed_tokens.weight", "lm_head.weight"), "eagle3": ("embed_tokens.weight",)}
+"""Tensors a drafter shares with the target by reference: loading them would overwrite the policy's own."""
+
+
+class SGLangSpec(BaseModel):
+    """What one SGLang engine serves and how. One engine serves one speculator."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model_dir: str  # Hugging Face checkpoint directory
+    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE(-3) checkpoint
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
+    threads: int = Field(1, ge=1)  # on a CPU
+    tensor_parallel_size: int = Field(1, ge=1)
+    memory_fraction: float = Field(0.4, gt=0, lt=1)  # of the GPU, for weights and KV cache
+    max_batch: int = Field(64, ge=1)  # requests decoding at once
+    max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context less two
+    prefill_tokens: int = Field(2048, ge=16)  # prompt tokens of one prefill chunk
+    max_total_tokens: int = Field(0, ge=0)  # KV slots; 0: max_batch * max_sequence_tokens on a CPU, SGLang's on a GPU
+    arms: tuple[str, ...] = ()  # empty: the speculator's default
+    bandit: BanditSettings = Field(default_factory=BanditSettings)
+    seed: int = 0
+    features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
+    drafter_swap: Literal["in_place", "retract"] = "in_place"  # what a drafter update does to running requests
+    memory_saver: bool = False  # weights and KV cache can be released (GPU)
+    arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)  # further arguments of SGLang's server
+
+    @property
+    def speculator(self) -> str:
+        """off | ngram | eagle | eagle3. Raises ConfigError for a drafter that is none of them."""
+        if self.drafter in WITHOUT_DIRECTORY:
+            return self.drafter
+        config = Path(self.drafter) / "config.json"
+        if not config.is_file():
+            raise ConfigError(
+                "not a drafter for SGLang", seen=self.drafter, allowed="off, ngram, eagle or a checkpoint directory"
+            )
+        name = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or ["(none)"])[0]
+        for ending, speculator in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
+            if name.endswith(ending):
+                return speculator
+        raise ConfigError("the drafter's architecture is not served", seen=name, allowed="...Eagle, ...Eagle3")
+
+    @property
+    def drafter_dir(self) -> str:
+        """Directory of the drafter's checkpoint; empty when there is none."""
+        return "" if self.drafter in WITHOUT_DIRECTORY else self.drafter
+
+    @property
+    def shared_with_target(self) -> tuple[str, ...]:
+        """Names that never travel with a drafter."""
+        return SHARED_WITH_TARGET.get(self.speculator, ())
+
+    @property
+    def arm_names(self) -> tuple[str, ...]:
+        """Arms served; `off` is always the first."""
+        arms = self.arms or DEFAULT_ARMS[self.speculator]
+        return (OFF, *(arm for arm in arms if arm != OFF))

@@ -1,0 +1,235 @@
+"""SGLang with an EAGLE drafter and our plugin: the demo's policy, trees and chains, every round another arm."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from served import DEMO, Served, chi_square_p, exact_pairs, greedy, hidden, load_oracle, pair_counts, said
+from transformers import AutoTokenizer, PreTrainedModel
+
+from paceline.trajectory import VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.base import Finish, Request, Sampling
+from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+
+pytestmark = pytest.mark.sglang
+ARMS = ("off", "eagle:1_1_2", "eagle:3_1_4", "eagle:2_2_5", "eagle:4_3_12")
+QUESTIONS = ["48:36=", "91:35=", "17:5=", "84:60=", "99:12=", "7:3=", "64:40=", "51:34="]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO / "policy_trained")
+    return [tokenizer.encode(question) for question in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def oracle() -> PreTrainedModel:
+    return load_oracle(DEMO / "policy_trained")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A fresh drafter under epsilon 1: the bandit draws an arm at random every round."""
+    one = Served(
+        tmp_path_factory.mktemp("eagle"),
+        model_dir=str(DEMO / "policy_trained"),
+        drafter=str(DEMO / "drafter_trained"),
+        arms=ARMS,
+        bandit={"epsilon": 1.0},
+        max_sequence_tokens=256,
+        prefill_tokens=16,
+    )
+    yield one
+    one.client.close()
+
+
+def embedded_tokens(prompts: list[list[int]], **sampling: object) -> list[list[int]]:
+    """What our own engine says without speculation."""
+    spec = EmbeddedSpec(model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256)
+    engine = build_embedded(spec, None)
+    for number, prompt in enumerate(prompts):
+        options = {"seed": 7 + number, "max_tokens": 24, "ignore_eos": True, **sampling}
+        engine.enqueue(Request(number, tuple(prompt), Sampling(**options)))  # type: ignore[arg-type]
+    tokens: dict[int, list[int]] = {number: [] for number in range(len(prompts))}
+    while engine.has_work:
+        for chunk in engine.step():
+            tokens[chunk.request_id] += chunk.token_ids
+    return list(tokens.values())
+
+
+def test_greedy_tokens_are_those_of_transformers_whatever_arm_each_round_draws(
+    served: Served, prompts: list[list[int]], oracle: PreTrainedModel
+) -> None:
+    expected = [greedy(oracle, prompt, 40) for prompt in prompts]
+    assert served.tokens(prompts, max_tokens=40) == expected
+    for arm in ARMS:
+        assert served.tokens(prompts, max_tokens=40, arm=arm) == expected
+    pulled = {report.arm for report in served.health().arms if report.pulls}
+    assert pulled == set(ARMS)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}, {"min_p": 0.1}],
+    ids=["full", "top_p", "top_k", "min_p"],
+)
+def test_sampled_tokens_are_those_of_the_embedded_engine_with_the_same_seeds(
+    served: Served, prompts: list[list[int]], sampling: dict[str, float]
+) -> None:
+    sampling = {"temperature": 1.0, **sampling}
+    expected = embedded_tokens(prompts, **sampling)
+    assert served.tokens(prompts, **sampling) == expected
+    assert served.tokens(prompts, arm="off", **sampling) == expected
+
+
+@pytest.mark.parametrize("arm", ["off", "eagle:3_1_4", "eagle:4_3_12"])
+def test_pairs_of_tokens_come_with_their_exact_probabilities(
+    served: Served, prompts: list[list[int]], oracle: PreTrainedModel, arm: str
+) -> None:
+    exact = exact_pairs(oracle, prompts[0], temperature=2.5, top_k=3)
+    counts = pair_counts(served, prompts[0], 600, temperature=2.5, top_k=3, arm=arm)
+    assert chi_square_p(counts, exact) > 0.001
+
+
+def test_behavior_logprobs_are_log_softmax_of_the_tempered_logits(
+    served: Served, prompts: list[list[int]], oracle: PreTrainedModel
+) -> None:
+    for prompt, chunks in zip(prompts, served.wait(served.send(prompts, temperature=0.8)), strict=True):
+        tokens = said(chunks)
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double() / 0.8
+        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found = torch.tensor([value for chunk in chunks for value in chunk.behavior_logprobs], dtype=torch.float64)
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_and_aborts(
+    served: Served, prompts: list[list[int]], oracle: PreTrainedModel
+) -> None:
+    """Prompts of several prefill chunks, repeated so that all but the newest token come from the prefix cache."""
+    long = [prompt * 6 for prompt in prompts[:4]]
+    stop = greedy(oracle, long[0], 8)[-1]
+    first = served.send(long, temperature=1.0)
+    served.wait(first)
+    again = served.send(long, temperature=1.0, seeds=[70, 71, 72, 73])
+    stopped = served.send(long[:1], stop_token_ids=(stop,))
+    left = served.send(long[1:2], max_tokens=120)
+    served.rounds(8)
+    served.client.send(abort=pb.AbortRequests(request_ids=left))
+    assert served.wait(left)[0][-1].finish is Finish.ABORT
+    cached = [chunks[-1].cached_prompt_tokens for chunks in served.wait(again)]
+    assert min(cached) >= 30
+    assert served.wait(stopped)[0][-1].finish is Finish.STOP
+    for numbers in (first, again, stopped):
+        for number, chunks in zip(numbers, served.wait(numbers), strict=True):
+            tokens = [*(long[numbers.index(number)]), *said(chunks)]
+            rows, expected = served.kept.of(number, tokens), hidden(oracle, tokens)
+            assert (rows - expected).abs().max() <= 1e-4
+            assert (rows[1:] - expected[:-1]).abs().max() > 0.1  # a shift by one would show
+    assert served.kept.twice == 0
+
+
+def versions_during(
+    served: Served, prompts: list[list[int]], mode: int, seq: int, policy: int
+) -> list[list[VersionSpan]]:
+    """Version spans of requests that were running while a policy was committed."""
+    numbers = served.send(prompts, max_tokens=100, stream=True)
+    served.rounds(len(prompts) * 6)
+    path = DEMO / ("policy_start" if policy == 1 else "policy_trained")
+    served.client.ask(prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_POLICY, version=policy, path=str(path)))
+    versions = tpb.VersionSet(seq=seq, policy=policy, drafter=served.health().versions.drafter)
+    served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=mode))
+    found = []
+    for chunks in served.wait(numbers):
+        spans = [span for chunk in chunks for span in chunk.version_spans]
+        assert spans[-1].end == len(said(chunks))
+        found.append(spans)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "seq"), [(pb.PAUSE_MODE_IN_PLACE, 1), (pb.PAUSE_MODE_RETRACT, 3), (pb.PAUSE_MODE_ABORT, 5)]
+)
+def test_new_weights_change_what_is_said_and_the_old_ones_restore_it(
+    served: Served, prompts: list[list[int]], mode: int, seq: int
+) -> None:
+    before = served.tokens(prompts, max_tokens=40)
+    spans = versions_during(served, prompts[:4], mode, seq, 1)
+    for one in spans:
+        seen = [span.policy_version for span in one]
+        assert seen == sorted(seen)
+        assert set(seen) == ({0} if mode == pb.PAUSE_MODE_ABORT else {0, 1})
+    start = load_oracle(DEMO / "policy_start")
+    assert served.tokens(prompts, max_tokens=40) == [greedy(start, prompt, 40) for prompt in prompts]
+    versions_during(served, prompts[:4], mode, seq + 1, 0)
+    assert served.tokens(prompts, max_tokens=40) == before
+
+
+def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(served: Served, prompts: list[list[int]]) -> None:
+    def run() -> tuple[list[list[int]], float]:
+        chunks = served.wait(served.send(prompts, max_tokens=60, arm="eagle:3_1_4"))
+        lengths = [one[-1].speculation.accept_length for one in chunks]
+        return [said(one) for one in chunks], sum(lengths) / len(lengths)
+
+    tokens, trained = run()
+    from paceline.models.config import read_config
+    from paceline.speculators.eagle import EagleNet
+    from paceline.speculators.eagle_checkpoint import save_eagle
+
+    fresh = served.client.log_path.parent / "fresh"
+    save_eagle(EagleNet(read_config(DEMO / "policy_trained"), seed=3), fresh)
+    now = served.health().versions
+    for number, path in ((1, fresh), (2, DEMO / "drafter_trained")):
+        prepare = pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=number, path=str(path))
+        served.client.ask(prepare_weights=prepare)
+        versions = tpb.VersionSet(seq=now.seq + number, policy=now.policy, drafter=number)
+        served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+        again, accepted = run()
+        assert again == tokens
+        if number == 1:
+            assert accepted < 1.5 < trained
+    assert accepted == pytest.approx(trained, abs=0.05)
+
+
+def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(served: Served, prompts: list[list[int]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    before = served.tokens(prompts)
+    folder = served.client.log_path.parent / "with_embedding"
+    folder.mkdir()
+    tensors = load_file(DEMO / "drafter_trained" / "model.safetensors")
+    tensors["embed_tokens.weight"] = torch.zeros(320, 128)
+    save_file(tensors, folder / "model.safetensors")
+    now = served.health().versions
+    served.client.ask(prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=9, path=str(folder)))
+    versions = tpb.VersionSet(seq=now.seq + 1, policy=now.policy, drafter=9)
+    served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+    assert served.tokens(prompts) == before
+
+
+@pytest.mark.parametrize("paused", [False, True], ids=["nothing to do", "paused with requests"])
+def test_an_engine_with_nothing_to_do_leaves_its_core(served: Served, prompts: list[list[int]], paused: bool) -> None:
+    numbers = []
+    if paused:
+        numbers = served.send(prompts, max_tokens=100)
+        served.client.ask(pause=pb.PauseGeneration(mode=pb.PAUSE_MODE_IN_PLACE))
+    family = [served.client.process.pid, *(p.pid for p in psutil.Process(served.client.process.pid).children(True))]
+    processes = [psutil.Process(pid) for pid in family]
+
+    def seconds() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    started, used = time.monotonic(), seconds()
+    while time.monotonic() < started + 4:
+        served.client._socket.poll(500)  # nothing comes
+    share = (seconds() - used) / (time.monotonic() - started)
+    if paused:
+        served.client.ask(**{"continue": pb.ContinueGeneration()})
+        served.wait(numbers)
+    assert share < 0.05

@@ -1,0 +1,83 @@
+"""A killed SGLang: its request ends as unavailable, another starts, loads the committed versions and serves again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import psutil
+import pytest
+from google.rpc.error_details_pb2 import RetryInfo
+from grpc_status import rpc_status
+from served import DEMO, greedy, load_oracle
+from transformers import AutoTokenizer
+
+from paceline.config import SecurityConfig
+from paceline.rpc import channel
+from paceline.tensors import decode_safetensors
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+from paceline.weights import build_manifest, commit_versions, push_weights
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.server import running
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+
+def scheduler_of(pid: int) -> psutil.Process:
+    """SGLang's scheduler under a worker process."""
+    return next(one for one in psutil.Process(pid).children(True) if "scheduler" in "".join(one.cmdline()))
+
+
+async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_path: Path) -> None:
+    config = GatewayConfig.model_validate(
+        {
+            "model": str(DEMO / "policy_start"),
+            "drafter": "off",
+            "run": {"id": "restart", "dir": str(tmp_path)},
+            "addresses": {"gateway": "127.0.0.1:0", "http": "127.0.0.1:0"},
+            "engine": {"kind": "sglang", "workers": 1, "dtype": "float32", "max_sequence_tokens": 256},
+        }
+    )
+    prompt = AutoTokenizer.from_pretrained(DEMO / "policy_start").encode("48:36=")
+    expected = greedy(load_oracle(DEMO / "policy_trained"), prompt, 16)
+    async with running(config) as (port, http_port), channel(f"127.0.0.1:{port}", SecurityConfig()) as to_gateway:
+        stub: Any = RolloutServiceStub(to_gateway)
+        await commit_trained(to_gateway)
+        assert await ask(http_port, prompt, 16) == expected
+        sampling = tpb.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, seed=1)
+        call = stub.Generate(rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling), timeout=30)
+        await call.read()
+        status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        scheduler_of(status.workers[0].pid).kill()
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in call:
+                pass
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        details = rpc_status.from_call(raised.value).details
+        assert any(detail.Is(RetryInfo.DESCRIPTOR) for detail in details)
+        assert await ask(http_port, prompt, 16) == expected  # waits for the new one
+
+
+async def commit_trained(to_gateway: grpc.aio.Channel) -> None:
+    """Policy version 1: the trained one."""
+    tensors = list(decode_safetensors((DEMO / "policy_trained" / "model.safetensors").read_bytes()).values())
+    context = tpb.CommandContext(run_id="restart", step=0, epoch=1)
+    await push_weights(to_gateway, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context)
+    await commit_versions(to_gateway, context, VersionSet(1, 1, 0))
+
+
+async def ask(port: int, prompt: list[int], count: int) -> list[int]:
+    """Greedy token ids over HTTP."""
+    body = {"model": "policy_start", "prompt": prompt, "temperature": 0, "max_tokens": count}
+    body |= {"ignore_eos": True, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=150) as client:
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
