@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 
@@ -14,17 +15,17 @@ BENCHES = {"transport": "paceline.bench.transport", "e2e": "paceline.bench.e2e"}
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult."""
 
 
-def main() -> None:
-    """Parses the command line and runs."""
-    parser = argparse.ArgumentParser(prog="python -m paceline.bench", description="Benches across services.")
+def main(benches: Mapping[str, str] = BENCHES, program: str = "paceline.bench") -> None:
+    """Parses the command line and runs; a service's benches pass their own table."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Benches, each by its name.")
     names = parser.add_subparsers(dest="name", required=True)
-    for name, module in BENCHES.items():
+    for name, module in benches.items():
         one = names.add_parser(name, help=(import_module(module).__doc__ or "").partition("\n")[0])
         one.add_argument("--json", type=Path, help="also write the result to this file")
         import_module(module).add_arguments(one)
     options = parser.parse_args()
     try:
-        result = uvloop.run(import_module(BENCHES[options.name]).run(options))
+        result = uvloop.run(import_module(benches[options.name]).run(options))
     except PacelineError as error:
         raise SystemExit(f"bench {options.name}: {error}") from error
     result.print()

@@ -18,7 +18,7 @@ from rich.table import Table
 
 Row = Mapping[str, str | float | int | None]
 
-PACKAGES = ("paceline", "grpcio", "protobuf", "redis", "numpy", "uvloop", "torch", "transformers")
+PACKAGES = ("paceline", "grpcio", "protobuf", "redis", "numpy", "uvloop", "torch", "transformers", "sglang")
 
 
 @dataclass(frozen=True, slots=True)

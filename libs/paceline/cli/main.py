@@ -49,6 +49,11 @@ class Bench(StrEnum):
 
     TRANSPORT = "transport"
     E2E = "e2e"
+    SGLANG = "sglang"
+
+
+BENCH_MODULES = {Bench.SGLANG: "rollout_gateway.bench"}
+"""Benches of one service; the others are paceline.bench's."""
 
 
 @app.command()
@@ -63,7 +68,7 @@ def serve(
     overrides: Overrides = None,
     config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
     model: Annotated[Path | None, typer.Option(help="checkpoint directory in Hugging Face format")] = None,
-    engine: Annotated[str | None, typer.Option(help="gateway: embedded | scripted")] = None,
+    engine: Annotated[str | None, typer.Option(help="gateway: embedded | sglang | scripted")] = None,
     drafter: Annotated[str | None, typer.Option(help="gateway: a drafter directory, ngram or off")] = None,
     http_port: Annotated[int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
@@ -103,6 +108,7 @@ def demo(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 150,
     seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
+    engine: Annotated[str, typer.Option(help="embedded | sglang (after make setup-sglang)")] = "embedded",
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="decode without a drafter")] = False,
     frozen_drafter: Annotated[Path | None, typer.Option(help="serve this drafter and never train it")] = None,
     resume: Annotated[str | None, typer.Option(metavar="ID", help="continue the run of this id")] = None,
@@ -114,6 +120,7 @@ def demo(
     options = DemoOptions(
         steps=steps,
         seed=seed,
+        engine=engine,
         speculation=not no_speculation,
         frozen_drafter=frozen_drafter,
         resume=resume,
@@ -136,7 +143,8 @@ def status(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(name: Bench, context: typer.Context) -> None:
     """Run a benchmark and print its table; --json FILE keeps it. `paceline bench NAME --help` lists the options."""
-    os.execv(sys.executable, [sys.executable, "-m", "paceline.bench", name.value, *context.args])  # noqa: S606
+    module = BENCH_MODULES.get(name, "paceline.bench")
+    os.execv(sys.executable, [sys.executable, "-m", module, name.value, *context.args])  # noqa: S606
 
 
 def _run(coroutine: Coroutine[Any, Any, int]) -> int:

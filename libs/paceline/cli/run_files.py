@@ -24,6 +24,12 @@ EXAMPLES = Path("examples/demo")
 _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"push_head": False}}
 """Nobody commits heads at a drafter trainer that is not used, so none are pushed there."""
 
+_ENGINES: dict[str, Tree] = {
+    "embedded": {},
+    "sglang": {"speculation": {"arms": ["off", "eagle:3_1_4", "eagle:5_1_6", "eagle:3_2_8"]}},
+}
+"""Settings of `gateway` by engine. One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's."""
+
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
 
@@ -33,6 +39,7 @@ class DemoOptions:
 
     steps: int = 150  # RL steps, 0-based steps 0 .. steps-1
     seed: int = 0
+    engine: str = "embedded"
     speculation: bool = True
     frozen_drafter: Path | None = None
     resume: str | None = None
@@ -103,6 +110,7 @@ def prepare_run(options: DemoOptions) -> RunFiles:
         root = repository_root()
         tree = _rooted(read_toml(root / EXAMPLES / "demo.toml"), root)
         files = _new_run(out, options.seed)
+        _merge(tree, _engine(options))
         _merge(tree, _variant(options))
         _merge(tree, {"run": {"seed": options.seed}})
     _merge(tree, _placement(files))
@@ -134,6 +142,13 @@ def _new_run(out: Path, seed: int) -> RunFiles:
         except OSError as error:
             raise ConfigError(f"the run's directory cannot be made: {error.strerror}", seen=files.directory) from error
         return files
+
+
+def _engine(options: DemoOptions) -> Tree:
+    """The engine's own settings. Raises ConfigError for an engine that cannot run the demo."""
+    if options.engine not in _ENGINES:
+        raise ConfigError("this engine does not run the demo", seen=options.engine, allowed=", ".join(_ENGINES))
+    return {"gateway": {"engine": {"kind": options.engine}, **_ENGINES[options.engine]}}
 
 
 def _variant(options: DemoOptions) -> Tree:

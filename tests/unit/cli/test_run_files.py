@@ -32,6 +32,19 @@ def test_every_service_takes_the_demos_settings(section: str, tmp_path: Path) ->
     assert load(section, prepare_run(DemoOptions(out=tmp_path)).config).run.id == "demo-0-1"
 
 
+@pytest.mark.parametrize("section", SERVICES)
+def test_every_service_takes_the_settings_for_gpus(section: str) -> None:
+    load(section, repository_root() / "examples/sglang/qwen2.5-7b-8gpus.toml")
+
+
+def test_the_demo_on_sglang_has_arms_of_one_speculator(tmp_path: Path) -> None:
+    gateway = prepare_run(DemoOptions(out=tmp_path, engine="sglang")).read_config()["gateway"]
+    assert gateway["engine"]["kind"] == "sglang"
+    assert {arm.partition(":")[0] for arm in gateway["speculation"]["arms"]} == {"off", "eagle"}
+    with pytest.raises(ConfigError, match=r"vllm.*embedded, sglang"):
+        prepare_run(DemoOptions(out=tmp_path, engine="vllm"))
+
+
 def test_runs_are_numbered_and_own_their_ports(tmp_path: Path) -> None:
     first, second = (prepare_run(DemoOptions(out=tmp_path, seed=3, steps=7)) for _ in range(2))
     assert (first.run_id, second.run_id) == ("demo-3-1", "demo-3-2")

@@ -68,7 +68,7 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
     return values
 
 
-def arguments(spec: SGLangSpec, *, cuda: bool) -> dict[str, Any]:
+def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, Any]:
     """Arguments of SGLang's server; `spec.arguments` adds to them and overrides them."""
     context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     values: dict[str, Any] = {
@@ -89,6 +89,9 @@ def arguments(spec: SGLangSpec, *, cuda: bool) -> dict[str, Any]:
     }
     if cuda:
         values["mem_fraction_static"] = spec.memory_fraction
+        values["base_gpu_id"] = worker_index * spec.tensor_parallel_size
+        if spec.memory_saver:
+            values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
         if spec.max_total_tokens:
             values["max_total_tokens"] = spec.max_total_tokens
     else:
@@ -174,7 +177,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         # The plugin compares new drafters with the one SGLang was started from.
         settings = complete.model_dump(mode="json")
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
-    values = arguments(complete, cuda=cuda)
+    values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**values)

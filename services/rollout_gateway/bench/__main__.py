@@ -1,0 +1,10 @@
+"""`python -m rollout_gateway.bench NAME [--json FILE] ...`."""
+
+from __future__ import annotations
+
+from paceline.bench.__main__ import main
+
+BENCHES = {"sglang": "rollout_gateway.bench.sglang"}
+
+if __name__ == "__main__":
+    main(BENCHES, "rollout_gateway.bench")
