@@ -245,12 +245,15 @@ def _write(plugin: CapturingPlugin, leaving: Leaving) -> None:
     """Valid rows to the ring, one call per policy version; the others are counted."""
     hidden, valid, versions = leaving.gathered.result()
     plugin.rows_invalid += len(valid) - int(valid.sum())
+    ring = plugin.ring
+    if ring is None:
+        return
     positions = leaving.gathered.first + np.arange(len(valid), dtype=np.uint32)
-    for version in np.unique(versions[valid]) if plugin.ring is not None else ():
+    for version in np.unique(versions[valid]):
         chosen = valid & (versions == version)
         ids = np.full(int(chosen.sum()), leaving.request_id, dtype=np.uint64)
         tokens = leaving.gathered.token_ids[chosen].astype(np.uint32)
-        plugin.ring.write(ids, positions[chosen].astype(np.uint32), tokens, int(version), hidden[chosen])
+        ring.write(ids, positions[chosen].astype(np.uint32), tokens, int(version), hidden[chosen])
 
 
 HOOKS = (

@@ -142,16 +142,19 @@ def pending(
     batch = len(accepted.path)
     nodes = drawn.tokens.shape[0] // batch
     flat = accepted.path.clamp(min=0) + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
-    parts = (positions, accepted.lengths, drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
+    parts: tuple[Tensor, ...] = (positions, accepted.lengths, drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
     alternatives = _alternatives(rows, logits, flat, accepted.lengths)
-    if positions.device.type != "cuda":
-        return PendingDraws(rows, *parts, version, alternatives)
-    on_host = [
-        torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True) for part in parts
-    ]
-    copied = torch.cuda.Event()
-    copied.record()
-    return PendingDraws(rows, *on_host, version, alternatives, copied)
+    copied = None
+    if positions.device.type == "cuda":
+        parts = tuple(_to_pinned(part) for part in parts)
+        copied = torch.cuda.Event()
+        copied.record()
+    first, lengths, tokens, logprobs, gaps = parts
+    return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, version, alternatives, copied)
+
+
+def _to_pinned(part: Tensor) -> Tensor:
+    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _alternatives(
