@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from served import DEMO, Served, chi_square_p, exact_pairs, greedy, hidden, load_oracle, pair_counts, said
+from sglang_served import DEMO, Served, chi_square_p, exact_pairs, greedy, hidden, load_oracle, pair_counts, said
 from transformers import AutoTokenizer, PreTrainedModel
 
 from paceline.trajectory import VersionSpan

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from random_models import save_random
-from served import Served, chi_square_p, exact_pairs, greedy, hidden, pair_counts, said, save_eagle3
+from sglang_served import Served, chi_square_p, exact_pairs, greedy, hidden, pair_counts, said, save_eagle3
 from transformers import PreTrainedModel
 
 pytestmark = pytest.mark.sglang

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_status import rpc_status
-from served import DEMO, greedy, load_oracle
+from sglang_served import DEMO, greedy, load_oracle
 from transformers import AutoTokenizer
 
 from paceline.config import SecurityConfig

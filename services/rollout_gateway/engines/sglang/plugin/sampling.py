@@ -142,7 +142,8 @@ def pending(
     batch = len(accepted.path)
     nodes = drawn.tokens.shape[0] // batch
     flat = accepted.path.clamp(min=0) + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
-    parts: tuple[Tensor, ...] = (positions, accepted.lengths, drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
+    along = (drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
+    parts: tuple[Tensor, ...] = (positions, accepted.lengths, *along)
     alternatives = _alternatives(rows, logits, flat, accepted.lengths)
     copied = None
     if positions.device.type == "cuda":

@@ -21,7 +21,7 @@ from rollout_gateway.engines.base import Chunk, Request, Sampling
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo"
+DEMO = Path(__file__).parents[1] / "examples" / "demo"
 
 
 @dataclass
