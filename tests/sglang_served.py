@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from remote_engine import WorkerClient, request_to
 from safetensors.torch import save_file
-from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.v1 import engine_pb2 as pb
@@ -197,6 +196,8 @@ def exact_pairs(
 
 def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int], float]) -> float:
     """p-value of Pearson's test; cells expected fewer than five times are pooled. Fails on a pair that cannot be."""
+    from scipy.stats import chisquare  # comes with SGLang
+
     assert set(counts) <= set(exact)
     total = sum(counts.values())
     cells = sorted(exact.items(), key=lambda item: item[1])
