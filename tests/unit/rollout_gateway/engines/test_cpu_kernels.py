@@ -351,9 +351,12 @@ def test_slot_ranges_are_written_and_read_back() -> None:
     assert read.tolist() == [11, 12, 13, 21, 22, 0, 0]
 
 
-def test_the_bonus_token_is_the_last_accepted_one() -> None:
+@pytest.mark.parametrize("shape", [(12,), (3, 4)])
+def test_the_bonus_token_is_the_last_accepted_one(shape: tuple[int, ...]) -> None:
     bonus = torch.zeros(3, dtype=torch.int32)
-    kernels.fill_bonus_tokens_cpu(torch.arange(12) + 50, torch.tensor([1, 4, 2], dtype=torch.int32), bonus, 4)
+    kernels.fill_bonus_tokens_cpu(
+        (torch.arange(12) + 50).view(shape), torch.tensor([1, 4, 2], dtype=torch.int32), bonus, 4
+    )
     assert bonus.tolist() == [50, 57, 59]
 
 

@@ -1,7 +1,8 @@
 """Runs at the start of every Python process that has this folder on its path; it must cost next to nothing.
 
-Owns one thing: an empty `torchvision._meta_registrations`. SGLang imports torchvision for image models only, and that
-module fails on import where torchvision's compiled half does not load. Another sitecustomize further down the path,
+Owns two things. The folder `sglang-cpu` of the environment joins the path: it holds a torchvision that SGLang imports,
+for image models only, and that nobody else may find. And torchvision gets an empty `_meta_registrations`, since its own
+fails on import where its compiled half, linked to CUDA, does not load. Another sitecustomize further down the path,
 which this one hides, is run as well.
 """
 
@@ -22,5 +23,6 @@ def _run_hidden(name: str = "sitecustomize") -> None:
         spec.loader.exec_module(module_from_spec(spec))
 
 
+sys.path.append(str(Path(sys.prefix) / "sglang-cpu"))
 sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
 _run_hidden()

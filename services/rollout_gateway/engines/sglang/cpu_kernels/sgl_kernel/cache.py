@@ -42,15 +42,15 @@ def assign_draft_cache_locs_contiguous_cpu(
 
 
 def fill_bonus_tokens_cpu(accept_tokens: Tensor, accept_lens: Tensor, bonus_tokens: Tensor, accept_stride: int) -> None:
-    """bonus_tokens [B]: the last of each request's accept_lens tokens in accept_tokens [B * accept_stride]."""
+    """bonus_tokens [B]: the last of each request's accept_lens tokens in accept_tokens [B, accept_stride] or flat."""
     last = torch.arange(len(accept_lens)) * accept_stride + accept_lens.long() - 1
-    bonus_tokens.copy_(accept_tokens[last])
+    bonus_tokens.copy_(accept_tokens.flatten()[last])
 
 
 def fill_accept_out_cache_loc_cpu(accept_index: Tensor, slots: Tensor, accepted_slots: Tensor) -> None:
     """Slots of accepted nodes (accept_index, -1: none), moved together at the front of accepted_slots."""
     flat = accept_index.flatten()
-    accepted = slots[flat[flat >= 0].long()]
+    accepted = slots.flatten()[flat[flat >= 0].long()]
     accepted_slots[: len(accepted)] = accepted.to(accepted_slots.dtype)
 
 
