@@ -112,7 +112,8 @@ class WorkerClient:
                 self._take(event)
             elif event.command_id == self._numbers:
                 if event.HasField("failed"):
-                    raise _KINDS[event.failed.reason](event.failed.message)
+                    kind = _KINDS.get(event.failed.reason, errors.WeightsError)
+                    raise kind(event.failed.message, reason=event.failed.reason)
                 return event
 
     def wait(self, deadline_s: float = 60) -> None:

@@ -21,7 +21,6 @@ def main() -> None:
     started = time.monotonic()
     engine = sglang.Engine(
         device="cpu",
-        dtype="float32",
         disable_cuda_graph=True,
         skip_tokenizer_init=True,
         skip_server_warmup=True,
@@ -30,7 +29,7 @@ def main() -> None:
         max_running_requests=8,
         speculative_draft_attention_backend="intel_amx",
         **dict.fromkeys(BACKENDS, "intel_amx"),
-        **task["engine"],
+        **{"dtype": "float32", **task["engine"]},
     )
     ready = time.monotonic()
     sampling = {"temperature": 0.0, "max_new_tokens": task["new_tokens"], "ignore_eos": True}
