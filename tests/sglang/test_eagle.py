@@ -109,7 +109,7 @@ def test_behavior_logprobs_are_log_softmax_of_the_tempered_logits(
         assert (found - expected).abs().max() < 1e-4
 
 
-def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_and_aborts(
+def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_retractions_and_aborts(
     served: Served, prompts: list[list[int]], oracle: PreTrainedModel
 ) -> None:
     """Prompts of several prefill chunks, repeated so that all but the newest token come from the prefix cache."""
@@ -120,15 +120,19 @@ def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_and_abor
     again = served.send(long, temperature=1.0, seeds=[70, 71, 72, 73])
     stopped = served.send(long[:1], stop_token_ids=(stop,))
     left = served.send(long[1:2], max_tokens=120)
-    served.rounds(8)
+    retracted = served.send(long[2:], seeds=[80, 81], temperature=1.0, max_tokens=60)
+    served.rounds(30)
+    served.client.ask(pause=pb.PauseGeneration(mode=pb.PAUSE_MODE_RETRACT))
+    served.client.ask(**{"continue": pb.ContinueGeneration()})
     served.client.send(abort=pb.AbortRequests(request_ids=left))
     assert served.wait(left)[0][-1].finish is Finish.ABORT
     cached = [chunks[-1].cached_prompt_tokens for chunks in served.wait(again)]
     assert min(cached) >= 30
     assert served.wait(stopped)[0][-1].finish is Finish.STOP
-    for numbers in (first, again, stopped):
+    prompt_of = dict(zip([*first, *again, *stopped, *retracted], [*long, *long, *long[:1], *long[2:]], strict=True))
+    for numbers in (first, again, stopped, retracted):
         for number, chunks in zip(numbers, served.wait(numbers), strict=True):
-            tokens = [*(long[numbers.index(number)]), *said(chunks)]
+            tokens = [*prompt_of[number], *said(chunks)]
             rows, expected = served.kept.of(number, tokens), hidden(oracle, tokens)
             assert (rows - expected).abs().max() <= 1e-4
             assert (rows[1:] - expected[:-1]).abs().max() > 0.1  # a shift by one would show

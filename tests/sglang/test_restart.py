@@ -52,11 +52,12 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
         assert await ask(http_port, prompt, 16) == expected
         sampling = tpb.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, seed=1)
         call = stub.Generate(rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling), timeout=30)
-        await call.read()
+        pieces = aiter(call)
+        await anext(pieces)
         status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         scheduler_of(status.workers[0].pid).kill()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            async for _ in call:
+            async for _ in pieces:
                 pass
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         details = rpc_status.from_call(raised.value).details

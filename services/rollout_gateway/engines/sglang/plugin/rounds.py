@@ -155,19 +155,18 @@ def row_advanced(
 
 
 def _plan(plugin: Any, batch: Any) -> RoundPlan:
-    """The round's plan, the same on every rank; only the one that chose it learns from it."""
-    arms, group = plugin.arms, plugin.tp_group
-    if group is None or plugin.rank == 0:
-        tracked = [plugin.tracked(req.rid) for req in batch.reqs]
-        plan: RoundPlan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
-        if group is None:
-            return plan
-    names = tuple(arms.arms)
-    told = torch.tensor([names.index(plan.arm.name) if plugin.rank == 0 else 0])
-    torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
+    """The round's plan, the same arm on every rank; only the rank that chose it learns from it."""
+    arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
-        return plan
-    return RoundPlan(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
+        tracked = [plugin.tracked(req.rid) for req in batch.reqs]
+        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
+    if group is not None:
+        names = tuple(arms.arms)
+        told = torch.tensor([names.index(plan.arm.name) if plan else -1])
+        torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
+        plan = plan or RoundPlan(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
+    assert plan is not None
+    return plan
 
 
 def _run(plan: RoundPlan, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
