@@ -127,11 +127,9 @@ def hidden(model: PreTrainedModel, tokens: Sequence[int], layers: str = "last") 
     return torch.cat([states[name][0, :-1] for name in names], dim=-1)
 
 
-def save_eagle3(
-    directory: Path, hidden_size: int, vocab: int, draft_vocab: int, heads: int = 4, kv_heads: int = 2
-) -> None:
+def save_eagle3(directory: Path, hidden_size: int, vocab: int, draft_vocab: int, seed: int = 5) -> None:
     """A random EAGLE-3 checkpoint in the published format: one wide layer, own head over every third token."""
-    torch.manual_seed(5)
+    torch.manual_seed(seed)
     heads, kv_heads = 4, 2
     dim, inner = hidden_size // heads, 2 * hidden_size
     shapes = {

@@ -11,6 +11,10 @@ from random_models import save_random
 from sglang_served import Served, chi_square_p, exact_pairs, greedy, hidden, pair_counts, said, save_eagle3
 from transformers import PreTrainedModel
 
+from paceline.errors import WeightsError
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+
 pytestmark = pytest.mark.sglang
 PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10] * 7, [5], list(range(3, 19)) * 3]
 
@@ -31,6 +35,7 @@ def settings(name: str, folder: Path) -> dict[str, object]:
         return {
             "drafter": str(folder / "drafter"),
             "arms": ("off", "eagle3:2_1_3", "eagle3:3_2_6", "eagle3:3_4_10"),
+            "drafter_swap": "retract",
         }
     if name == "ngram on two ranks":
         return {"drafter": "ngram", "arms": ("off", "ngram:3_1_4", "ngram:7_1_8"), "tensor_parallel_size": 2}
@@ -77,3 +82,28 @@ def test_pairs_of_tokens_come_with_their_exact_probabilities(case: Case) -> None
     exact = exact_pairs(case.oracle, PROMPTS[0], temperature=4.0, top_k=3)
     counts = pair_counts(case.served, PROMPTS[0], 600, temperature=4.0, top_k=3)
     assert chi_square_p(counts, exact) > 0.001
+
+
+def test_a_drafter_swapped_under_running_requests_changes_no_token_and_keeps_its_vocabulary(case: Case) -> None:
+    served = case.served
+    if served.spec.speculator != "eagle3":
+        with pytest.raises(WeightsError, match="no drafter with weights"):
+            prepare_drafter(served, served.client.log_path.parent / "model", 1)
+        return
+    expected = served.tokens(PROMPTS, max_tokens=60)
+    folder = served.client.log_path.parent
+    save_eagle3(folder / "next", 48, 96, 32, seed=6)
+    save_eagle3(folder / "other tokens", 48, 96, 48, seed=6)
+    numbers = served.send(PROMPTS, max_tokens=60)
+    served.rounds(20)
+    prepare_drafter(served, folder / "next", 1)
+    versions = tpb.VersionSet(seq=1, policy=0, drafter=1)
+    served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+    assert [said(chunks) for chunks in served.wait(numbers)] == expected
+    with pytest.raises(WeightsError, match="vocabulary is fixed"):
+        prepare_drafter(served, folder / "other tokens", 2)
+
+
+def prepare_drafter(served: Served, path: Path, version: int) -> None:
+    prepare = pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=version, path=str(path))
+    served.client.ask(prepare_weights=prepare)

@@ -62,7 +62,7 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling SGLang's top-k choice takes seconds a shape, and the bandit sees them
+            "TORCHDYNAMO_DISABLE": "1",  # compiling SGLang's top-k choice takes seconds, in rounds the bandit sees
             "PYTHONPATH": os.pathsep.join(path),
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
         }

@@ -7,7 +7,7 @@ because SGLang ignores unknown names and dies of wrong shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 PREPARED_AT_MOST = 2
+VOCABULARY = ("d2t", "t2d")
+"""Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""
 HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")  # the second where the embeddings are tied
 _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
@@ -46,9 +48,11 @@ class PluginWeights:
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
         if spec.drafter_dir:
             shapes = checkpoint_shapes(Path(spec.drafter_dir))
-            self._shapes[Target.DRAFTER] = {name: shape for name, shape in shapes.items() if name not in self._shared}
+            left_out = (*self._shared, *VOCABULARY)
+            self._shapes[Target.DRAFTER] = {name: shape for name, shape in shapes.items() if name not in left_out}
+            self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
         self._prepared: dict[Target, dict[int, dict[str, Tensor]]] = {Target.POLICY: {}, Target.DRAFTER: {}}
-        self.head_hash = hash_head(head_of(read_head(policy)))
+        self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
     def has_drafter(self) -> bool:
@@ -62,7 +66,8 @@ class PluginWeights:
         tensors = read_tensors(path)
         expected = self._shapes[target]
         if target is Target.DRAFTER:
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in self._shared}
+            self._check_vocabulary(tensors)
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in (*self._shared, *VOCABULARY)}
             if "fc.bias" in expected and "fc.bias" not in tensors:
                 # SGLang's module has one and would keep the old values.
                 tensors["fc.bias"] = torch.zeros(expected["fc.bias"], dtype=tensors["fc.weight"].dtype)
@@ -73,6 +78,15 @@ class PluginWeights:
         prepared[version] = tensors
         while len(prepared) > PREPARED_AT_MOST:
             prepared.pop(next(iter(prepared)))
+
+    def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none keeps them."""
+        for name in VOCABULARY:
+            given, served = tensors.get(name), self._vocabulary.get(name)
+            if given is not None and (served is None or not torch.equal(given, served)):
+                raise WeightsError(
+                    "the draft vocabulary is fixed for a run", seen=f"another {name}", allowed="the same"
+                )
 
     def forget(self, target: Target, version: int) -> None:
         """Drop a prepared version, if there is one."""
@@ -134,13 +148,13 @@ def _check(answer: Any, step: str) -> None:
         raise WeightsError(f"SGLang refused to {step} a weight update", seen=answer.message)
 
 
-def read_head(directory: Path) -> dict[str, Tensor]:
-    """Only the tensors that may be the language-model head."""
+def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:
+    """Those of the `wanted` tensors that a checkpoint has."""
     found: dict[str, Tensor] = {}
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as opened:
             names = set(opened.keys())
-            found |= {name: opened.get_tensor(name) for name in HEAD_NAMES if name in names}
+            found |= {name: opened.get_tensor(name) for name in wanted if name in names}
     return found
 
 
