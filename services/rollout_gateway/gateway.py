@@ -263,7 +263,11 @@ def check_request(
     if any(not stop for stop in sampling.stop):
         raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
     if sampling.top_logprobs and Capability.TOP_LOGPROBS not in ready.capabilities:
-        raise MissingCapability("the engine reports no alternatives", seen=f"top_logprobs={sampling.top_logprobs}")
+        raise MissingCapability(
+            f"the engine lacks the capability {Capability.TOP_LOGPROBS}",
+            seen=sampling.top_logprobs,
+            allowed="top_logprobs=0",
+        )
     _check_arm(ready, forced_arm)
 
 

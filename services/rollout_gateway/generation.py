@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 from paceline.errors import InternalError, PacelineError
@@ -18,6 +19,7 @@ class Generation:
         self.pinned = worker_index  # None: the router may choose
         self.worker_index = worker_index if worker_index is not None else 0
         self.rerun = rerun  # when its worker is lost and no other serves: wait for the new one, else end at once
+        self.queued_s = time.perf_counter()
         self.tries = 0
         self._given = 0  # tokens that earlier tries had given out
         self._replayed = 0  # how many of them the present try has drawn again

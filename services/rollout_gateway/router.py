@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
+from rollout_gateway.engine_metrics import EngineMetrics
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray, RowRing
@@ -89,6 +91,7 @@ class Router:
         """Facts of the engine, from the first worker."""
         self.rows_dropped = [0] * count
         self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
+        self.metrics = EngineMetrics(config.kind)
         self._restarts = meter().create_counter("paceline.gateway.worker_restarts", unit="{restart}")
 
     @property
@@ -164,6 +167,15 @@ class Router:
             return_exceptions=True,
         )
 
+    async def healths(self) -> dict[int, pb.WorkerHealth]:
+        """Load and statistics by worker; those that do not answer are left out."""
+        processes = self.processes()
+        answers = await self.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes)
+        found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
+        for index, health in found.items():
+            self.metrics.arms(index, health.arms)
+        return found
+
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
         slot = self._slots[self._choose(generation, prefer)]
         generation.worker_index = slot.index
@@ -205,6 +217,7 @@ class Router:
         generation.accept(chunk)
         if generation.finished:
             del slot.live[chunk.request_id]
+            self.metrics.ended(generation, time.perf_counter() - generation.queued_s)
 
     async def _start_worker(self, slot: _Slot) -> WorkerProcess:
         """A worker that serves the committed versions."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.rpc import EpochGuard
-from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
@@ -101,15 +100,14 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def GetStatus(self, request: rpb.GetStatusRequest, context: Any) -> rpb.GetStatusResponse:
         gateway = self._gateway
-        processes = gateway.router.processes()
-        answers = await gateway.router.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes)
-        serving = {process.index: (process, answer) for process, answer in zip(processes, answers, strict=True)}
-        workers = []
-        for index in range(gateway.router.count):
-            process, answer = serving.get(index, (None, None))
-            health = answer.health if isinstance(answer, pb.WorkerEvent) else None
-            pid = process.pid if process is not None else 0
-            workers.append(rpb.WorkerStatus(worker_index=index, pid=pid, ready=health is not None, health=health))
+        pids = {process.index: process.pid for process in gateway.router.processes()}
+        healths = await gateway.router.healths()
+        workers = [
+            rpb.WorkerStatus(
+                worker_index=index, pid=pids.get(index, 0), ready=index in healths, health=healths.get(index)
+            )
+            for index in range(gateway.router.count)
+        ]
         return rpb.GetStatusResponse(
             workers=workers,
             versions=wire.versions_to(gateway.weights.versions),

@@ -19,6 +19,7 @@ from paceline.trajectory import BranchKey, SpeculationStats, request_seed, token
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engine_metrics import describe, describe_arms
 from rollout_gateway.engines import wire
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import EpisodeTask, Turn
@@ -87,7 +88,7 @@ class _SessionModel:
         job, gateway = self._job, self._gateway
         capture = job.request.capture and job.trains and gateway.captures(self.sampling.seed)
         branch = self._session.begin(prompt, self.sampling)
-        with span("engine.request", worker=job.worker_index, prompt_tokens=len(prompt)):
+        with span("engine.request", worker=job.worker_index, prompt_tokens=len(prompt)) as current:
             generation = gateway.submit(
                 prompt,
                 self.sampling,
@@ -97,6 +98,7 @@ class _SessionModel:
             )
             self.generations.append(generation)
             whole = await generation.result()
+            describe(current, whole)
         self._session.end(branch, prompt, self.sampling, whole)
         if capture:
             gateway.publish_rows(generation, self._session)
@@ -122,7 +124,7 @@ class TaskRuns:
         self._check(request)
         self._gateway.admit()
         started = asyncio.get_running_loop().time()
-        with span("rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task):
+        with span("rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task) as current:
             jobs = self._jobs(request)
             records = await self._records(jobs)
             totals = _Totals(jobs, self._gateway.router.count, started)
@@ -133,7 +135,9 @@ class TaskRuns:
                 ended = totals.add(sample)
                 if ended is not None:
                     yield rpb.RunTasksResponse(share=ended)
-            yield rpb.RunTasksResponse(finished=await self._finished(totals))
+            finished = await self._finished(totals)
+            describe_arms(current, finished.arms)
+            yield rpb.RunTasksResponse(finished=finished)
 
     def _check(self, request: rpb.RunTasksRequest) -> None:
         if request.purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):
@@ -228,8 +232,7 @@ class TaskRuns:
     async def _finished(self, totals: _Totals) -> rpb.TasksFinished:
         finished = totals.finished
         finished.versions.CopyFrom(wire.versions_to(self._gateway.weights.versions))
-        answers = await self._gateway.router.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()))
-        finished.arms.extend(merge_arms([answer.health for answer in answers if isinstance(answer, pb.WorkerEvent)]))
+        finished.arms.extend(merge_arms(list((await self._gateway.router.healths()).values())))
         return finished
 
 

@@ -99,10 +99,35 @@ def sglang(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     client.close()
 
 
-@pytest.fixture(params=["embedded", "scripted", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(scope="module")
+def sglang_cuda(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerClient]:
+    """The compiled SGLang with memory saver and a CUDA graph set per arm."""
+    spec = SGLangSpec(
+        model_dir=str(model_dir),
+        drafter="eagle",
+        dtype="float32",
+        max_sequence_tokens=128,
+        max_batch=4,
+        device="cuda",
+        memory_saver=True,
+    )
+    client = WorkerClient("sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("cuda"), 2 * 48, 600)
+    yield client
+    client.close()
+
+
+ENGINES = [
+    "embedded",
+    "scripted",
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("sglang_cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=ENGINES)
 def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> Iterator[Case]:
-    if request.param == "sglang":
-        client: WorkerClient = request.getfixturevalue("sglang")
+    if request.param.startswith("sglang"):
+        client: WorkerClient = request.getfixturevalue(request.param)
         yield Case(lambda sink: RemoteEngine(client, model_dir, sink), new_weights, 2 * 48)
         return
     if request.param == "scripted":
@@ -363,7 +388,9 @@ def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting
     engine = case.build(None)
     if Capability.RELEASE_MEMORY in engine.info.capabilities:
         pytest.skip("this engine releases memory; tests/gpu measures it")
-    with pytest.raises(MissingCapability, match=r"engine keeps its memory: capability release_memory .*engine\.sglang"):
+    with pytest.raises(
+        MissingCapability, match=r"the \w+ engine lacks the capability release_memory; .*engine\.sglang"
+    ):
         engine.release_memory((MemoryTag.WEIGHTS,))
     with pytest.raises(MissingCapability):
         engine.resume_memory(())

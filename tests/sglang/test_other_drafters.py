@@ -11,7 +11,7 @@ from random_models import save_random
 from sglang_served import Served, chi_square_p, exact_pairs, greedy, hidden, pair_counts, said, save_eagle3
 from transformers import PreTrainedModel
 
-from paceline.errors import WeightsError
+from paceline.errors import MissingCapability, WeightsError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -87,7 +87,7 @@ def test_pairs_of_tokens_come_with_their_exact_probabilities(case: Case) -> None
 def test_a_drafter_swapped_under_running_requests_changes_no_token_and_keeps_its_vocabulary(case: Case) -> None:
     served = case.served
     if served.spec.speculator != "eagle3":
-        with pytest.raises(WeightsError, match="no drafter with weights"):
+        with pytest.raises(MissingCapability, match="sglang engine lacks the capability drafter_update"):
             prepare_drafter(served, served.client.log_path.parent / "model", 1)
         return
     expected = served.tokens(PROMPTS, max_tokens=60)

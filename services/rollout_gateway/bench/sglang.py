@@ -1,7 +1,8 @@
 """The SGLang engine beside the embedded one: start, tokens/s, acceptance length, what capture costs.
 
-Both serve the demo's trained policy and drafter, one worker of one thread each, the other one idle. Runs interleave;
-a pair's two runs are neighbours in time and have equal prompts and seeds, hence equal tokens.
+Both serve the demo's trained policy and drafter with workers of one thread: one that captures every request's hidden
+rows and one started without any capture; all but one are idle. Runs interleave; a pair's two runs are neighbours in
+time and have equal prompts and seeds, hence equal tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from rollout_gateway.engines.spec import WorkerSpec
 from rollout_gateway.text import TextCodec
 from rollout_gateway.worker_process import WorkerProcess
 
+KINDS = ("embedded", "sglang")
 CAPTURE_GOAL = 0.95
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6")
 QUESTIONS = ("48:36=", "91:35=", "17:5=", "84:60=", "99:12=", "7:3=", "64:40=", "51:34=")
@@ -53,14 +55,15 @@ class Run:
 
 
 class BenchWorker:
-    """One worker process, driven request batch by request batch."""
+    """One worker process, driven request batch by request batch; without a ring it captures nothing, ever."""
 
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, folder: Path, *, captures: bool) -> None:
+        self.captures = captures
         self.start_s = 0.0
-        self._ring = RowRing.create(folder / f"{kind}.ring", 1 << 14, 2 * HIDDEN)
-        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(folder / f"{kind}.ring"), engine=settings(kind))
-        self._process = WorkerProcess(spec, self._ring, folder, self._on_tokens)
+        path = folder / f"{kind}.ring"
+        ring = RowRing.create(path, 1 << 14, 2 * HIDDEN) if captures else None
+        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(path) if ring else "", engine=settings(kind))
+        self._process = WorkerProcess(spec, ring, folder, self._on_tokens)
         self._next = 0
         self._done: dict[int, pb.TokenChunk] = {}
         self._wanted: set[int] = set()
@@ -82,7 +85,7 @@ class BenchWorker:
         if self._wanted <= self._done.keys():
             self._all_done.set()
 
-    async def run(self, prompts: Sequence[Sequence[int]], arm: str, *, capture: bool, max_tokens: int) -> Run:
+    async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> Run:
         """All prompts at once; `arm` empty lets the bandit choose."""
         await self._process.ask(pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S)
         numbers = range(self._next, self._next + len(prompts))
@@ -92,7 +95,7 @@ class BenchWorker:
                 request_id=number,
                 prompt_token_ids=prompt,
                 sampling=tpb.SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=index),
-                capture=capture,
+                capture=self.captures,
             )
             for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
         ]
@@ -149,7 +152,11 @@ async def run(options: argparse.Namespace) -> BenchResult:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
-        workers = {kind: BenchWorker(kind, folder) for kind in ("embedded", "sglang")}
+        workers = {
+            (kind, captures): BenchWorker(kind, folder, captures=captures)
+            for kind in KINDS
+            for captures in (False, True)
+        }
         for worker in workers.values():
             stack.push_async_callback(worker.stop)
             await worker.start(context)
@@ -157,18 +164,17 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 async def _compare(
-    workers: dict[str, BenchWorker], prompts: Sequence[Sequence[int]], pairs: int, max_tokens: int
+    workers: Mapping[tuple[str, bool], BenchWorker], prompts: Sequence[Sequence[int]], pairs: int, max_tokens: int
 ) -> BenchResult:
     ways = {"off": "off", "bandit": ""}
     runs: dict[tuple[str, str, bool], list[Run]] = {}
     for number in range(pairs + 1):  # the first warms up
         for name, arm in ways.items():
-            for capture in (False, True):
-                for kind, worker in workers.items():
-                    one = await worker.run(prompts, arm, capture=capture, max_tokens=max_tokens)
-                    if number:
-                        runs.setdefault((kind, name, capture), []).append(one)
-    rows = [_row(worker, name, runs) for worker in workers.values() for name in ways]
+            for (kind, captures), worker in workers.items():
+                one = await worker.run(prompts, arm, max_tokens)
+                if number:
+                    runs.setdefault((kind, name, captures), []).append(one)
+    rows = [_row(kind, name, workers[kind, True].start_s, runs) for kind in KINDS for name in ways]
     equal = len({one.hashes for several in runs.values() for one in several}) == 1
     goals = [Goal("tokens of both engines, all arms, equal (1: yes)", 1.0, float(equal), equal)]
     for name in ways:
@@ -178,12 +184,12 @@ async def _compare(
     return BenchResult("SGLang beside the embedded engine, one thread each, CPU, fp32", rows, goals)
 
 
-def _row(worker: BenchWorker, name: str, runs: dict[tuple[str, str, bool], list[Run]]) -> Row:
-    plain, captured = runs[worker.kind, name, False], runs[worker.kind, name, True]
+def _row(kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[Run]]) -> Row:
+    plain, captured = runs[kind, name, False], runs[kind, name, True]
     return {
-        "engine": worker.kind,
+        "engine": kind,
         "arms": name,
-        "start s": worker.start_s,
+        "start s": start_s,
         "tokens/s": statistics.median(one.rate for one in plain),
         "acceptance length": statistics.median(one.accept_length for one in plain),
         "tokens/s with capture": statistics.median(one.rate for one in captured),

@@ -35,12 +35,18 @@ class Capability(StrEnum):
     RELEASE_MEMORY = "release_memory"
 
 
-def refuse_memory(engine: str) -> MissingCapability:
-    """What an engine that cannot give memory back raises."""
+SETTINGS = {
+    Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
+    Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
+    Capability.DRAFTER_UPDATE: "gateway.drafter=eagle or a drafter checkpoint",
+}
+"""What to set to have a capability that engines may lack."""
+
+
+def missing(engine: str, capability: Capability) -> MissingCapability:
+    """The error for a capability that an engine has not declared."""
     return MissingCapability(
-        f"the {engine} engine keeps its memory: capability {Capability.RELEASE_MEMORY} is missing",
-        seen=engine,
-        allowed="engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
+        f"the {engine} engine lacks the capability {capability}", seen=engine, allowed=SETTINGS.get(capability)
     )
 
 

@@ -31,7 +31,7 @@ from rollout_gateway.engines.base import (
     RowLayout,
     RowSink,
     Target,
-    refuse_memory,
+    missing,
 )
 from rollout_gateway.engines.script import (
     CLOCKS,
@@ -197,11 +197,11 @@ class ScriptedEngine:
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
-        raise refuse_memory("scripted")
+        raise missing("scripted", Capability.RELEASE_MEMORY)
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.resume_memory."""
-        raise refuse_memory("scripted")
+        raise missing("scripted", Capability.RELEASE_MEMORY)
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; there is none."""

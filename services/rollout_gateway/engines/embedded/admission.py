@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from paceline.errors import InvalidInput, MissingCapability
+from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.base import Request
+from rollout_gateway.engines.base import Capability, Request, missing
 from rollout_gateway.engines.request_checks import check_request
 from rollout_gateway.engines.sequence import RunningSequence, StopText
 
@@ -46,4 +46,4 @@ class Admission:
     def check_capture(possible: bool) -> None:
         """Raises MissingCapability when there is nowhere to write hidden rows."""
         if not possible:
-            raise MissingCapability("this engine has no ring for hidden rows", seen="capture")
+            raise missing("embedded", Capability.CAPTURE)

@@ -31,7 +31,7 @@ from rollout_gateway.engines.base import (
     Request,
     RowLayout,
     Target,
-    refuse_memory,
+    missing,
 )
 from rollout_gateway.engines.embedded.admission import Admission
 from rollout_gateway.engines.embedded.capture import Capture
@@ -253,11 +253,11 @@ class EmbeddedEngine:
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
-        raise refuse_memory("embedded")
+        raise missing("embedded", Capability.RELEASE_MEMORY)
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.resume_memory."""
-        raise refuse_memory("embedded")
+        raise missing("embedded", Capability.RELEASE_MEMORY)
 
     def flush_cache(self) -> None:
         """See Engine.flush_cache; prefixes are shared between requests that run, none is kept."""

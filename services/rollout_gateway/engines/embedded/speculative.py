@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError, InvalidInput, MissingCapability
+from paceline.errors import ConfigError, InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators import SPECULATORS, DraftBatch, Speculator, SpeculatorSetup
 from rollout_gateway.bandits import build_bandit
-from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.engines.base import ArmReport, Capability, missing
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.sequence import RunningSequence
@@ -107,7 +107,7 @@ class Speculation:
         for speculator in self.speculators.values():
             if speculator.trainable:
                 return speculator
-        raise MissingCapability("no speculator of this engine has weights", seen=sorted(self.speculators))
+        raise missing("embedded", Capability.DRAFTER_UPDATE)
 
     def check_arm(self, name: str) -> None:
         """Raises InvalidInput for an arm that is not served; empty is fine."""

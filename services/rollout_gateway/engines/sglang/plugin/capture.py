@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError, MissingCapability
+from paceline.errors import ConfigError
 from paceline.models.loading import DTYPES
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import RowLayout, RowSink
+from rollout_gateway.engines.base import Capability, RowLayout, RowSink, missing
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.rows import INNER_STATES, inner_layers
@@ -84,7 +84,7 @@ def start(plugin: CapturingPlugin) -> None:
 def set_capture(plugin: CapturingPlugin, enabled: bool) -> None:
     """Capture on or off, on every rank. Raises MissingCapability in rank 0 when there is nowhere to write."""
     if enabled and (plugin.rows is None or (plugin.rank == 0 and plugin.slot_rows is None)):
-        raise MissingCapability("the engine was started without a ring for hidden rows", seen="set_capture")
+        raise missing("sglang", Capability.CAPTURE)
     if enabled and not plugin.capture_enabled and plugin.slot_rows is not None:
         plugin.slot_rows.clear()  # slots were filled meanwhile and no row of theirs was stored
     plugin.capture_enabled = enabled

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
-from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, PacelineError, WeightsError
+from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
-from rollout_gateway.engines.base import Capability, Chunk, Finish, MemoryTag, PauseMode, Target, refuse_memory
+from rollout_gateway.engines.base import Capability, Chunk, Finish, MemoryTag, PauseMode, Target, missing
 from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
@@ -131,7 +131,7 @@ def commit_weights(plugin: Plugin, versions: VersionSet, mode: PauseMode) -> Non
     plugin.weights.commit(plugin.scheduler.weight_updater, versions)
     if retract:
         if not plugin.scheduler.flush_cache(empty_cache=False):
-            raise WeightsError("SGLang kept keys and values of the old weights", seen=str(versions))
+            raise RuntimeError(f"SGLang kept keys and values of the old weights at {versions}")
         if not was_paused:
             resume(plugin)
     _relabel(plugin)
@@ -186,9 +186,9 @@ def _check_idle(plugin: Plugin) -> None:
 
 def _check_memory(plugin: Plugin) -> None:
     if Capability.RELEASE_MEMORY not in plugin.info.capabilities:
-        raise refuse_memory("sglang")
+        raise missing("sglang", Capability.RELEASE_MEMORY)
 
 
 def _check_capture(plugin: Plugin, wanted: bool) -> None:
     if wanted and Capability.CAPTURE not in plugin.info.capabilities:
-        raise MissingCapability("the sglang engine was started without a ring for hidden rows", seen="capture")
+        raise missing("sglang", Capability.CAPTURE)

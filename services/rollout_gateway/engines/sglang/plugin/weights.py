@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.base import Capability, Target, missing
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 PREPARED_AT_MOST = 2
@@ -62,7 +62,7 @@ class PluginWeights:
     def prepare(self, target: Target, version: int, path: Path) -> None:
         """Read and check a version. Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet."""
         if target not in self._shapes:
-            raise WeightsError("this engine serves no drafter with weights", seen=str(target), allowed="policy")
+            raise missing("sglang", Capability.DRAFTER_UPDATE)
         tensors = read_tensors(path)
         expected = self._shapes[target]
         if target is Target.DRAFTER:
@@ -128,7 +128,10 @@ class PluginWeights:
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
-    """begin, load and end on this rank's runners. Raises WeightsError with what SGLang says."""
+    """begin, load and end on this rank's runners.
+
+    Raises RuntimeError with what SGLang says: weights may be half loaded, so the process has to end and start again.
+    """
     import msgspec
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
 
@@ -137,7 +140,7 @@ def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
         for _, runner in updater._select_runners(selector):
             done, message = runner.weight_updater.update_weights_from_tensor(named_tensors=list(tensors.items()))
             if not done:
-                raise WeightsError("SGLang refused the tensors", seen=message)
+                raise RuntimeError(f"SGLang refused the tensors: {message}")
         updater._session = msgspec.structs.replace(updater._session, loaded_weights=True)
     finally:
         _check(updater.end_weight_update(EndWeightUpdateReqInput()), "end")
@@ -145,7 +148,7 @@ def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
 
 def _check(answer: Any, step: str) -> None:
     if not answer.success:
-        raise WeightsError(f"SGLang refused to {step} a weight update", seen=answer.message)
+        raise RuntimeError(f"SGLang refused to {step} a weight update: {answer.message}")
 
 
 def read_some(directory: Path, wanted: Sequence[str]) -> dict[str, Tensor]:

@@ -1,0 +1,61 @@
+"""Metrics of engines: one set of names, each round and request counted once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway import engine_metrics
+from rollout_gateway.engine_metrics import EngineMetrics
+from rollout_gateway.generation import Generation
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> InMemoryMetricReader:
+    made = InMemoryMetricReader()
+    provider = MeterProvider([made])
+    monkeypatch.setattr(engine_metrics, "meter", lambda: provider.get_meter("test"))
+    return made
+
+
+def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
+    data = reader.get_metrics_data()
+    assert data is not None
+    metrics = data.resource_metrics[0].scope_metrics[0].metrics
+    return {metric.name: list(metric.data.data_points) for metric in metrics}
+
+
+def test_a_request_gives_first_token_time_per_token_and_acceptance_length(reader: InMemoryMetricReader) -> None:
+    generation = Generation(pb.EngineRequest(request_id=1), None)
+    stats = tpb.SpeculationStats(drafted_rounds=2, drafted_round_tokens=5)
+    generation.accept(
+        pb.TokenChunk(
+            request_id=1,
+            token_ids=[4, 5, 6, 7, 8],
+            behavior_logprobs=[-1.0] * 5,
+            finish_reason=tpb.FINISH_REASON_LENGTH,
+            time_to_first_token_s=0.2,
+            speculation=stats,
+        )
+    )
+    EngineMetrics("sglang").ended(generation, 0.6)
+    found = points(reader)
+    assert found["paceline.engine.time_to_first_token"][0].sum == pytest.approx(0.2)
+    assert found["paceline.engine.time_per_output_token"][0].sum == pytest.approx(0.1)
+    assert found["paceline.engine.time_per_output_token"][0].explicit_bounds[3] == 0.015
+    assert found["paceline.engine.accept_length"][0].sum == pytest.approx(2.5)
+    assert dict(found["paceline.engine.accept_length"][0].attributes) == {"engine": "sglang"}
+
+
+def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(reader: InMemoryMetricReader) -> None:
+    metrics = EngineMetrics("embedded")
+    for pulls in (10, 10, 14, 3):  # the last is a new process
+        metrics.arms(0, [pb.ArmStats(arm="off", batch_group=5, pulls=pulls)])
+    (point,) = points(reader)["paceline.engine.arm_rounds"]
+    assert point.value == 17
+    assert dict(point.attributes) == {"engine": "embedded", "arm": "off", "batch_group": 5}
