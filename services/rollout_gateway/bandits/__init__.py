@@ -3,19 +3,27 @@
 from collections.abc import Callable, Sequence
 
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import Bandit, BanditSettings, Choice
+from rollout_gateway.bandits.base import Bandit, BanditSettings, Choice, SelectiveBandit
+from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
+from rollout_gateway.bandits.thompson import Thompson
+from rollout_gateway.bandits.ucb import UCB1
+from rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
-BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {
+BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandit]] = {
     "epsilon_greedy": EpsilonGreedy,
+    "ucb": UCB1,
+    "thompson": Thompson,
+    "beg": BucketedEpsilonGreedy,
 }
 
 
 def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Bandit:
-    """The bandit that settings name. Raises ConfigError."""
+    """The bandit that settings name, under the watchdog unless it is switched off. Raises ConfigError."""
     if settings.kind not in BANDITS:
         raise ConfigError("unknown bandit", seen=settings.kind, allowed=sorted(BANDITS))
-    return BANDITS[settings.kind](settings, arms, seed)
+    bandit = BANDITS[settings.kind](settings, arms, seed)
+    return AcceptanceWatchdog(bandit, settings, arms) if settings.watchdog_rounds else bandit
 
 
 __all__ = ["BANDITS", "Bandit", "BanditSettings", "Choice", "build_bandit"]

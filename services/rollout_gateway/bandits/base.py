@@ -1,4 +1,4 @@
-"""Who chooses the arm of a round. Owns the protocol and the grouping by batch size, no rule of choice."""
+"""Who chooses the arm of a round. Owns the protocols and the grouping by batch size, no rule of choice."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class BanditSettings(BaseModel):
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
+    watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,20 @@ class Bandit(Protocol):
     def reports(self) -> Sequence[ArmReport]:
         """Statistics of every arm and group that was pulled."""
         ...
+
+
+class SelectiveBandit(Bandit, Protocol):
+    """A bandit that may be held to some of its arms; every kind in the table is one."""
+
+    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+        """The arm of the next round, one of `names`: at least one, in the order of all arms."""
+        ...
+
+
+def speculator_of(arm: str) -> str:
+    """The drafter of `<speculator>:...`; empty for an arm that drafts nothing."""
+    speculator, colon, _ = arm.partition(":")
+    return speculator if colon else ""
 
 
 def group_of(groups: Sequence[int], batch_size: int) -> int:

@@ -18,8 +18,8 @@ engine.sglang.arguments engine.sglang.device engine.sglang.drafter_swap engine.s
 engine.sglang.memory_saver engine.sglang.tensor_parallel_size engine.threads
 engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.ring_rows
 features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
-speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.window
-speculation.forced_arm spool_dir tokenizer trajectories
+speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.watchdog_rounds
+speculation.bandit.window speculation.forced_arm spool_dir tokenizer trajectories
 """
 SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
 

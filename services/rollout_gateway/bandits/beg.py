@@ -1,0 +1,101 @@
+"""Bucketed epsilon-greedy, the tuner of FastRL (Hu et al. 2025, arXiv 2511.16665), as a baseline. Own code.
+
+A table decides how much is verified: the arms' numbers of draft tokens, in descending order, belong to the batch-size
+groups in ascending order, so that one row verifies the most and a full batch the least; there have to be as many
+numbers as groups. Among the arms that share a number, epsilon-greedy over the median rate in the window; one that has
+not been seen counts as infinitely fast. With one arm per number, FastRL's default, nothing is ever explored.
+
+FastRL has no way to switch speculation off between rounds, so `off` is in no bucket: it is taken when nothing else may
+be. Rewards are the protocol's tokens per second; FastRL puts the arm's median acceptance length over all groups in the
+place of the round's own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence, Set
+
+from paceline.errors import ConfigError
+from rollout_gateway.bandits.base import BanditSettings, Choice, group_of, speculator_of
+from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
+
+
+def draft_tokens_of(arm: str) -> int:
+    """Tokens that an arm that drafts verifies per row, the root included. Raises ConfigError."""
+    count = arm.rpartition("_")[2]
+    if not count.isdecimal():
+        raise ConfigError("beg needs the draft tokens of each arm", seen=arm, allowed="<speculator>:..._<draft tokens>")
+    return int(count)
+
+
+def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[str, ...]]:
+    """The arms of each batch-size group; none when no arm drafts. Raises ConfigError when the numbers do not fit."""
+    budgets = {arm: draft_tokens_of(arm) for arm in arms if speculator_of(arm)}
+    descending = sorted(set(budgets.values()), reverse=True)
+    if not descending:
+        return dict.fromkeys(groups, ())
+    if len(descending) != len(groups):
+        raise ConfigError(
+            "beg maps each number of draft tokens to one batch-size group",
+            seen=f"draft tokens {descending}",
+            allowed=f"{len(groups)} numbers, for the groups from {list(groups)} rows on",
+        )
+    return {
+        group: tuple(arm for arm in arms if budgets.get(arm) == budget)
+        for group, budget in zip(groups, descending, strict=True)
+    }
+
+
+class MedianWindow(GroupWindow):
+    """A window that knows the median rate of each arm's rounds."""
+
+    def __init__(self, names: Sequence[str], window: int) -> None:
+        super().__init__(names, window)
+        self._sorted: dict[str, list[float]] = {name: [] for name in names}
+
+    def median(self, name: str) -> float:
+        """Median tokens per second of the arm's rounds; infinite while there is none."""
+        rates = self._sorted[name]
+        if not rates:
+            return float("inf")
+        return (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
+
+    def add(self, one: Round) -> Round | None:
+        """Remember a round; the one that left the window for it."""
+        insort(self._sorted[one.arm], one.rate)
+        old = super().add(one)
+        if old is not None:
+            rates = self._sorted[old.arm]
+            del rates[bisect_left(rates, old.rate)]
+        return old
+
+    def forget(self, names: Set[str]) -> None:
+        """Drop the rounds of these arms."""
+        super().forget(names)
+        for name in names & self._sorted.keys():
+            self._sorted[name].clear()
+
+
+class BucketedEpsilonGreedy(WindowedBandit[MedianWindow]):
+    """The table's bucket for the batch size, and epsilon-greedy within it."""
+
+    def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
+        super().__init__(settings, arms, seed, MedianWindow)
+        self._buckets = bucket_arms(arms, settings.groups)
+
+    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+        """The arm of the next round, one of `names`."""
+        bucket = self._bucket(batch_size, names)
+        if len(bucket) == 1:
+            return Choice(bucket[0], explored=False)
+        if self._random.random() < self._settings.epsilon:
+            return Choice(self._random.choice(bucket), explored=True)
+        group = self._group(batch_size)
+        chosen = max(bucket, key=group.median)
+        return Choice(chosen, explored=not group.arms[chosen].rounds)
+
+    def _bucket(self, batch_size: int, names: Sequence[str]) -> Sequence[str]:
+        arms = self._buckets[group_of(self._settings.groups, batch_size)]
+        return (
+            [arm for arm in arms if arm in names] or [name for name in names if not speculator_of(name)] or list(names)
+        )

@@ -1,0 +1,120 @@
+"""Thompson sampling (Thompson 1933) of the mean reward rate, with a conjugate model and discounted evidence.
+
+Model, per arm of a group: a round's tokens per second are Normal(mu, s2), with the Normal-inverse-gamma prior
+
+    s2 ~ InverseGamma(alpha0, beta0),   mu | s2 ~ Normal(mu0, s2 / kappa0).
+
+After rounds of total weight n, mean m and sum of squared deviations S the posterior is of the same form, with
+
+    kappa = kappa0 + n,   mu = (kappa0 mu0 + n m) / kappa,   alpha = alpha0 + n / 2,
+    beta = beta0 + S / 2 + kappa0 n (m - mu0)^2 / (2 kappa)        (Murphy 2007, section 6).
+
+The prior knows no scale of its own: mu0 is the mean rate of the group's rounds, and beta0 makes the expected s2 the
+square of PRIOR_SPREAD of it. Each round of a group multiplies the weights of the rounds before it, of all arms, by
+1 - 1 / window: an arm that is not used sinks back to the prior, and is drawn again. Arms without a round come first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rollout_gateway.bandits.base import BanditSettings, Choice
+from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
+
+KAPPA0 = 1.0  # rounds that the prior's mean is worth
+ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1
+PRIOR_SPREAD = 0.2  # standard deviation of a round's rate that the prior expects, as a share of the group's mean
+
+
+class Posterior(NamedTuple):
+    """Parameters of a Normal-inverse-gamma distribution."""
+
+    mu: float
+    kappa: float
+    alpha: float
+    beta: float
+
+
+@dataclass(slots=True)
+class Evidence:
+    """Discounted rounds of one arm."""
+
+    weight: float = 0.0
+    mean: float = 0.0
+    deviations: float = 0.0  # weighted sum of squared deviations from the mean
+
+    def fade(self, discount: float) -> None:
+        """Make what is known worth less."""
+        self.weight *= discount
+        self.deviations *= discount
+
+    def add(self, rate: float) -> None:
+        """Learn of a round (West 1979: numerically stable)."""
+        self.weight += 1.0
+        distance = rate - self.mean
+        self.mean += distance / self.weight
+        self.deviations += distance * (rate - self.mean)
+
+    def posterior(self, prior_mean: float) -> Posterior:
+        """What is believed of the arm; prior_mean: the group's mean rate."""
+        kappa = KAPPA0 + self.weight
+        mu = (KAPPA0 * prior_mean + self.weight * self.mean) / kappa
+        pull = KAPPA0 * self.weight * (self.mean - prior_mean) ** 2 / kappa
+        beta0 = (ALPHA0 - 1.0) * (PRIOR_SPREAD * prior_mean) ** 2
+        return Posterior(mu, kappa, ALPHA0 + self.weight / 2, beta0 + (self.deviations + pull) / 2)
+
+
+class EvidenceWindow(GroupWindow):
+    """A window, for the reports, and the discounted evidence of its arms."""
+
+    def __init__(self, names: Sequence[str], window: int) -> None:
+        super().__init__(names, window)
+        self.evidence = {name: Evidence() for name in names}
+        self._discount = 1.0 - 1.0 / window
+
+    def add(self, one: Round) -> Round | None:
+        """Remember a round; the one that left the window for it."""
+        for known in self.evidence.values():
+            known.fade(self._discount)
+        self.evidence[one.arm].add(one.rate)
+        return super().add(one)
+
+    def forget(self, names: Set[str]) -> None:
+        """Drop the rounds of these arms."""
+        super().forget(names)
+        for name in names & self.evidence.keys():
+            self.evidence[name] = Evidence()
+
+    @property
+    def mean_rate(self) -> float:
+        """Mean rate of all arms together, by weight; 0 while there is none."""
+        weight = sum(known.weight for known in self.evidence.values())
+        total = sum(known.weight * known.mean for known in self.evidence.values())
+        return total / weight if weight > 0 else 0.0
+
+
+class Thompson(WindowedBandit[EvidenceWindow]):
+    """Draws a mean rate from each arm's posterior in the batch's group and takes the arm of the highest draw."""
+
+    def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
+        super().__init__(settings, arms, seed, EvidenceWindow)
+
+    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+        """The arm of the next round, one of `names`; it explores when it is not the one believed best."""
+        if len(names) == 1:
+            return Choice(names[0], explored=False)
+        group = self._group(batch_size)
+        for name in names:
+            if not group.evidence[name].weight:
+                return Choice(name, explored=True)
+        prior_mean = group.mean_rate
+        beliefs = {name: group.evidence[name].posterior(prior_mean) for name in names}
+        chosen = max(names, key=lambda name: self._draw(beliefs[name]))
+        return Choice(chosen, explored=beliefs[chosen].mu < max(belief.mu for belief in beliefs.values()))
+
+    def _draw(self, belief: Posterior) -> float:
+        variance = belief.beta / self._random.gammavariate(belief.alpha, 1.0)
+        return self._random.gauss(belief.mu, math.sqrt(variance / belief.kappa))

@@ -1,0 +1,131 @@
+"""Leaves the arms of a drafter that is dead: one whose drafts are not accepted. Owns the verdict, not the choice.
+
+A round of a drafter is its acceptance length less 1, the token that the target gives anyway; the rounds of all its arms
+in a batch-size group count together. With `limit` = BanditSettings.watchdog_rounds:
+
+- The first `limit` rounds, after the start and after `forget`: the drafter is dead when their mean is not above 0 by
+  more than noise, that is NOISE_Z standard errors of the mean or NOISE_FLOOR tokens, whichever is more.
+- Later, a drafter that worked dies when nothing is accepted (NOISE_FLOOR at most) in so many rounds on end that it is
+  as improbable as `limit` heads in a row, by the share q of its rounds in which something was: `limit` rounds for q of
+  a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom proposes, as n-grams, is so not taken for dead.
+
+A dead drafter's arms are not chosen in that group until `forget` names one of them. `off` drafts nothing and stays.
+When no arm would be left, all are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+from paceline.telemetry import get_logger, meter
+from rollout_gateway.bandits.base import BanditSettings, Choice, SelectiveBandit, group_of, speculator_of
+from rollout_gateway.engines.base import ArmReport
+
+log = get_logger(__name__)
+
+NOISE_Z = 1.28  # one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+NOISE_FLOOR = 0.05  # tokens per row; a fresh drafter of a small vocabulary is right this often by chance
+
+
+@dataclass(slots=True)
+class Pulse:
+    """Signs of life of one drafter in one group, since the start or the last `forget`."""
+
+    limit: int  # rounds of the first verdict
+    rounds: int = 0
+    hits: int = 0  # rounds in which something was accepted
+    streak: int = 0  # rounds since the last hit
+    total: float = 0.0  # accepted per row, of the first `limit` rounds
+    squares: float = 0.0
+    dead: bool = False
+
+    def beat(self, accept_length: float) -> bool:
+        """Learn of a round; True when it shows that the drafter has died."""
+        accepted = accept_length - 1.0
+        hit = accepted > NOISE_FLOOR
+        self.rounds += 1
+        self.hits += hit
+        self.streak = 0 if hit else self.streak + 1
+        if self.rounds <= self.limit:
+            self.total += accepted
+            self.squares += accepted * accepted
+        was_dead = self.dead
+        self.dead |= (self.rounds == self.limit and self.silent_from_the_start) or self.fell_silent
+        return self.dead and not was_dead
+
+    @property
+    def silent_from_the_start(self) -> bool:
+        """True when the first rounds accepted no more than noise."""
+        mean = self.total / self.limit
+        variance = max(self.squares - self.total * mean, 0.0) / max(self.limit - 1, 1)
+        return mean <= max(NOISE_FLOOR, NOISE_Z * math.sqrt(variance / self.limit))
+
+    @property
+    def fell_silent(self) -> bool:
+        """True when the present streak is too long for a drafter that worked as this one did."""
+        if self.streak < self.limit:
+            return False
+        share = self.hits / max(self.rounds - self.streak, self.limit)
+        return share >= 0.5 or (1.0 - share) ** self.streak <= 0.5**self.limit
+
+
+class AcceptanceWatchdog:
+    """A bandit that keeps another one from the arms of dead drafters."""
+
+    def __init__(self, inner: SelectiveBandit, settings: BanditSettings, arms: Sequence[str]) -> None:
+        self._inner = inner
+        self._groups = settings.groups
+        self._limit = settings.watchdog_rounds
+        self._names = tuple(arms)
+        self._pulses: dict[tuple[int, str], Pulse] = {}
+        self._alive = dict.fromkeys(settings.groups, self._names)
+        self._warned: set[str] = set()
+        self._deaths = meter().create_counter("paceline.engine.dead_drafters", unit="{drafter}")
+
+    def choose(self, batch_size: int) -> Choice:
+        """The inner bandit's choice among the arms whose drafters live."""
+        return self._inner.choose_among(batch_size, self._alive[group_of(self._groups, batch_size)])
+
+    def observe(
+        self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
+    ) -> None:
+        """Tell the inner bandit of a round, and look for signs of life."""
+        self._inner.observe(arm, batch_size, tokens, seconds, accept_length, explored=explored)
+        speculator = speculator_of(arm)
+        if speculator:
+            group = group_of(self._groups, batch_size)
+            pulse = self._pulses.setdefault((group, speculator), Pulse(self._limit))
+            if pulse.beat(accept_length):
+                self._retire(group, speculator, pulse)
+
+    def forget(self, arms: Set[str]) -> None:
+        """These arms have changed: their drafters live until they prove dead again."""
+        self._inner.forget(arms)
+        revived = {speculator_of(arm) for arm in arms}
+        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
+        self._warned -= revived
+        for group in self._groups:
+            self._admit(group)
+
+    def reports(self) -> Sequence[ArmReport]:
+        """Statistics of every arm and group that was pulled, dead or not."""
+        return self._inner.reports()
+
+    def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
+        self._admit(group)
+        self._deaths.add(1, {"speculator": speculator, "batch_group": group})
+        if speculator not in self._warned:
+            self._warned.add(speculator)
+            log.warning(
+                "a drafter's tokens are not accepted; its arms rest until it changes",
+                speculator=speculator,
+                batch_group=group,
+                rounds=pulse.rounds,
+                rounds_since_accepted=pulse.streak,
+            )
+
+    def _admit(self, group: int) -> None:
+        dead = {speculator for (where, speculator), pulse in self._pulses.items() if where == group and pulse.dead}
+        self._alive[group] = tuple(name for name in self._names if speculator_of(name) not in dead) or self._names

@@ -1,0 +1,147 @@
+"""What holds for every kind of bandit: legal choices, groups apart, forgetting, bounded regret, the watchdog."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_gateway.bandits import BANDITS, Bandit, BanditSettings, build_bandit
+from rollout_gateway.bandits.base import group_of
+
+GROUPS = (1, 5)
+ARMS = ("off", "a:7_1_8", "b:7_1_8", "a:3_1_4", "b:3_1_4")
+"""Draft tokens 8 and 4, as many as groups: beg chooses between the 8 in group 1 and between the 4 in group 5."""
+CHANCES = {"off": 0.3, "a:7_1_8": 0.9, "b:7_1_8": 0.5, "a:3_1_4": 0.3, "b:3_1_4": 0.4}
+KINDS = tuple(BANDITS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def make(kind: str, arms: tuple[str, ...] = ARMS, seed: int = 1, **settings: object) -> Bandit:
+    values = {"kind": kind, "groups": GROUPS, **settings}
+    return build_bandit(BanditSettings.model_validate(values), arms, seed)
+
+
+def play(
+    bandit: Bandit, rounds: int, chances: Mapping[str, float], seed: int = 3, batch: int = 1, accept: float = 2.0
+) -> Counter[str]:
+    """Arms chosen in a world where a round takes a second and gives a token with an arm's chance, else none."""
+    source, chosen = np.random.default_rng(seed), Counter[str]()
+    for luck in source.random(rounds):
+        choice = bandit.choose(batch)
+        chosen[choice.arm] += 1
+        accepted = accept if ":" in choice.arm else 1.0
+        bandit.observe(choice.arm, batch, int(luck < chances[choice.arm]), 1.0, accepted, explored=choice.explored)
+    return chosen
+
+
+def regret(chosen: Counter[str], chances: Mapping[str, float]) -> float:
+    """Tokens that always taking the best arm would have given more, in expectation."""
+    return sum(pulls * (max(chances.values()) - chances[arm]) for arm, pulls in chosen.items())
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    window=st.integers(1, 30),
+    limit=st.sampled_from([0, 2, 20]),
+    seed=st.integers(0, 99),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.integers(1, 64), st.integers(0, 200), st.sampled_from([0.0, 0.01, 0.5])),
+            st.sets(st.sampled_from(ARMS)),
+        ),
+        max_size=120,
+    ),
+)
+def test_choices_are_arms_and_every_round_is_reported(
+    kind: str, window: int, limit: int, seed: int, events: list[tuple[int, int, float] | set[str]]
+) -> None:
+    bandit, pulls, explored = make(kind, seed=seed, window=window, watchdog_rounds=limit), Counter[object](), 0
+    for event in events:
+        if isinstance(event, set):
+            bandit.forget(event)
+            continue
+        batch, tokens, seconds = event
+        choice = bandit.choose(batch)
+        assert choice.arm in ARMS
+        bandit.observe(choice.arm, batch, tokens, seconds, tokens / batch, explored=choice.explored)
+        pulls[choice.arm, group_of(GROUPS, batch)] += 1
+        explored += choice.explored
+    reports = bandit.reports()
+    assert {(report.arm, report.batch_group): report.pulls for report in reports} == pulls
+    assert sum(report.explorations for report in reports) == explored
+
+
+@every_kind
+def test_the_same_seed_chooses_the_same(kind: str) -> None:
+    first, second = make(kind, seed=7), make(kind, seed=7)
+    assert play(first, 500, CHANCES) == play(second, 500, CHANCES)
+    assert [first.choose(1) for _ in range(20)] == [second.choose(1) for _ in range(20)]
+
+
+@every_kind
+def test_an_only_arm_is_taken_and_is_no_exploration(kind: str) -> None:
+    bandit = make(kind, arms=("off",))
+    for batch in (1, 5, 500):
+        choice = bandit.choose(batch)
+        assert (choice.arm, choice.explored) == ("off", False)
+        bandit.observe("off", batch, batch, 1.0, 1.0, explored=False)
+
+
+@every_kind
+def test_groups_learn_apart(kind: str) -> None:
+    bandit = make(kind)
+    play(bandit, 1000, CHANCES, batch=4)
+    play(bandit, 1000, {**dict.fromkeys(ARMS, 0.2), "b:3_1_4": 0.9}, batch=5)
+    most = {
+        group: max((one for one in bandit.reports() if one.batch_group == group), key=lambda one: one.pulls).arm
+        for group in GROUPS
+    }
+    assert most == {1: "a:7_1_8", 5: "b:3_1_4"}
+
+
+# T = 5000 rounds, gaps .6 .4 .6 .5. ucb: theorem 1 of Auer et al. 2002, 8 ln T sum(1 / gap) + (1 + pi^2 / 3) sum(gap).
+# epsilon_greedy explores for T x .1 x mean gap .42 = 210, and errs for at most a third of it. beg has the gap .4 alone
+# in its bucket and explores for T x .1 x .2 = 100, a third as above. thompson: half of epsilon_greedy's exploration.
+@pytest.mark.parametrize(("kind", "bound"), [("ucb", 543), ("epsilon_greedy", 280), ("thompson", 105), ("beg", 133)])
+@pytest.mark.parametrize("seed", range(5))
+def test_regret_in_a_world_that_stays_is_bounded(kind: str, bound: float, seed: int) -> None:
+    bandit = make(kind, seed=seed, window=5000)
+    assert regret(play(bandit, 5000, CHANCES, seed=100 + seed), CHANCES) < bound
+
+
+@every_kind
+def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best(kind: str) -> None:
+    bandit = make(kind, window=1000)
+    play(bandit, 1000, {**CHANCES, "a:7_1_8": 0.1})
+    bandit.forget({"a:7_1_8"})
+    assert play(bandit, 1000, CHANCES, seed=4)["a:7_1_8"] > 600
+
+
+@every_kind
+def test_a_world_that_changes_unannounced_is_followed_once_the_window_has_turned_over(kind: str) -> None:
+    bandit = make(kind, window=300)
+    play(bandit, 1500, CHANCES)
+    changed = {**CHANCES, "a:7_1_8": 0.1}
+    play(bandit, 900, changed, seed=4)
+    assert play(bandit, 900, changed, seed=5).most_common(1)[0][0] == "b:7_1_8"
+
+
+@every_kind
+def test_a_dead_drafter_is_left_and_tried_again_when_forgotten(kind: str) -> None:
+    bandit = make(kind, epsilon=0.5, watchdog_rounds=20)
+    assert set(play(bandit, 400, CHANCES, accept=1.0)) != {"off"}
+    assert set(play(bandit, 200, CHANCES, accept=1.0)) == {"off"}
+    bandit.forget(set(ARMS))
+    assert set(play(bandit, 100, CHANCES)) != {"off"}
+
+
+@every_kind
+def test_without_the_watchdog_a_dead_drafter_is_still_tried(kind: str) -> None:
+    bandit = make(kind, epsilon=0.5, watchdog_rounds=0)
+    play(bandit, 400, CHANCES, accept=1.0)
+    assert set(play(bandit, 200, CHANCES, accept=1.0)) != {"off"}

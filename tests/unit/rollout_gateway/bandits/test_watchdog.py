@@ -1,0 +1,164 @@
+"""A drafter that nothing is accepted of rests within 20 rounds; one that works, or works seldom, does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from structlog.testing import capture_logs
+
+from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit, watchdog
+from rollout_gateway.bandits.watchdog import Pulse
+
+ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
+EAGLE = ("eagle:3_1_4", "eagle:5_1_6")
+
+
+def make(arms: tuple[str, ...] = ARMS, **settings: object) -> Bandit:
+    return build_bandit(BanditSettings.model_validate({"epsilon": 1.0, "groups": (1, 5), **settings}), arms, seed=1)
+
+
+def tell(bandit: Bandit, arms: Iterable[str], accept_length: float, batch: int = 1) -> None:
+    for arm in arms:
+        bandit.observe(arm, batch, 2, 1.0, accept_length, explored=True)
+
+
+def chosen(bandit: Bandit, batch: int = 1) -> set[str]:
+    return {bandit.choose(batch).arm for _ in range(200)}
+
+
+def settle(bandit: Bandit, batch: int = 1) -> None:
+    """Past the trial rounds, with life in every drafter."""
+    tell(bandit, ARMS * 10, 3.0, batch)
+
+
+def death(accept_lengths: Iterable[float], limit: int = 20) -> int | None:
+    """The round, from 1, at which a drafter is found dead."""
+    pulse = Pulse(limit)
+    return next((number for number, length in enumerate(accept_lengths, 1) if pulse.beat(length)), None)
+
+
+# ---- the verdict
+
+
+@pytest.mark.parametrize("limit", [1, 5, 20])
+def test_a_drafter_without_any_acceptance_is_dead_at_the_limit(limit: int) -> None:
+    assert death([1.0] * 100, limit) == limit
+
+
+@pytest.mark.parametrize("row_share", [0.0, 0.01, 0.03])
+def test_chance_hits_of_a_large_batch_are_no_life(row_share: float) -> None:
+    source = np.random.default_rng(2)
+    rows = 1 + source.binomial(64, row_share, size=20) / 64
+    assert death(rows) == 20
+
+
+def test_one_lucky_round_of_one_row_is_noise_and_two_are_not() -> None:
+    """One of v: mean v / 20, standard error v / 20. Two: mean v / 10, error .0688 v, 1.45 of them."""
+    assert death([4.0, *[1.0] * 40]) == 20
+    assert death([4.0, 4.0, *[1.0] * 40]) is None
+
+
+def test_a_drafter_that_worked_is_dead_20_rounds_after_its_last_acceptance() -> None:
+    source = np.random.default_rng(2)
+    alive = 1 + source.binomial(5, 0.7, size=5000)
+    assert death(alive) is None
+    last = int(np.flatnonzero(alive > 1)[-1]) + 1
+    assert death([*alive, *[1.0] * 40]) == last + 20
+
+
+def test_a_drafter_that_seldom_proposes_gets_a_longer_silence() -> None:
+    """Accepted in 100 of the 496 rounds up to the last: (396 / 496) ** k <= 2 ** -20 from k = 62 on."""
+    seldom = ([3.0] + [1.0] * 4) * 100
+    assert death([*seldom, *[1.0] * 80]) == 496 + 62
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_living_drafter_is_not_called_dead_in_ten_thousand_rounds(share: float, seed: int) -> None:
+    source = np.random.default_rng(seed)
+    assert death(1.0 + source.binomial(1, share, size=10_000) * 2) is None
+
+
+# ---- what follows from it
+
+
+def test_all_arms_of_a_dead_drafter_rest_and_the_others_go_on() -> None:
+    bandit = make()
+    tell(bandit, ["off", "ngram:4_1_5"] * 20, 2.0)
+    tell(bandit, EAGLE * 9, 1.0)
+    tell(bandit, EAGLE[:1], 1.0)
+    assert chosen(bandit) == set(ARMS)
+    tell(bandit, EAGLE[:1], 1.0)
+    assert chosen(bandit) == {"off", "ngram:4_1_5"}
+
+
+def test_off_stays_whatever_its_rounds_say() -> None:
+    bandit = make()
+    tell(bandit, ARMS * 100, 1.0)
+    assert chosen(bandit) == {"off"}
+
+
+def test_all_arms_stay_when_none_would_be_left() -> None:
+    bandit = make(arms=EAGLE)
+    tell(bandit, EAGLE * 100, 1.0)
+    assert chosen(bandit) == set(EAGLE)
+
+
+def test_a_group_judges_by_its_own_rounds() -> None:
+    bandit = make()
+    settle(bandit, batch=5)
+    tell(bandit, EAGLE * 10, 1.0, batch=4)
+    assert chosen(bandit, batch=1).isdisjoint(EAGLE)
+    assert chosen(bandit, batch=5) == set(ARMS)
+
+
+def test_a_forgotten_drafter_has_20_rounds_to_prove_itself() -> None:
+    bandit = make()
+    settle(bandit)
+    tell(bandit, EAGLE * 10, 1.0)
+    assert chosen(bandit).isdisjoint(EAGLE)
+    bandit.forget(set(EAGLE))
+    assert chosen(bandit) & set(EAGLE)
+    tell(bandit, EAGLE * 10, 1.0)
+    assert chosen(bandit).isdisjoint(EAGLE)
+    bandit.forget({"ngram:4_1_5"})
+    assert chosen(bandit).isdisjoint(EAGLE)
+
+
+def test_zero_rounds_switch_it_off() -> None:
+    bandit = make(watchdog_rounds=0)
+    tell(bandit, ARMS * 100, 1.0)
+    assert chosen(bandit) == set(ARMS)
+
+
+def test_a_death_is_logged_once_and_counted_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = InMemoryMetricReader()
+    provider = MeterProvider([reader])
+    monkeypatch.setattr(watchdog, "meter", lambda: provider.get_meter("test"))
+    bandit = make()
+    with capture_logs() as lines:
+        tell(bandit, EAGLE * 100, 1.0, batch=1)
+        tell(bandit, EAGLE * 100, 1.0, batch=5)
+    assert [(line["log_level"], line["speculator"], line["batch_group"]) for line in lines] == [("warning", "eagle", 1)]
+    assert counted(reader) == {("eagle", 1): 1, ("eagle", 5): 1}
+    bandit.forget(set(EAGLE))
+    with capture_logs() as lines:
+        tell(bandit, EAGLE * 100, 1.0, batch=5)
+    assert len(lines) == 1
+    assert counted(reader)["eagle", 5] == 2
+
+
+def counted(reader: InMemoryMetricReader) -> dict[tuple[Any, Any], Any]:
+    data = reader.get_metrics_data()
+    assert data is not None
+    (metric,) = data.resource_metrics[0].scope_metrics[0].metrics
+    assert metric.name == "paceline.engine.dead_drafters"
+    return {
+        ((point.attributes or {})["speculator"], (point.attributes or {})["batch_group"]): point.value  # type: ignore[union-attr]
+        for point in metric.data.data_points
+    }
