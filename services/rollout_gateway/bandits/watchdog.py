@@ -9,8 +9,9 @@ in a batch-size group count together. With `limit` = BanditSettings.watchdog_rou
   as improbable as `limit` heads in a row, by the share q of its rounds in which something was: `limit` rounds for q of
   a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom proposes, as n-grams, is so not taken for dead.
 
-A dead drafter's arms are not chosen in that group until `forget` names one of them. `off` drafts nothing and stays.
-When no arm would be left, all are.
+A dead drafter's arms are not chosen in that group until `forget` names one of them, or until a whole window of rounds
+has passed: a verdict is forgotten as other rounds are, and a drafter without weights is never named. `off` drafts
+nothing and stays. When no arm would be left, all are.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class AcceptanceWatchdog:
         self._groups = settings.groups
         self._limit = settings.watchdog_rounds
         self._names = tuple(arms)
+        self._window = settings.window
         self._pulses: dict[tuple[int, str], Pulse] = {}
+        self._rounds = dict.fromkeys(settings.groups, 0)
+        self._rests_until: dict[tuple[int, str], int] = {}  # round of the group
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
         self._deaths = meter().create_counter("paceline.engine.dead_drafters", unit="{drafter}")
@@ -93,9 +97,10 @@ class AcceptanceWatchdog:
     ) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""
         self._inner.observe(arm, batch_size, tokens, seconds, accept_length, explored=explored)
-        speculator = speculator_of(arm)
+        speculator, group = speculator_of(arm), group_of(self._groups, batch_size)
+        self._rounds[group] += 1
+        self._wake(group)
         if speculator:
-            group = group_of(self._groups, batch_size)
             pulse = self._pulses.setdefault((group, speculator), Pulse(self._limit))
             if pulse.beat(accept_length):
                 self._retire(group, speculator, pulse)
@@ -105,6 +110,7 @@ class AcceptanceWatchdog:
         self._inner.forget(arms)
         revived = {speculator_of(arm) for arm in arms}
         self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
+        self._rests_until = {key: until for key, until in self._rests_until.items() if key[1] not in revived}
         self._warned -= revived
         for group in self._groups:
             self._admit(group)
@@ -113,7 +119,16 @@ class AcceptanceWatchdog:
         """Statistics of every arm and group that was pulled, dead or not."""
         return self._inner.reports()
 
+    def _wake(self, group: int) -> None:
+        """Drafters whose rest is over are tried again."""
+        rested = [key for key, until in self._rests_until.items() if key[0] == group and self._rounds[group] > until]
+        for key in rested:
+            del self._rests_until[key], self._pulses[key]
+        if rested:
+            self._admit(group)
+
     def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
+        self._rests_until[group, speculator] = self._rounds[group] + self._window
         self._admit(group)
         self._deaths.add(1, {"speculator": speculator, "batch_group": group})
         if speculator not in self._warned:

@@ -7,7 +7,6 @@ the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It leav
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -182,9 +181,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**values)
-    schedulers = [one for one in multiprocessing.active_children() if "scheduler" in (one.name or "").lower()]
-    for process in schedulers or multiprocessing.active_children():
-        process.join()
+    engine._scheduler_init_result.block_until_scheduler_exits()
     engine.shutdown()
 
 

@@ -162,3 +162,14 @@ def counted(reader: InMemoryMetricReader) -> dict[tuple[Any, Any], Any]:
         ((point.attributes or {})["speculator"], (point.attributes or {})["batch_group"]): point.value  # type: ignore[union-attr]
         for point in metric.data.data_points
     }
+
+
+def test_a_dead_drafter_is_tried_again_after_a_window_of_rounds() -> None:
+    bandit = make(window=100)
+    settle(bandit)
+    tell(bandit, ["ngram:4_1_5"] * 30, 1.0)
+    assert "ngram:4_1_5" not in chosen(bandit)
+    tell(bandit, ("off", *EAGLE) * 27, 3.0)
+    assert "ngram:4_1_5" not in chosen(bandit)
+    tell(bandit, ("off", *EAGLE) * 10, 3.0)
+    assert "ngram:4_1_5" in chosen(bandit)
