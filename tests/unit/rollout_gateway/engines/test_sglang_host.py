@@ -1,0 +1,80 @@
+"""How SGLang is started: its drafter, its arguments, and what is refused before anything is launched."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.errors import ConfigError
+from rollout_gateway.engines.sglang import host
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+
+DEMO = Path(__file__).parents[4] / "examples" / "demo"
+
+
+def spec(**settings: Any) -> SGLangSpec:
+    return SGLangSpec.model_validate({"model_dir": str(DEMO / "policy_start"), **settings})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "speculator"),
+    [("LlamaForCausalLMEagle", "eagle"), ("LlamaForCausalLMEagle3", "eagle3"), ("Qwen2ForCausalLMEagle", "eagle")],
+)
+def test_the_speculator_follows_the_drafters_architecture(tmp_path: Path, architecture: str, speculator: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    assert spec(drafter=str(tmp_path)).speculator == speculator
+
+
+@pytest.mark.parametrize(
+    ("drafter", "named"), [("/nowhere", "/nowhere"), (str(DEMO / "policy_start"), "LlamaForCausalLM")]
+)
+def test_a_drafter_that_sglang_cannot_serve_is_refused_by_name(drafter: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        _ = spec(drafter=drafter).arm_names
+
+
+def test_the_launch_covers_every_arm_and_own_arguments_win() -> None:
+    served = spec(drafter=str(DEMO / "drafter_trained"), arms=("eagle:5_1_6", "eagle:3_4_16"), arguments={"port": 7})
+    values = host.arguments(served, worker_index=1, cuda=False)
+    shape = [values[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
+    assert shape == [5, 4, 16]
+    assert (values["speculative_algorithm"], values["port"], values["device"]) == ("EAGLE", 7, "cpu")
+    assert "speculative_algorithm" not in host.arguments(spec(drafter="off"), worker_index=0, cuda=False)
+
+
+def test_workers_of_one_gateway_take_gpus_side_by_side() -> None:
+    served = spec(drafter="ngram", tensor_parallel_size=2, memory_saver=True)
+    values = host.arguments(served, worker_index=3, cuda=True)
+    assert (values["base_gpu_id"], values["tp_size"], values["mem_fraction_static"]) == (6, 2, 0.4)
+    assert values["enable_weights_cpu_backup"]
+    assert "attention_backend" not in values
+
+
+@pytest.mark.parametrize("drafter", ["eagle", str(DEMO / "drafter_trained")], ids=["fresh", "without a bias"])
+def test_a_drafter_gets_the_bias_that_sglang_would_fill_at_random(tmp_path: Path, drafter: str) -> None:
+    complete = host.complete_drafter(spec(drafter=drafter), tmp_path)
+    tensors = load_file(Path(complete.drafter_dir) / "model.safetensors")
+    assert torch.equal(tensors["fc.bias"], torch.zeros(128))
+    assert complete.speculator == "eagle"
+    again = host.complete_drafter(complete, tmp_path)
+    assert again == complete
+
+
+@pytest.mark.parametrize("installed", [None, "0.5.20"])
+def test_a_missing_or_unknown_sglang_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None
+) -> None:
+    def version(name: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(host, "version", version)
+    with pytest.raises(ConfigError, match="make setup-sglang" if installed is None else r"0\.5\.20.*0\.5\.21"):
+        host.check_installed()
