@@ -6,6 +6,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from paceline.errors import InvalidInput
 
@@ -34,6 +35,10 @@ class VersionSpan:
     policy_version: int
 
 
+def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
     """Counters of draft, verify, accept; see proto SpeculationStats."""
@@ -43,6 +48,8 @@ class SpeculationStats:
     accepted_tokens: int = 0
     drafted_round_tokens: int = 0
     drafted_rounds: int = 0
+    proposed_at: tuple[int, ...] = ()  # [K] rounds whose drafts reached position i + 1
+    accepted_at: tuple[int, ...] = ()  # [K] rounds in which the draft there was accepted
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         return SpeculationStats(
@@ -51,6 +58,8 @@ class SpeculationStats:
             self.accepted_tokens + other.accepted_tokens,
             self.drafted_round_tokens + other.drafted_round_tokens,
             self.drafted_rounds + other.drafted_rounds,
+            _added(self.proposed_at, other.proposed_at),
+            _added(self.accepted_at, other.accepted_at),
         )
 
     @property

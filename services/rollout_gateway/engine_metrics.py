@@ -37,6 +37,8 @@ class EngineMetrics:
             unit="{token}",
             explicit_bucket_boundaries_advisory=LENGTH_BOUNDARIES,
         )
+        self._proposed = instruments.create_counter("paceline.engine.drafts_proposed", unit="{draft}")
+        self._taken = instruments.create_counter("paceline.engine.drafts_accepted", unit="{draft}")
         self._rounds = instruments.create_counter("paceline.engine.arm_rounds", unit="{round}")
         self._seen: dict[tuple[int, str, int], int] = {}
 
@@ -52,6 +54,9 @@ class EngineMetrics:
         stats = wire.stats_from(whole.speculation)
         if stats.drafted_rounds:
             self._accepted.record(stats.accept_length, self._labels)
+        for position, (proposed, taken) in enumerate(zip(stats.proposed_at, stats.accepted_at, strict=True), 1):
+            self._proposed.add(proposed, {**self._labels, "position": position})
+            self._taken.add(taken, {**self._labels, "position": position})
 
     def arms(self, worker_index: int, stats: Iterable[pb.ArmStats]) -> None:
         """Rounds by arm and batch-size group since the last look; a restarted worker counts from 0."""

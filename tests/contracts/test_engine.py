@@ -382,6 +382,9 @@ def test_speculation_statistics_add_up(case: Case) -> None:
     assert stats.drafted_tokens == 3 * stats.drafted_rounds
     assert stats.drafted_round_tokens in (19, 20)  # some engines draw the first token with the prompt
     assert 1.0 <= stats.accept_length <= 4.0
+    assert stats.proposed_at == (stats.drafted_rounds,) * 3
+    assert sum(stats.accepted_at) == stats.accepted_tokens
+    assert list(stats.accepted_at) == sorted(stats.accepted_at, reverse=True)
 
 
 def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting(case: Case) -> None:

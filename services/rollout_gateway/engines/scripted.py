@@ -250,7 +250,16 @@ class ScriptedEngine:
             taken += 1
             finish = self._finish(run)
         proposed = int(arm.rpartition("_")[2]) - 1 if drafted else 0
-        stats = SpeculationStats(1, proposed, taken - 1 if drafted else 0, taken * drafted, int(drafted))
+        levels = range(proposed if drafted else 0)
+        stats = SpeculationStats(
+            1,
+            proposed,
+            taken - 1 if drafted else 0,
+            taken * drafted,
+            int(drafted),
+            tuple(1 for _ in levels),
+            tuple(int(level < taken - 1) for level in levels),
+        )
         run.stats += stats
         self._stats += stats
         self._tokens += taken

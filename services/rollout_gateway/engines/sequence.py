@@ -55,6 +55,8 @@ class RunningSequence:
     accepted: int = 0
     drafted_rounds: int = 0
     drafted_round_tokens: int = 0
+    proposed_at: list[int] = field(default_factory=list)  # see SpeculationStats
+    accepted_at: list[int] = field(default_factory=list)
 
     @property
     def lacking(self) -> int:
@@ -94,14 +96,23 @@ class RunningSequence:
         else:
             self.spans.append(VersionSpan(end - taken, end, version))
 
-    def count(self, drafted: int, taken: int) -> None:
-        """Statistics of a round with `drafted` proposals."""
+    def count(self, drafted: int, taken: int, depth: int | None = None) -> None:
+        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on each."""
         self.rounds += 1
         self.drafted += drafted
         if drafted:
             self.drafted_rounds += 1
             self.drafted_round_tokens += taken
             self.accepted += taken - 1
+            self._count_positions(depth if depth is not None else drafted, taken - 1)
+
+    def _count_positions(self, depth: int, accepted: int) -> None:
+        missing = [0] * (depth - len(self.proposed_at))
+        self.proposed_at += missing
+        self.accepted_at += missing
+        for position in range(depth):
+            self.proposed_at[position] += 1
+            self.accepted_at[position] += position < accepted
 
     def retract(self) -> None:
         """Forget what was cached: everything is prefilled again."""
@@ -133,5 +144,11 @@ class RunningSequence:
     def speculation(self) -> SpeculationStats:
         """Counters so far."""
         return SpeculationStats(
-            self.rounds, self.drafted, self.accepted, self.drafted_round_tokens, self.drafted_rounds
+            self.rounds,
+            self.drafted,
+            self.accepted,
+            self.drafted_round_tokens,
+            self.drafted_rounds,
+            tuple(self.proposed_at),
+            tuple(self.accepted_at),
         )

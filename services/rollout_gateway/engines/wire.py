@@ -99,6 +99,8 @@ def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
         message.accepted_tokens,
         message.drafted_round_tokens,
         message.drafted_rounds,
+        tuple(message.proposed_at),
+        tuple(message.accepted_at),
     )
 
 
@@ -109,6 +111,8 @@ def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
         accepted_tokens=stats.accepted_tokens,
         drafted_round_tokens=stats.drafted_round_tokens,
         drafted_rounds=stats.drafted_rounds,
+        proposed_at=stats.proposed_at,
+        accepted_at=stats.accepted_at,
     )
 
 

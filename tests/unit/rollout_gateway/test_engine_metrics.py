@@ -23,6 +23,10 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> InMemoryMetricReader:
     return made
 
 
+def position_of(point: Any) -> int:
+    return int(point.attributes["position"])
+
+
 def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
     data = reader.get_metrics_data()
     assert data is not None
@@ -32,7 +36,7 @@ def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
 
 def test_a_request_gives_first_token_time_per_token_and_acceptance_length(reader: InMemoryMetricReader) -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
-    stats = tpb.SpeculationStats(drafted_rounds=2, drafted_round_tokens=5)
+    stats = tpb.SpeculationStats(drafted_rounds=2, drafted_round_tokens=5, proposed_at=[2, 2, 1], accepted_at=[2, 1, 0])
     generation.accept(
         pb.TokenChunk(
             request_id=1,
@@ -49,6 +53,11 @@ def test_a_request_gives_first_token_time_per_token_and_acceptance_length(reader
     assert found["paceline.engine.time_per_output_token"][0].sum == pytest.approx(0.1)
     assert found["paceline.engine.time_per_output_token"][0].explicit_bounds[3] == 0.015
     assert found["paceline.engine.accept_length"][0].sum == pytest.approx(2.5)
+    by_position = {
+        name: [point.value for point in sorted(found[f"paceline.engine.drafts_{name}"], key=position_of)]
+        for name in ("proposed", "accepted")
+    }
+    assert by_position == {"proposed": [2, 2, 1], "accepted": [2, 1, 0]}
     assert dict(found["paceline.engine.accept_length"][0].attributes) == {"engine": "sglang"}
 
 

@@ -150,7 +150,8 @@ def row_advanced(
         done: Round | None = getattr(result, ROUND, None)
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
         taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
-        tracked.sequence.count(done.plan.arm.drafted if done is not None else 0, taken)
+        arm = done.plan.arm if done is not None else None
+        tracked.sequence.count(arm.drafted if arm else 0, taken, arm.shape.steps if arm else None)
     original(processor, req, batch, result, row, logits_output)
 
 
