@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import DataLoss
@@ -88,6 +88,8 @@ def test_cut_or_spoiled_bytes_parse_like_the_generated_class_or_are_data_loss(
     assert same(chunk, PushRequest.FromString(bytes(spoiled)))
 
 
+@example(b"\xb5\x80\x80\x80\x10\x00\x00\x00\x00\x08\x00")  # a tag beyond 32 bits
+@example(b"\x88\x80\x80\x80\x80\x00\x01")  # a tag in six bytes
 @given(st.binary(max_size=60))
 def test_what_the_generated_class_refuses_is_data_loss(message: bytes) -> None:
     try:

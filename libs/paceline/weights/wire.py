@@ -61,7 +61,7 @@ def decode_push(message: bytes) -> PushChunk:
     position = 0
     try:
         while position < len(view):
-            tag, position = _read_varint(view, position)
+            tag, position = _read_tag(view, position)
             if tag in numbers:
                 numbers[tag], position = _read_varint(view, position)
             elif tag == _DATA:
@@ -101,6 +101,14 @@ def _read_varint(view: memoryview, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & _U64, position
     raise ValueError("varint of more than 10 bytes")
+
+
+def _read_tag(view: memoryview, position: int) -> tuple[int, int]:
+    """A field's tag: 32 bits in at most 5 bytes."""
+    tag, end = _read_varint(view, position)
+    if tag > _U32 or end - position > 5:
+        raise ValueError("a tag of more than 32 bits")
+    return tag, end
 
 
 def _read_bytes(view: memoryview, position: int) -> tuple[memoryview, int]:
