@@ -9,8 +9,8 @@ import torch
 from paceline.models.config import read_config
 from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.trajectory import VersionSet
+from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.admission import Admission
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.kv_cache import SlotStore

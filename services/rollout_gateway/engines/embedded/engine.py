@@ -20,6 +20,7 @@ from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, behavior_logprobs
 from paceline.trajectory import SpeculationStats, VersionSet
+from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -33,7 +34,6 @@ from rollout_gateway.engines.base import (
     Target,
     missing,
 )
-from rollout_gateway.engines.embedded.admission import Admission
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
@@ -190,8 +190,12 @@ class EmbeddedEngine:
         """See Engine.enqueue."""
         self._speculation.check_arm(request.forced_arm)
         if request.capture:
-            self._admission.check_capture(self._capture.possible)
+            self._check_capture()
         self._scheduler.waiting.append(self._admission.sequence(request))
+
+    def _check_capture(self) -> None:
+        if not self._capture.possible:
+            raise missing("embedded", Capability.CAPTURE)
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
         """See Engine.abort."""
@@ -267,7 +271,7 @@ class EmbeddedEngine:
     def set_capture(self, enabled: bool) -> None:
         """See Engine.set_capture."""
         if enabled:
-            self._admission.check_capture(self._capture.possible)
+            self._check_capture()
         self._capture.enabled = enabled
 
     def close(self) -> None:

@@ -81,7 +81,7 @@ def enqueue(plugin: Plugin, message: pb.EngineRequest) -> None:
         request = wire.request_from(message)
         plugin.arms.check(request.forced_arm)
         _check_capture(plugin, request.capture)
-        tracked = plugin.admission.tracked(request, plugin.versions)
+        tracked = Tracked(plugin.admission.sequence(request), plugin.versions.drafter)
     except PacelineError as error:
         refused = f"{error.reason}: {error}"
         plugin.tell(Chunk(message.request_id, (), (), (), finish=Finish.ERROR, error=refused))
@@ -167,8 +167,8 @@ def resume_memory(plugin: Plugin, tags: Sequence[MemoryTag]) -> None:
     _check_memory(plugin)
     updater = plugin.scheduler.weight_updater
     wanted = [str(tag) for tag in tags] or sorted(updater.offload_tags)
-    if missing := sorted(set(wanted) - set(updater.offload_tags)):
-        raise FailedPrecondition("this memory was not released", seen=missing, allowed=sorted(updater.offload_tags))
+    if held := sorted(set(wanted) - set(updater.offload_tags)):
+        raise FailedPrecondition("this memory was not released", seen=held, allowed=sorted(updater.offload_tags))
     updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
 
 

@@ -15,12 +15,12 @@ from paceline.models.sampling import Draw, draw
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
+from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, RowLayout
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.plugin.peer import Peer
-from rollout_gateway.engines.sglang.plugin.requests import Admission
 from rollout_gateway.engines.sglang.plugin.sampling import DrawTable, PendingDraws, foreign_sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
@@ -86,7 +86,7 @@ class Plugin:
         self.weights = PluginWeights(self.spec)
         config = read_config(Path(self.spec.model_dir))
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
-        self.admission = Admission.of(config, longest, self.spec.model_dir)
+        self.admission = Admission(config, Path(self.spec.model_dir), longest)
         capture.start(self)
         self.info = EngineInfo(
             config.vocab_size,

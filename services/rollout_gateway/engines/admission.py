@@ -1,4 +1,4 @@
-"""What may enter the engine: checks of a request against model and context. Owns no queue."""
+"""What may enter an engine, and where each request ends: the same for all that run a model. Owns no queue."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.base import Capability, Request, missing
-from rollout_gateway.engines.request_checks import check_request
+from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.sequence import RunningSequence, StopText
 
 
@@ -42,8 +41,28 @@ class Admission:
             self._tokenizer = Tokenizer.from_file(str(self._tokenizer_path))
         return self._tokenizer
 
-    @staticmethod
-    def check_capture(possible: bool) -> None:
-        """Raises MissingCapability when there is nowhere to write hidden rows."""
-        if not possible:
-            raise missing("embedded", Capability.CAPTURE)
+
+def check_request(request: Request, vocab_size: int, max_sequence_tokens: int) -> None:
+    """Raises InvalidInput naming the value that cannot work."""
+    prompt = request.prompt
+    if not prompt or len(prompt) >= max_sequence_tokens:
+        allowed = f"1 to {max_sequence_tokens - 1} tokens"
+        raise InvalidInput("the prompt does not fit", seen=len(prompt), allowed=allowed)
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        seen = max(prompt) if min(prompt) >= 0 else min(prompt)
+        raise InvalidInput("a prompt token is out of range", seen=seen, allowed=f"0 to {vocab_size - 1}")
+    _check_sampling(request.sampling)
+
+
+def _check_sampling(sampling: Sampling) -> None:
+    bounds = {
+        "max_tokens": (sampling.max_tokens >= 1, sampling.max_tokens, ">= 1"),
+        "temperature": (0 <= sampling.temperature < float("inf"), sampling.temperature, ">= 0"),
+        "top_p": (0 < sampling.top_p <= 1, sampling.top_p, "0 < top_p <= 1"),
+        "top_k": (sampling.top_k >= 0, sampling.top_k, ">= 0 (0: all)"),
+        "min_p": (0 <= sampling.min_p <= 1, sampling.min_p, "0 to 1"),
+        "stop": (all(sampling.stop), sampling.stop, "strings that are not empty"),
+    }
+    for name, (fine, seen, allowed) in bounds.items():
+        if not fine:
+            raise InvalidInput(f"{name} is out of range", seen=seen, allowed=allowed)

@@ -1,0 +1,51 @@
+"""New weights for SGLang are compared with the served checkpoint before SGLang sees any of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import WeightsError
+from paceline.trajectory import VersionSet
+from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
+from rollout_gateway.engines.sglang.spec import SGLangSpec
+
+DEMO = Path(__file__).parents[4] / "examples" / "demo"
+
+
+@pytest.fixture
+def weights() -> PluginWeights:
+    return PluginWeights(SGLangSpec(model_dir=str(DEMO / "policy_start"), drafter=str(DEMO / "drafter_trained")))
+
+
+@pytest.mark.parametrize("fault", ["shape", "unknown name", "missing"])
+@pytest.mark.parametrize(("target", "source"), [(Target.POLICY, "policy_trained"), (Target.DRAFTER, "drafter_trained")])
+def test_what_would_kill_sglang_or_be_ignored_is_refused_by_name(
+    weights: PluginWeights, tmp_path: Path, target: Target, source: str, fault: str
+) -> None:
+    tensors = load_file(DEMO / source / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    if fault == "shape":
+        tensors[name] = torch.zeros(3, 5)
+    elif fault == "missing":
+        del tensors[name]
+    else:
+        name = "layers.99.mystery.weight"
+        tensors[name] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+        weights.prepare(target, 1, tmp_path)
+    with pytest.raises(WeightsError, match="not prepared"):
+        weights.changes(VersionSet(1, 1, 1))
+
+
+def test_a_drafter_never_carries_what_it_shares_with_the_target(weights: PluginWeights, tmp_path: Path) -> None:
+    tensors = load_file(DEMO / "drafter_trained" / "model.safetensors")
+    shared = {name: torch.zeros(320, 128) for name in ("embed_tokens.weight", "lm_head.weight")}
+    save_file({**tensors, **shared}, tmp_path / "model.safetensors")
+    weights.prepare(Target.DRAFTER, 4, tmp_path)
+    assert weights.changes(VersionSet(1, 0, 4))[Target.DRAFTER].keys() == tensors.keys()
