@@ -14,7 +14,7 @@ Every number depends on (s, t, v) alone, so the draw is the same whatever else i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -98,6 +98,17 @@ class DrawParams:
             any_greedy=any(value <= 0 for value in temperatures),
             all_greedy=all(value <= 0 for value in temperatures),
             any_masked=any(top_k) or any(value < 1 for value in top_p) or any(min_p),
+        )
+
+    def rows(self, index: Tensor) -> DrawParams:
+        """The rows int64 [M], in this order."""
+        return replace(
+            self,
+            seeds=self.seeds.index_select(0, index),
+            temperatures=self.temperatures.index_select(0, index),
+            top_k=self.top_k.index_select(0, index),
+            top_p=self.top_p.index_select(0, index),
+            min_p=self.min_p.index_select(0, index),
         )
 
 

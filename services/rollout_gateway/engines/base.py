@@ -141,6 +141,27 @@ class ArmReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundSplit:
+    """Where the seconds of decode rounds went; an engine whose kernels queue counts their wait where it waits."""
+
+    rounds: int = 0
+    draft_s: float = 0.0
+    forward_s: float = 0.0  # the target's forward and its head
+    sample_s: float = 0.0  # draws, verification, ends of requests
+    keep_s: float = 0.0  # states, tokens and cache of what was accepted; hidden rows
+
+    def __add__(self, other: RoundSplit) -> RoundSplit:
+        """Both together."""
+        return RoundSplit(
+            self.rounds + other.rounds,
+            self.draft_s + other.draft_s,
+            self.forward_s + other.forward_s,
+            self.sample_s + other.sample_s,
+            self.keep_s + other.keep_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Load and statistics since start."""
 
@@ -151,6 +172,7 @@ class Load:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
+    split: RoundSplit = field(default_factory=RoundSplit)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The embedded PyTorch engine: our own forward, exactly lossless chain speculation, CPU first."""
+"""The embedded PyTorch engine: our own forward, exactly lossless speculation, CPU first."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Engine, RowSink
+from rollout_gateway.engines.embedded.arms import parse_arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded.speculative import MAX_STEPS, Speculation
+from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.weights import EngineWeights
 
 
@@ -29,11 +30,12 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     model_dir = Path(spec.model_dir)
     config = read_config(model_dir)
     admission = Admission(config, model_dir, spec.max_sequence_tokens)
-    capacity = admission.max_sequence_tokens + MAX_STEPS + 1
+    arms = {name: parse_arm(name, spec.speculators) for name in spec.arm_names}
+    capacity = admission.max_sequence_tokens + slack(arms.values())
     source = Path(spec.policy_path) if spec.policy_path else model_dir
     policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity)
     with torch.inference_mode():
-        speculation = Speculation(spec, policy, spec.max_batch, capacity)
+        speculation = Speculation(spec, arms, policy, spec.max_batch, capacity)
         store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
     versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
     return EmbeddedEngine(

@@ -25,6 +25,8 @@ class EmbeddedSpec(BaseModel):
     max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context
     prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one round, padding included
     arms: tuple[str, ...] = ()  # empty: the drafter's default
+    speculate_rows: int = Field(0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
+    verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
     bandit: BanditSettings = Field(default_factory=BanditSettings)
     seed: int = 0
     features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
@@ -38,6 +40,11 @@ class EmbeddedSpec(BaseModel):
     def drafter_dir(self) -> str:
         """Directory of the drafter's checkpoint; empty when there is none."""
         return "" if self.drafter in ("off", "ngram", "eagle") else self.drafter
+
+    @property
+    def speculators(self) -> tuple[str, ...]:
+        """Names that arms may use."""
+        return {"off": (), "ngram": ("ngram",)}.get(self.drafter, ("eagle", "ngram"))
 
     @property
     def arm_names(self) -> tuple[str, ...]:
