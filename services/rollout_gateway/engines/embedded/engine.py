@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.errors import FailedPrecondition
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
-from paceline.models.sampling import DrawParams, behavior_logprobs
+from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats, VersionSet
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import (
@@ -41,6 +41,7 @@ from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.sequence import RunningSequence
 
 _SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
@@ -66,6 +67,7 @@ class EmbeddedEngine:
         self._capture = capture
         self._prefill = Prefill(scheduler, store, weights, capture)
         self._admission = admission
+        self._penalties = Penalties()
         self._params: tuple[tuple[int, ...], int, DrawParams] | None = None
         # One thread's CPU time is what a round costs even while other processes take the core away; with more
         # threads only the wall clock sees how well they ran together.
@@ -93,7 +95,8 @@ class EmbeddedEngine:
             drafts = self._speculation.draft(parts, len(rows))
             block, positions, hidden, tokens_in = self._forward(slots, rows, drafts)
             logits = head_logits(self._weights.policy, hidden)
-            verdict = verify(logits, drafts, positions + 1, self._draw_params(rows, positions.shape[1]))
+            adjusted = self._penalties.adjust(rows, logits, tokens_in)
+            verdict = verify(logits, drafts, positions + 1, self._draw_params(rows, positions.shape[1]), adjusted)
             self._store.keep_hidden(block, hidden)
             self._store.keep_tokens(block, verdict.tokens)
             taken = self._accept(rows, verdict, drafts, logits)
@@ -146,18 +149,12 @@ class EmbeddedEngine:
             sequence, end = rows[row], accepted + 1
             count = sequence.take(tokens[row][:end], logprobs[row][:end], gaps[row][:end], version)
             sequence.count(drafted[row], count)
-            if sequence.request.sampling.top_logprobs:
-                self._add_alternatives(sequence, logits[row, :count])
+            if wanted := sequence.request.sampling.top_logprobs:
+                temperature = sequence.request.sampling.temperature
+                sequence.alternatives += top_alternatives(logits[row, :count], temperature, wanted)
             taken.append(count)
         self._count(drafted, taken)
         return taken
-
-    def _add_alternatives(self, sequence: RunningSequence, logits: Tensor) -> None:
-        sampling = sequence.request.sampling
-        logprobs = behavior_logprobs(logits, torch.full((len(logits),), sampling.temperature, device=logits.device))
-        top = logprobs.topk(min(sampling.top_logprobs, logits.shape[-1]), dim=-1)
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
-            sequence.alternatives.append(tuple(zip(ids, values, strict=True)))
 
     def _count(self, drafted: Sequence[int], taken: Sequence[int]) -> None:
         pairs = [(proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed]
@@ -177,6 +174,7 @@ class EmbeddedEngine:
         if not ended:
             return
         self._params = None
+        self._penalties.drop(ended)
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)

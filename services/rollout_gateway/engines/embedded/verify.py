@@ -29,14 +29,18 @@ class Verdict:
     """float64 [B, Q]: perturbed top-two gaps."""
 
 
-def verify(logits: Tensor, drafts: Tensor, positions: Tensor, params: DrawParams) -> Verdict:
+def verify(
+    logits: Tensor, drafts: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
+) -> Verdict:
     """Draw at every node and follow the drafts.
 
     logits [B, Q, V]: those of node q were computed with the drafts before it as context; drafts int64 [B, Q - 1], -1
-    where there is none; positions int64 [B, Q]: absolute position of the token drawn at each node; params: B Q rows.
+    where there is none; positions int64 [B, Q]: absolute position of the token drawn at each node; params: B Q rows;
+    adjusted [B, Q, V]: what is drawn from instead, see `draw`.
     """
     batch, nodes, vocab = logits.shape
-    drawn = draw(logits.reshape(batch * nodes, vocab), positions.reshape(-1), params)
+    flat = adjusted.reshape(batch * nodes, vocab) if adjusted is not None else None
+    drawn = draw(logits.reshape(batch * nodes, vocab), positions.reshape(-1), params, flat)
     tokens = drawn.tokens.view(batch, nodes)
     return Verdict(
         tokens, accepted_drafts(tokens, drafts), drawn.logprobs.view(batch, nodes), drawn.gaps.view(batch, nodes)
