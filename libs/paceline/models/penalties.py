@@ -8,8 +8,8 @@ For a token v that the prompt or the response holds, with c(v) its count in the 
 All act before the temperature, hence before top_k, top_p and min_p. Log-probs are reported of the raw logits
 (models/sampling.py). A neutral value (r = 1, f = p = 0) leaves every bit of a float32 logit as it is.
 
-Under speculation the response at a draft node is what was emitted, followed by the drafts on the path to the node. So each
-node has counts of its own, and the adjusted logits are those that decoding without drafts would see there.
+Under speculation the response at a draft node is what was emitted, followed by the drafts on the path to the node. So
+each node has counts of its own, and the adjusted logits are those that decoding without drafts would see there.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def node_counts(base: Tensor, token_ids: Tensor, parents: Tensor | None = None) 
     """Counts of the response's tokens at every node of a draft chain or tree.
 
     base [B, V]: counts at the root, the root's own token included; token_ids int64 [B, Q]: column 0 is the root, -1
-    where there is no node; parents int64 [B, Q]: column of each node's parent, smaller than its own, -1 for the root and
-    where there is no node; None: a chain, node i hangs under i - 1. Returns base's dtype [B, Q, V]. Where there is no
-    node, the counts are those of the parent, or of the root.
+    where there is no node; parents int64 [B, Q]: column of each node's parent, smaller than its own, -1 for the root
+    and where there is no node; None: a chain, node i hangs under i - 1. Returns base's dtype [B, Q, V]. Where there is
+    no node, the counts are those of the parent, or of the root.
     """
     batch, nodes = token_ids.shape
     if parents is None:
