@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -373,7 +374,7 @@ def test_top_logprobs_come_with_every_token(case: Case) -> None:
             assert [value for _, value in alternatives] == sorted((v for _, v in alternatives), reverse=True)
 
 
-PENALTIES: list[dict[str, object]] = [
+PENALTIES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"frequency_penalty": 1.0},
     {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 0.9, "logit_bias": ((7, 3.0),)},
@@ -398,7 +399,7 @@ def test_a_strong_bias_forces_a_token_or_forbids_it(case: Case) -> None:
 
 def test_penalties_change_tokens_and_speculation_changes_none(case: Case) -> None:
     require_penalties(case)
-    kinds = [*PENALTIES, {}, *PENALTIES]
+    kinds: list[dict[str, Any]] = [*PENALTIES, {}, *PENALTIES]
     requests = [request(number, max_tokens=40, **kind) for number, kind in enumerate(kinds)]
     expected = run_all(case, requests, "off")
     plain = run_all(case, [request(number, max_tokens=40) for number in range(len(kinds))], "off")
@@ -434,7 +435,7 @@ def test_penalties_leave_the_reported_logprobs_those_of_the_model(case: Case) ->
 
 @pytest.mark.parametrize("asked", PENALTIES, ids=["repetition", "frequency", "all"])
 def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
-    case: Case, asked: dict[str, object]
+    case: Case, asked: dict[str, Any]
 ) -> None:
     engine = case.build(None)
     if Capability.PENALTIES in engine.info.capabilities:
@@ -454,7 +455,7 @@ def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
         ({"logit_bias": ((5, -101.0),)}, "-101"),
     ],
 )
-def test_penalties_out_of_range_are_refused_by_name(case: Case, asked: dict[str, object], named: str) -> None:
+def test_penalties_out_of_range_are_refused_by_name(case: Case, asked: dict[str, Any], named: str) -> None:
     require_penalties(case)
     engine = case.build(None)
     with pytest.raises(InvalidInput, match=named):

@@ -79,6 +79,17 @@ def test_counts_follow_a_response_that_grows_and_are_dropped_with_it() -> None:
     assert len(penalties) == 0
 
 
+def test_a_draft_counts_on_its_own_branch_only() -> None:
+    penalties, logits = Penalties(), random_logits(1, 4)
+    one = sequence(tokens=[4], frequency_penalty=1.0)
+    tree, tokens = torch.tensor([[-1, 0, 0, 1]]), torch.tensor([[4, 4, 9, 2]])
+    adjusted = penalties.adjust([one], logits, tokens, tree)
+    assert adjusted is not None
+    said_at = ([4], [4, 4], [4, 9], [4, 4, 2])
+    expected = torch.stack([torch.bincount(torch.tensor(said), minlength=VOCAB) for said in said_at])
+    torch.testing.assert_close((logits - adjusted)[0], expected.float())
+
+
 def test_tokens_drawn_ahead_count_without_being_kept() -> None:
     penalties, logits = Penalties(), random_logits(2, 1)
     rows = [sequence(tokens=[4], frequency_penalty=1.0), sequence(tokens=[4], frequency_penalty=1.0)]
@@ -140,9 +151,8 @@ def model(model_dir: Path) -> PreTrainedModel:
 
 def generate(model_dir: Path, requests: list[Request], arm: str, *, retract: bool = False) -> dict[int, Chunk]:
     """Last chunks by request. Three slots only, so that requests move as others end."""
-    spec = EmbeddedSpec(
-        model_dir=str(model_dir), drafter="eagle", max_batch=3, max_sequence_tokens=96, bandit={"epsilon": 1.0}
-    )
+    settings = {"model_dir": str(model_dir), "drafter": "eagle", "max_batch": 3, "max_sequence_tokens": 96}
+    spec = EmbeddedSpec.model_validate({**settings, "bandit": {"epsilon": 1.0}})
     engine = build_embedded(spec)
     engine.force_arm(arm)
     for one in requests:
@@ -196,7 +206,7 @@ def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_raw_ones(
             logits = model(torch.tensor([[*prompt, *said]])).logits[0].double().numpy()
         for index, (token, logprob) in enumerate(zip(said, chunk.behavior_logprobs, strict=True)):
             raw, position = logits[len(prompt) + index - 1], len(prompt) + index
-            adjusted = adjusted_by_hand(raw, prompt, said[:index], sampling)
+            adjusted = adjusted_by_hand(raw, prompt, said[:index], sampling).astype(np.float32)
             assert token == gumbel_oracle.draw(adjusted, 0.8, sampling.seed, position)[0], (number, index)
             scaled = raw / 0.8 - (raw / 0.8).max()
             assert logprob == pytest.approx(scaled[token] - np.log(np.exp(scaled).sum()), abs=2e-5)
@@ -228,7 +238,7 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_transformers_generate
     assert changed[0].token_ids != ended[0].token_ids
     for number, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])
-        said = model.generate(
+        said = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=40,
