@@ -22,6 +22,7 @@ from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import check_request
 from rollout_gateway.engines.base import Chunk, PauseMode, Request, Sampling
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.sequence import RunningSequence
 from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
@@ -225,6 +226,23 @@ def test_every_arm_and_a_rebuilt_cache_give_the_tokens_of_plain_decoding(
         assert sum(chunk.speculation.accepted_tokens for chunk in drafted.values()) > 0
     retracted = generate(model_dir, requests, "eagle:3_1_4", retract=True)
     assert {number: chunk.token_ids for number, chunk in retracted.items()} == expected
+
+
+def test_the_engine_drops_counts_of_requests_that_ended_or_were_aborted(
+    model: PreTrainedModel, model_dir: Path
+) -> None:
+    engine = build_embedded(EmbeddedSpec.model_validate({"model_dir": str(model_dir), "max_sequence_tokens": 96}))
+    assert isinstance(engine, EmbeddedEngine)
+    for number, limit in enumerate((2, 60)):
+        sampling = Sampling(seed=number, max_tokens=limit, ignore_eos=True, presence_penalty=1.0)
+        engine.enqueue(Request(number, (5, 6), sampling))
+    engine.step()
+    assert len(engine._penalties) == 2
+    while engine.load.running == 2:
+        engine.step()
+    assert len(engine._penalties) == 1
+    engine.abort(None)
+    assert len(engine._penalties) == 0
 
 
 @pytest.mark.parametrize("arm", ARMS)
