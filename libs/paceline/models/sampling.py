@@ -1,6 +1,7 @@
 """The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed and position.
 
 Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches or speculation.
+What changes logits before the draw is in models/penalties.py.
 
 Noise of token v at absolute position t of a request with seed s, all in 64-bit integers that wrap:
   mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27;
@@ -130,14 +131,29 @@ def behavior_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
     return torch.log_softmax(logits.float() / safe[:, None], dim=-1)
 
 
-def draw(logits: Tensor, positions: Tensor, params: DrawParams) -> Draw:
+def top_alternatives(logits: Tensor, temperature: float, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Most likely tokens of each row with their behavior log-probs, the likeliest first.
+
+    logits [n, V], raw, of one request. Returns n rows of min(count, V) pairs (token id, log-prob).
+    """
+    logprobs = behavior_logprobs(logits, torch.full((len(logits),), temperature, device=logits.device))
+    top = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    return [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+
+
+def draw(logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None) -> Draw:
     """Draw the token AT each position from the logits of the position before it.
 
-    logits [N, V]; positions int64 [N]. See the module docstring for the formula.
+    logits [N, V]; positions int64 [N]; adjusted [N, V]: logits after penalties and bias, None where no row has any. The
+    token, the masks and the gap are those of the adjusted logits; the log-prob is that of the raw ones, as a trainer
+    recomputes it and as OpenAI reports it. See the module docstring for the formula.
     """
     logprobs = behavior_logprobs(logits, params.temperatures)
     # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it is.
-    scores = logprobs.double()
+    scores = (logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)).double()
     if params.any_masked:
         scores = mask_scores(scores, params)
     if not params.all_greedy:

@@ -32,6 +32,7 @@ class Capability(StrEnum):
     PAUSE_RETRACT = "pause_retract"
     PAUSE_ABORT = "pause_abort"
     TOP_LOGPROBS = "top_logprobs"
+    PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
     RELEASE_MEMORY = "release_memory"
 
 
@@ -39,6 +40,7 @@ SETTINGS = {
     Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
     Capability.DRAFTER_UPDATE: "gateway.drafter=eagle or a drafter checkpoint",
+    Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
 }
 """What to set to have a capability that engines may lack."""
 
@@ -48,6 +50,10 @@ def missing(engine: str, capability: Capability) -> MissingCapability:
     return MissingCapability(
         f"the {engine} engine lacks the capability {capability}", seen=engine, allowed=SETTINGS.get(capability)
     )
+
+
+MAX_BIASED_TOKENS = 300
+"""Entries of a request's logit bias at most."""
 
 
 class PauseMode(StrEnum):
@@ -96,6 +102,20 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), token ids ascending and distinct
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the draw depends on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether anything changes the logits before the draw."""
+        return self.penalised or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.sampling import DrawParams, behavior_logprobs, draw, gumbel_noise, uniform
+from paceline.models.sampling import DrawParams, behavior_logprobs, draw, gumbel_noise, top_alternatives, uniform
 
 CHI2_999 = {7: 24.32, 63: 103.4}  # critical values at alpha 1e-3
 
@@ -96,3 +96,29 @@ def test_the_gap_is_between_the_two_best_perturbed_scores() -> None:
     for row in range(20):
         scores = np.sort(logits[row].double().numpy() + gumbel_oracle.gumbel(row, row, 11))
         assert got.gaps[row].item() == pytest.approx(scores[-1] - scores[-2], abs=1e-6)
+
+
+def test_adjusted_logits_decide_the_token_and_raw_logits_the_logprob() -> None:
+    generator = torch.Generator().manual_seed(5)
+    raw, adjusted = torch.randn(64, 30, generator=generator), torch.randn(64, 30, generator=generator) * 3
+    params = DrawParams.of(list(range(64)), [0.8] * 64, top_k=[4] * 64)
+    positions = torch.arange(64)
+    got = draw(raw, positions, params, adjusted)
+    as_given = draw(adjusted, positions, params)
+    assert torch.equal(got.tokens, as_given.tokens)
+    assert torch.equal(got.gaps, as_given.gaps)
+    assert not torch.equal(got.tokens, draw(raw, positions, params).tokens)
+    assert (adjusted.topk(4, dim=-1).indices == got.tokens[:, None]).any(dim=-1).all()  # masks see adjusted logits
+    expected = (raw / 0.8).log_softmax(-1).gather(1, got.tokens[:, None])[:, 0]
+    torch.testing.assert_close(got.logprobs, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_alternatives_are_the_likeliest_tokens_in_order(temperature: float) -> None:
+    logits = torch.tensor([[0.1, 2.0, -1.0, 1.0], [3.0, 0.0, 1.0, -4.0]])
+    expected = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    for row, order in zip(top_alternatives(logits, temperature, 3), ([1, 3, 0], [0, 2, 1]), strict=True):
+        assert [token for token, _ in row] == order
+    for found, exact in zip(top_alternatives(logits, temperature, 9), expected, strict=True):
+        assert [value for _, value in found] == pytest.approx(sorted(exact.tolist(), reverse=True), abs=1e-6)
+        assert len(found) == 4

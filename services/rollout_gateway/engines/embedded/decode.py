@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
-from paceline.models.sampling import DrawParams, behavior_logprobs
+from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.base import RoundSplit
 from rollout_gateway.engines.embedded.capture import Capture
@@ -23,6 +23,7 @@ from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.sequence import RunningSequence
 
 
@@ -34,6 +35,7 @@ class Decoder:
         self._speculation = speculation
         self._store = store
         self._capture = capture
+        self._penalties = Penalties()
         self._params: tuple[tuple[int, ...], DrawParams] | None = None
         # One thread's CPU time is what a round costs even while other processes take the core away; with more
         # threads only the wall clock sees how well they ran together.
@@ -56,7 +58,8 @@ class Decoder:
         block, hidden = self._forward(slots, roots, max(lengths), nodes)
         logits = head_logits(self._weights.policy, hidden)
         forwarded = self._clock()
-        verdict = verify(logits, nodes, nodes.positions(roots) + 1, self._draw_params(rows, nodes))
+        adjusted = self._adjusted(rows, nodes, logits)
+        verdict = verify(logits, nodes, nodes.positions(roots) + 1, self._draw_params(rows, nodes), adjusted)
         taken = self._accept(rows, verdict, nodes, logits, block)
         verified = self._clock()
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
@@ -66,9 +69,10 @@ class Decoder:
         self._speculation.learn_costs(plan, len(hidden), verified - drafted, ended - verified + drafted - began)
         self.split += RoundSplit(1, drafted - began, forwarded - drafted, verified - forwarded, ended - verified)
 
-    def changed(self) -> None:
-        """Other rows run than in the round before."""
+    def changed(self, ended: Sequence[RunningSequence]) -> None:
+        """Other rows run than in the round before: these have ended."""
         self._params = None
+        self._penalties.drop(ended)
 
     def _forward(self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes) -> tuple[Block, Tensor]:
         """The round's block and the hidden states [N, H] of its nodes."""
@@ -84,6 +88,13 @@ class Decoder:
         )
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
         return block, forward_hidden(policy, self._store.kv, token_ids, block)
+
+    def _adjusted(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> Tensor | None:
+        """Logits [N, V] after penalties and bias; None when no row asks for any."""
+        if not any(sequence.request.sampling.adjusted for sequence in rows):
+            return None
+        whole = self._penalties.adjust(rows, nodes.spread(logits), nodes.tokens, nodes.parents)
+        return None if whole is None else nodes.compute(whole)
 
     def _draw_params(self, rows: Sequence[RunningSequence], nodes: Nodes) -> DrawParams:
         key = tuple(id(sequence) for sequence in rows)
@@ -114,18 +125,12 @@ class Decoder:
             sequence, end = rows[row], accepted + 1
             count = sequence.take(tokens[row][:end], logprobs[row][:end], gaps[row][:end], version)
             sequence.count(drafted[row], count, levels[row])
-            if sequence.request.sampling.top_logprobs:
-                self._add_alternatives(sequence, logits[_along(nodes, block, verdict)[row, :count]])
+            if wanted := sequence.request.sampling.top_logprobs:
+                path = logits[_along(nodes, block, verdict)[row, :count]]
+                sequence.alternatives += top_alternatives(path, sequence.request.sampling.temperature, wanted)
             taken.append(count)
         self._count(drafted, taken)
         return taken
-
-    def _add_alternatives(self, sequence: RunningSequence, logits: Tensor) -> None:
-        sampling = sequence.request.sampling
-        logprobs = behavior_logprobs(logits, torch.full((len(logits),), sampling.temperature, device=logits.device))
-        top = logprobs.topk(min(sampling.top_logprobs, logits.shape[-1]), dim=-1)
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
-            sequence.alternatives.append(tuple(zip(ids, values, strict=True)))
 
     def _count(self, drafted: Sequence[int], taken: Sequence[int]) -> None:
         pairs = [(proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed]

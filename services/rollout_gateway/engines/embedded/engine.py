@@ -95,7 +95,7 @@ class EmbeddedEngine:
             return
         slots = [slot for slot, sequence in enumerate(self._scheduler.running) if sequence.finish is not None]
         self._speculation.ended(slots, [self._scheduler.running[slot] for slot in slots], self._store)
-        self._decoder.changed()
+        self._decoder.changed(ended)
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)

@@ -32,13 +32,15 @@ class Verdict:
     """int64 [B, P]: node at each step of the path, the root repeated behind its end. None: node p at step p."""
 
 
-def verify(logits: Tensor, nodes: Nodes, positions: Tensor, params: DrawParams) -> Verdict:
+def verify(
+    logits: Tensor, nodes: Nodes, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
+) -> Verdict:
     """Draw at every node and follow the drafts.
 
     logits [N, V] of the forwarded nodes, each computed with its ancestors as context; positions int64 [B, Q]: absolute
-    position of the token drawn at each node; params: N rows.
+    position of the token drawn at each node; params: N rows; adjusted [N, V]: what is drawn from instead, see `draw`.
     """
-    drawn = draw(logits, nodes.compute(positions), params)
+    drawn = draw(logits, nodes.compute(positions), params, adjusted)
     tokens, logprobs, gaps = (nodes.spread(part) for part in (drawn.tokens, drawn.logprobs, drawn.gaps))
     if nodes.parents is None:
         return Verdict(tokens, accepted_drafts(tokens, nodes.tokens[:, 1:]), logprobs, gaps, None)

@@ -111,7 +111,7 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
     batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=60, ignore_eos=True)) for i in range(8)]
     accepted = {}
     for early in ("off", "ngram:4_1_5", "eagle:3_1_4"):
-        engine = build(tmp_path)
+        engine = build(tmp_path, verify_budget=False)
         for one in batch:
             engine.enqueue(one)
         for number in range(20):
@@ -124,7 +124,7 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
             engine.step()
         after = engine.load.speculation
         accepted[early] = (after.accepted_tokens - before.accepted_tokens) / (480 - position)
-    steady = build(tmp_path)
+    steady = build(tmp_path, verify_budget=False)
     steady.force_arm("eagle:5_1_6")
     generate(steady, batch)
     always = steady.load.speculation.accepted_tokens / 480
