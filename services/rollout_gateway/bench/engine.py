@@ -85,7 +85,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     plan = Plan(demo_folder(), options.threads, options.pairs, batch_sizes(options.batches))
     if options.bandits:
         plan = dataclasses.replace(plan, bandits=tuple(options.bandits.split(",")))
-    return dataclasses.replace(plan, pairs=1, batches=(2,), max_tokens=24, quick=True) if options.quick else plan
+    return dataclasses.replace(plan, pairs=1, batches=(2,), max_tokens=12, quick=True) if options.quick else plan
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:
