@@ -73,7 +73,7 @@ async def beside_transformers(plan: Plan) -> Findings:
     rows: list[Row] = []
     goals: list[Goal] = []
     for batch in plan.batches_of((1, 8)):
-        work = plan.work(batch, greedy=True, count=max(4, batch))
+        work = plan.work(batch, greedy=True, waves=4 if batch == 1 else 1)
         hows: dict[str, dict[str, object]] = {GENERATE: {}}
         if batch == 1:  # transformers speculates for one sequence at a time
             hows |= {"transformers prompt lookup": dict(PROMPT_LOOKUP)}
@@ -202,7 +202,7 @@ async def memory(plan: Plan) -> Findings:
     peaks = {"before the engine": meter.read().peak_rss_mib}
     engine = plan.engine("policy_trained", max_batch=several)
     peaks["engine loaded"] = meter.read().peak_rss_mib
-    work = plan.work(several, count=several)
+    work = plan.at_once(several)
     for arm in (OFF, ARMS[0], ""):
         decode(engine, work, arm, plan.threads)
         peaks[f"after {several} requests at once, {arm or 'bandit'}"] = meter.read().peak_rss_mib

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from paceline.bench.paired import Ratio, paired_ratio
+from paceline.errors import InvalidInput
 from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
 from rollout_gateway.text import TextCodec
@@ -105,6 +106,20 @@ def workload(
         ),
         batch,
     )
+
+
+def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -> Workload:
+    """Waves of requests whose responses are about equally long, so that a batch stays full almost to its end.
+
+    lengths: response tokens of the pool's requests. The waves stand at even quantiles of length, (w + 1/2) / waves;
+    requests keep their numbers and seeds. Raises InvalidInput when the pool is too small.
+    """
+    if batch * waves > len(lengths):
+        raise InvalidInput("the pool is too small for these waves", seen=batch * waves, allowed=f"<= {len(lengths)}")
+    ascending = [request for _, request in sorted(zip(lengths, pool.requests, strict=True), key=lambda pair: pair[0])]
+    share = len(ascending) / waves
+    starts = [int(share * wave + (share - batch) / 2) for wave in range(waves)]
+    return Workload(tuple(request for start in starts for request in ascending[start : start + batch]), batch)
 
 
 def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from operator import add
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from rollout_gateway.bench.engine_runs import (
     Way,
     Workload,
     decode,
+    even_waves,
     flips,
     held_out_prompts,
     median_rate,
@@ -34,8 +35,10 @@ OFF = "off"
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
 """Fixed arms that are compared, and what bandits choose from besides off."""
 
-SEQUENCES = {1: 8, 4: 12, 8: 16, 16: 32, 32: 32}
-"""Requests of a run by batch size; other sizes take two waves."""
+WAVES = {1: 8, 4: 3, 8: 2, 16: 2}
+"""Waves of a run by batch size; other sizes take one."""
+POOL, QUICK_POOL = 256, 8
+"""Held-out prompts from which waves are taken."""
 
 SPEEDUP_GOALS = {1: 2.2, 4: 2.3, 8: 2.2}
 PROTOTYPE_RATES = {1: 379.0, 4: 1060.0, 8: 1534.0}
@@ -67,10 +70,17 @@ class Plan:
         """Those of the wanted sizes that are measured; all sizes when there is none."""
         return [batch for batch in wanted if batch in self.batches] or list(self.batches)
 
-    def work(self, batch: int, *, greedy: bool = False, count: int = 0) -> Workload:
-        """Held-out prompts in waves of `batch`; count 0: SEQUENCES."""
-        count = batch if self.quick else count or SEQUENCES.get(batch, 2 * batch)
-        return workload(held_out_prompts(self.demo, count), batch, self.max_tokens, greedy=greedy)
+    def work(
+        self, batch: int, *, policy: str = "policy_trained", greedy: bool = False, waves: int | None = None
+    ) -> Workload:
+        """Even waves for a policy of the demo (engine_runs.even_waves); waves None: those of WAVES."""
+        count, waves = (QUICK_POOL, 1) if self.quick else (POOL, waves or WAVES.get(batch, 1))
+        pool, lengths = measured_pool(self.demo, policy, count, self.max_tokens, greedy)
+        return even_waves(pool, lengths, batch, waves)
+
+    def at_once(self, count: int) -> Workload:
+        """The first held-out prompts in one wave, however long their responses."""
+        return workload(held_out_prompts(self.demo, count), count, self.max_tokens)
 
     def spec(self, policy: str, **changes: object) -> EmbeddedSpec:
         """A policy of the demo, or a directory, under the trained drafter, fp32, all ARMS."""
@@ -93,6 +103,18 @@ class Plan:
         return {
             f"bandit {kind}": self.engine(policy, bandit=BanditSettings(kind=kind), **changes) for kind in self.bandits
         }
+
+
+@cache
+def measured_pool(
+    demo: Path, policy: str, count: int, max_tokens: int, greedy: bool
+) -> tuple[Workload, tuple[int, ...]]:
+    """The first held-out prompts and how many tokens each gets; without drafts, fp32."""
+    batch = min(count, 64)
+    spec = EmbeddedSpec.model_validate({"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch})
+    pool = workload(held_out_prompts(demo, count), batch, max_tokens, greedy=greedy)
+    answers = decode(build_embedded(spec), pool, OFF, 1).answers
+    return pool, tuple(len(answer.tokens) for answer in answers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +204,7 @@ async def drafters_of_little_use(plan: Plan) -> Findings:
     rows: list[Row] = []
     goals: list[Goal] = []
     for batch in plan.batches:
-        work = plan.work(batch)
+        work = plan.work(batch, policy="policy_start")
         ways = forced(engine, work, plan.threads, (OFF,)) | chosen(alive | dead, work, plan.threads)
         runs = await take_turns(ways, plan.pairs, f"policy_start, batch {batch}")
         rows += speed_rows("policy_start, fp32", batch, runs)
@@ -199,7 +221,7 @@ async def rollouts(plan: Plan) -> Findings:
     engine = plan.engine("policy_trained", max_batch=several)
     bandits = plan.bandit_engines("policy_trained", max_batch=several)
     judged = next(iter(bandits))
-    distinct = plan.work(several, count=several)
+    distinct = plan.at_once(several)
     arms = forced(engine, distinct, plan.threads)
     runs = await take_turns(arms | chosen(bandits, distinct, plan.threads), plan.pairs, f"rollout, {several} prompts")
     rows = rollout_rows(f"rollout of {several} prompts, fp32", runs)

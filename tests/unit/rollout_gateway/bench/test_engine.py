@@ -25,7 +25,7 @@ from rollout_gateway.bench.engine_injected import (
     write_random_model,
 )
 from rollout_gateway.bench.engine_profile import STAGES, flops_per_token, stage_seconds
-from rollout_gateway.bench.engine_runs import Answer, Run, decode, flips, take_turns, workload
+from rollout_gateway.bench.engine_runs import Answer, Run, decode, even_waves, flips, take_turns, workload
 from rollout_gateway.bench.engine_sections import ARMS, at_least, grouped_work
 from rollout_gateway.bench.engine_transformers import TransformersModel
 from rollout_gateway.bench.sglang import demo_folder
@@ -62,6 +62,7 @@ def options(**changes: object) -> argparse.Namespace:
     return made
 
 
+@pytest.mark.timeout(600)  # two threads on cores that others use are slow
 async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> None:
     result = await bench.run(options(quick=True))
     sections = {str(row["section"]).split(",")[0] for row in result.rows}
@@ -105,6 +106,20 @@ def test_waves_hold_the_batch_and_keep_the_order() -> None:
     work = workload(PROMPTS, 3, 8)
     assert [[request.request_id for request in wave] for wave in work.waves] == [[0, 1, 2], [3]]
     assert [request.sampling.seed for request in work.requests] == [0, 1, 2, 3]
+
+
+def test_even_waves_are_of_like_length_and_stand_at_even_quantiles() -> None:
+    pool = workload([(7, index) for index in range(12)], 12, 8)
+    lengths = [60, 10, 50, 20, 40, 30, 120, 70, 110, 80, 100, 90]
+    work = even_waves(pool, lengths, 2, 3)
+    assert [[lengths[request.request_id] for request in wave] for wave in work.waves] == [
+        [20, 30],
+        [60, 70],
+        [100, 110],
+    ]
+    assert all(request.sampling.seed == request.request_id for request in work.requests)
+    with pytest.raises(InvalidInput, match="pool"):
+        even_waves(pool, lengths, 5, 3)
 
 
 def test_grouped_work_takes_prompts_of_every_length_and_the_longest() -> None:
