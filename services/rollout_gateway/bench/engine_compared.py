@@ -22,7 +22,6 @@ from rollout_gateway.bench.engine_profile import (
     flops_per_token,
     linear_seconds,
     matmul_gflops,
-    stage_seconds,
 )
 from rollout_gateway.bench.engine_runs import (
     Answer,
@@ -49,9 +48,9 @@ from rollout_gateway.bench.engine_sections import (
     forced,
     speed_rows,
 )
-from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.base import Engine, RoundSplit
 from rollout_gateway.engines.embedded import EmbeddedSpec
-from rollout_gateway.engines.embedded.speculative import MAX_STEPS
+from rollout_gateway.engines.embedded.arms import parse_arm, slack
 
 GENERATE = "transformers generate"
 PLAIN_GOALS = {1: 1.25, 8: 2.0}
@@ -216,7 +215,8 @@ async def memory(plan: Plan) -> Findings:
 def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never resident."""
     item = ITEM_BYTES[spec.dtype]
-    cells = spec.max_batch * (spec.max_sequence_tokens + MAX_STEPS + 1)
+    arms = [parse_arm(name, spec.speculators) for name in spec.arm_names]
+    cells = spec.max_batch * (spec.max_sequence_tokens + slack(arms))
     return {
         "keys and values": cells * config.num_layers * config.kv_width * item / MIB,
         "hidden states for the drafter": cells * config.hidden_size * item / MIB,
@@ -234,9 +234,9 @@ async def profile(plan: Plan) -> Findings:
         work = plan.work(batch)
         for arm in (OFF, best):
             decode(engine, work, arm, plan.threads)
-            with stage_seconds() as spent:
-                run = decode(engine, work, arm, plan.threads)
-            rows.append(_profile_row(batch, arm, run, spent, config))
+            before = engine.load.split
+            run = decode(engine, work, arm, plan.threads)
+            rows.append(_profile_row(batch, arm, run, engine.load.split - before, config))
     say("profile: " + ", ".join(f"{row['way']} at {row['batch']}: {row['ms']:.2f} ms" for row in rows))
     gflops, flops = matmul_gflops(), flops_per_token(config)
     limit: Row = {
@@ -248,18 +248,18 @@ async def profile(plan: Plan) -> Findings:
     return Findings([*rows, limit], [])
 
 
-def _profile_row(batch: int, arm: str, run: Run, spent: Mapping[str, float], config: ModelConfig) -> Row:
+def _profile_row(batch: int, arm: str, run: Run, spent: RoundSplit, config: ModelConfig) -> Row:
     per_round = 1e3 / run.rounds
-    nodes = int(arm.rpartition("_")[2]) if arm != OFF else 1
-    rows = max(1, round(run.tokens / run.rounds / (run.accept_length or 1.0)))  # sequences a round holds on average
+    nodes = spent.nodes / spent.rounds
+    seconds = {stage.removesuffix("_s"): getattr(spent, stage) for stage in STAGES}
     return {
         "section": "ms of a round, fp32",
         "batch": batch,
         "way": arm,
-        "rows": rows,
+        "nodes": nodes,
         "tokens": run.tokens / run.rounds,
         "ms": run.seconds * per_round,
-        **{stage: spent[stage] * per_round for stage in STAGES},
-        "rest": (run.seconds - sum(spent.values())) * per_round,
-        "products alone": linear_seconds(config, rows * nodes) * 1e3,
+        **{stage: spent_s * per_round for stage, spent_s in seconds.items()},
+        "rest": (run.seconds - sum(seconds.values())) * per_round,
+        "products alone": linear_seconds(config, round(nodes)) * 1e3,
     }

@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from paceline.errors import MissingCapability
 from paceline.models.config import parse_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
-from paceline.speculators import SPECULATORS, CaptureSpec, DraftBatch, Speculator, SpeculatorSetup
+from paceline.speculators import SPECULATORS, CaptureSpec, DraftBatch, Drafts, DraftShape, Speculator, SpeculatorSetup
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
@@ -85,15 +84,23 @@ class KnownTokens:
     def catch_up(self, batch: DraftBatch) -> None:
         """Keeps nothing per slot."""
 
-    def propose(self, batch: DraftBatch, steps: int) -> Tensor:
-        """int64 [B, steps]; -1 behind the end of an answer."""
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """A chain; -1 behind the end of an answer."""
+        steps = shape.steps
         drafts = np.full((len(batch.slots), steps), -1, dtype=np.int64)
         known = batch.token_ids.cpu().numpy()
         for row, (slot, n) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
             proposal = self._proposals[tuple(known[slot, : self._width].tolist())]
             found = proposal[n - self._width : n - self._width + steps]
             drafts[row, : len(found)] = found
-        return torch.from_numpy(drafts).to(batch.token_ids.device)
+        tokens = torch.from_numpy(drafts).to(batch.token_ids.device)
+        return Drafts(tokens, torch.ones(tokens.shape, device=tokens.device))
+
+    def ended(self, batch: DraftBatch) -> None:
+        """Learns nothing."""
+
+    def flush(self) -> None:
+        """Learns nothing."""
 
     def free(self, slot: int) -> None:
         """Keeps nothing per slot."""

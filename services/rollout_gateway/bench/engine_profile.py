@@ -1,59 +1,24 @@
-"""Where the milliseconds of a round go, and what the arithmetic alone would take. Owns clocks, not workloads."""
+"""What the arithmetic of a round alone would take, beside the stages that the engine counts. Owns no workload."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.embedded import engine as engine_module
-from rollout_gateway.engines.embedded.engine import EmbeddedEngine
-from rollout_gateway.engines.embedded.prefill import Prefill
-from rollout_gateway.engines.embedded.speculative import Speculation
+from rollout_gateway.engines.base import RoundSplit
 
-STAGES: dict[str, Sequence[tuple[Any, str]]] = {
-    "prefill": ((Prefill, "run"),),
-    "draft": ((Speculation, "parts"), (Speculation, "draft")),
-    "forward": ((EmbeddedEngine, "_forward"), (engine_module, "head_logits")),
-    "verify": ((engine_module, "verify"),),
-    "accept": ((EmbeddedEngine, "_accept"), (EmbeddedEngine, "_emit")),
-}
-"""Stage -> the functions it consists of; none calls another of the table."""
+STAGES = tuple(one.name for one in fields(RoundSplit) if one.name.endswith("_s"))
+"""Stages of a round, as the engine counts their seconds."""
 
 REPEATS = 15
 SQUARE = 1024
-
-
-@contextmanager
-def stage_seconds() -> Iterator[dict[str, float]]:
-    """Seconds per stage of every engine that steps within the block; costs a microsecond or two a call."""
-    spent = dict.fromkeys(STAGES, 0.0)
-    usual = [(owner, name, getattr(owner, name)) for places in STAGES.values() for owner, name in places]
-    try:
-        for stage, places in STAGES.items():
-            for owner, name in places:
-                setattr(owner, name, _timed(getattr(owner, name), spent, stage))
-        yield spent
-    finally:
-        for owner, name, function in usual:
-            setattr(owner, name, function)
-
-
-def _timed(function: Callable[..., Any], spent: dict[str, float], stage: str) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        result = function(*args, **kwargs)
-        spent[stage] += time.perf_counter() - began
-        return result
-
-    return timed
 
 
 def matmul_gflops(dtype: torch.dtype = torch.float32) -> float:

@@ -126,6 +126,7 @@ def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
     """All waves with one arm; "" lets the engine's bandit choose."""
     torch.set_num_threads(threads)
     engine.force_arm(arm)
+    engine.flush_cache()  # runs repeat requests: none may be drafted or prefilled from the run before
     ended: dict[int, Chunk] = {}
     rounds = 0
     began = time.perf_counter()

@@ -7,7 +7,7 @@ calls and what `step` returns into WorkerEvents. An engine never blocks on Redis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -160,11 +160,13 @@ class ArmReport:
     mean_accept_length: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RoundSplit:
-    """Where the seconds of decode rounds went; an engine whose kernels queue counts their wait where it waits."""
+    """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it waits."""
 
     rounds: int = 0
+    nodes: int = 0  # tokens that the target verified: one per row and its drafts
+    prefill_s: float = 0.0
     draft_s: float = 0.0
     forward_s: float = 0.0  # the target's forward and its head
     sample_s: float = 0.0  # draws, verification, ends of requests
@@ -172,13 +174,11 @@ class RoundSplit:
 
     def __add__(self, other: RoundSplit) -> RoundSplit:
         """Both together."""
-        return RoundSplit(
-            self.rounds + other.rounds,
-            self.draft_s + other.draft_s,
-            self.forward_s + other.forward_s,
-            self.sample_s + other.sample_s,
-            self.keep_s + other.keep_s,
-        )
+        return RoundSplit(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __sub__(self, earlier: RoundSplit) -> RoundSplit:
+        """What came since."""
+        return RoundSplit(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Decoder:
         self._params: tuple[tuple[int, ...], DrawParams] | None = None
         # One thread's CPU time is what a round costs even while other processes take the core away; with more
         # threads only the wall clock sees how well they ran together.
-        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self.tokens_emitted = 0
         self.stats = SpeculationStats()
         self.split = RoundSplit()
@@ -49,25 +49,30 @@ class Decoder:
         plan = self._speculation.choose(rows)
         parts = self._speculation.parts(plan, slots, rows, self._store)
         lengths = [sequence.length for sequence in rows]
-        began = self._clock()
+        began = self.clock()
         places = torch.tensor((slots, lengths), device=self._store.token_ids.device)
         cache_slots, roots = places[0], places[1] - 1
         last = self._store.token_ids[cache_slots, roots][:, None]
         nodes, parts = self._speculation.draft(parts, last)
-        drafted = self._clock()
+        drafted = self.clock()
         block, hidden = self._forward(slots, roots, max(lengths), nodes)
         logits = head_logits(self._weights.policy, hidden)
-        forwarded = self._clock()
+        forwarded = self.clock()
         adjusted = self._adjusted(rows, nodes, logits)
         verdict = verify(logits, nodes, nodes.positions(roots) + 1, self._draw_params(rows, nodes), adjusted)
         taken = self._accept(rows, verdict, nodes, logits, block)
-        verified = self._clock()
+        verified = self.clock()
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
         self._speculation.learn_drafts(parts, nodes, verdict)
-        ended = self._clock()
+        ended = self.clock()
         self._speculation.observe(plan, len(rows), sum(taken), ended - began)
         self._speculation.learn_costs(plan, len(hidden), verified - drafted, ended - verified + drafted - began)
-        self.split += RoundSplit(1, drafted - began, forwarded - drafted, verified - forwarded, ended - verified)
+        self.split.rounds += 1
+        self.split.nodes += len(hidden)
+        self.split.draft_s += drafted - began
+        self.split.forward_s += forwarded - drafted
+        self.split.sample_s += verified - forwarded
+        self.split.keep_s += ended - verified
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
         """Other rows run than in the round before: these have ended."""

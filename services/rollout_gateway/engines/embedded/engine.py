@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,9 @@ class EmbeddedEngine:
         """One round; see Engine.step."""
         started = time.perf_counter()
         self._admit()
+        prefilling = self._decoder.clock()
         self._prefill.run()
+        self._decoder.split.prefill_s += self._decoder.clock() - prefilling
         slots = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in slots]
         if rows:
@@ -239,5 +242,5 @@ class EmbeddedEngine:
             speculation=self._decoder.stats,
             arms=self._speculation.reports(),
             rows_dropped=self._capture.rows_dropped,
-            split=self._decoder.split,
+            split=replace(self._decoder.split),
         )
