@@ -25,7 +25,7 @@ class GTest:
 
 
 def g_test(observed: Tensor, probabilities: Tensor) -> GTest:
-    """observed: counts [cells]; probabilities float64 [cells], which sum to 1; a cell of probability 0 admits no count."""
+    """observed: counts [cells]; probabilities float64 [cells], in all 1; a cell of probability 0 admits no count."""
     observed = observed.double()
     count = float(observed.sum())
     if observed[probabilities == 0].any():
@@ -52,8 +52,8 @@ def pooled_cells(expected: Tensor) -> Tensor:
 def power(count: int, probabilities: Tensor, other: Tensor, alpha: float) -> float:
     """Chance that `g_test` of `count` draws from `other` has p < alpha, by the noncentral chi-square.
 
-    Its noncentrality is count * sum (other - probabilities)^2 / probabilities over the pooled cells; its law is taken as
-    normal with the same mean and variance, which is close for many cells.
+    Its noncentrality is count * sum (other - probabilities)^2 / probabilities over the pooled cells; its law is taken
+    as normal with the same mean and variance, which is close for many cells.
     """
     cell = pooled_cells(probabilities * count)
     cells = int(cell.max()) + 1
