@@ -207,7 +207,7 @@ def test_a_bias_of_two_hundredths_is_caught_with_power_near_one() -> None:
 
 def drop_unlikely(tree: SampledTree, target: Tensor) -> SampledTree:
     """Drops drafts of low confidence after they were drawn."""
-    confidence = tree.probs.gather(1, tree.parents.clamp(min=0)[:, :, None].expand(-1, -1, VOCAB))
+    confidence = tree.probs.gather(1, tree.parents[:, :, None].expand(-1, -1, VOCAB))
     unlikely = confidence.gather(2, tree.tokens.clamp(min=0)[:, :, None])[:, :, 0] < 0.1
     return replace(tree, tokens=tree.tokens.masked_fill(unlikely, -1))
 

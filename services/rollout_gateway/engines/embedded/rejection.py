@@ -46,7 +46,7 @@ class SampledTree:
     tokens: Tensor
     """int64 [B, Q]: token at each node; the root's is the last known one; -1 where there is none."""
     parents: Tensor
-    """int64 [B, Q]: parent of each node, -1 at the root; siblings stand in the order drawn."""
+    """int64 [B, Q]: parent of each node, the root's is itself; siblings stand in the order drawn."""
     probs: Tensor
     """float64 [B, Q, V]: q of each node's children; zero where nothing has been drawn."""
     leaves: int
@@ -56,7 +56,7 @@ class SampledTree:
     def of(cls, tokens: Tensor, vocab: int) -> SampledTree:
         """Roots alone: tokens int64 [B], the last known token of each row."""
         batch, device = len(tokens), tokens.device
-        parents = torch.full((batch, 1), -1, dtype=torch.int64, device=device)
+        parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         return cls(tokens[:, None], parents, torch.zeros(batch, 1, vocab, dtype=torch.float64, device=device), 1)
 
     def grow(self, draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int) -> SampledTree:
@@ -110,7 +110,7 @@ class SampledVerdict:
     accepted: Tensor
     """int64 [B]: drafts accepted, 0 .. Q - 1."""
     path: Tensor
-    """int64 [B, Q]: node after which each token was emitted; the first is the root, 0; -1 after the last."""
+    """int64 [B, Q]: node whose logits gave each token, the root first; the root repeated behind the last."""
     logprobs: Tensor
     """float32 [B, Q]: log_softmax(logits / temperature) of the tokens, 0 after the last."""
 
@@ -133,8 +133,8 @@ def verify_sampled(
     logprobs = behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
     target = _normalised(_scores(logprobs, params), params).view(batch, nodes, vocab)
     if parents is None:
-        parents = torch.arange(-1, nodes - 1, device=logits.device).expand(batch, -1)
-    at = positions.gather(1, parents.clamp(min=0)).view(-1)
+        parents = torch.arange(-1, nodes - 1, device=logits.device).clamp(min=0).expand(batch, -1)
+    at = positions.gather(1, parents).view(-1)
     coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), Stream.COIN).view(batch, nodes)
     p, accepted, path = _walk(target, draft_tokens, parents, draft_probs, coins)
     here = path.gather(1, accepted[:, None])
@@ -147,15 +147,15 @@ def verify_sampled(
 def _walk(
     target: Tensor, draft_tokens: Tensor, parents: Tensor, draft_probs: Tensor, coins: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What is left of p at the node where each row stops [B, V], drafts accepted [B], path [B, Q + 1] with -1 after it.
+    """What is left of p at the node where each row stops [B, V], drafts accepted [B], path [B, Q].
 
     target, draft_probs [B, Q, V]; the rest [B, Q]; coins in (0, 1).
     """
     batch, nodes = draft_tokens.shape
     rows = torch.arange(batch, device=target.device)
     accepted = torch.zeros(batch, dtype=torch.int64, device=target.device)
-    path = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=target.device)
-    path[:, 0] = here = torch.zeros_like(accepted)
+    path = torch.zeros(batch, nodes + 1, dtype=torch.int64, device=target.device)
+    here = path[:, 0]
     p, q = target[:, 0], draft_probs[:, 0]
     # Parents stand before their children: one pass over the nodes meets every child of the node where a row stands.
     for node in range(1, nodes):
@@ -168,8 +168,7 @@ def _walk(
         here = torch.where(follow, node, here)
         accepted = accepted + follow
         path[rows, torch.where(follow, accepted, nodes)] = node  # the last column takes what is not followed
-    path[:, nodes] = -1
-    return p, accepted, path
+    return p, accepted, path[:, :nodes]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -202,10 +201,9 @@ def _normalised(scores: Tensor, params: DrawParams) -> Tensor:
 
 
 def _verdict(last: Tensor, accepted: Tensor, path: Tensor, draft_tokens: Tensor, logprobs: Tensor) -> SampledVerdict:
-    """last int64 [B]: the draw that ends the round; path int64 [B, Q + 1]; logprobs [B, Q, V] of all nodes."""
-    steps = torch.arange(path.shape[1] - 1, device=path.device)
-    tokens = draft_tokens.gather(1, path[:, 1:].clamp(min=0))
+    """last int64 [B]: the draw that ends the round; path int64 [B, Q]; logprobs [B, Q, V] of all nodes."""
+    steps = torch.arange(path.shape[1], device=path.device)
+    tokens = draft_tokens.gather(1, path.roll(-1, dims=1))
     tokens = tokens.masked_fill(steps > accepted[:, None], -1).scatter(1, accepted[:, None], last[:, None])
-    path = path[:, :-1]
-    said = logprobs[torch.arange(len(path), device=path.device)[:, None], path.clamp(min=0), tokens.clamp(min=0)]
+    said = logprobs[torch.arange(len(path), device=path.device)[:, None], path, tokens.clamp(min=0)]
     return SampledVerdict(tokens, accepted, path, said.masked_fill(tokens < 0, 0.0))

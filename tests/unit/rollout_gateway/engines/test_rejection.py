@@ -105,7 +105,7 @@ def test_at_temperature_zero_the_argmax_is_followed(counts: tuple[int, ...]) -> 
         while node >= 0:
             said.append(int(best[row, node]))
             node = next(
-                (i for i in range(nodes) if tree.parents[row, i] == node and tree.tokens[row, i] == said[-1]), -1
+                (i for i in range(1, nodes) if tree.parents[row, i] == node and tree.tokens[row, i] == said[-1]), -1
             )
         assert verdict.tokens[row].tolist() == said + [-1] * (nodes - len(said))
 
@@ -142,9 +142,9 @@ def test_the_path_names_the_nodes_whose_logits_gave_each_token() -> None:
     logprobs = behavior_logprobs(logits.view(-1, VOCAB), torch.full((batch * 10,), 0.9)).view(batch, 10, VOCAB)
     for row, accepted in enumerate(verdict.accepted.tolist()):
         path = verdict.path[row].tolist()
-        assert path[accepted + 1 :] == [-1] * (9 - accepted)
+        assert path[accepted + 1 :] == [0] * (9 - accepted)
         for depth, node in enumerate(path[: accepted + 1]):
-            assert tree.parents[row, node] == (path[depth - 1] if depth else -1)
+            assert tree.parents[row, node] == path[max(depth - 1, 0)]
             if depth:
                 assert verdict.tokens[row, depth - 1] == tree.tokens[row, node]
             assert verdict.logprobs[row, depth] == logprobs[row, node, verdict.tokens[row, depth]]
