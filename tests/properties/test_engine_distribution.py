@@ -51,8 +51,8 @@ def exact(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 def said(directory: Path, drafter: str, arm: str, temperature: float = 1.0) -> tuple[Tensor, SpeculationStats]:
     """How often the engine says each sequence, [256], and what it drafted."""
-    spec = EmbeddedSpec(model_dir=str(directory), drafter=drafter, max_batch=500, max_sequence_tokens=32)
-    engine = build_embedded(spec)
+    settings = {"model_dir": str(directory), "drafter": drafter, "max_batch": 500, "max_sequence_tokens": 32}
+    engine = build_embedded(EmbeddedSpec.model_validate(settings))
     engine.force_arm(arm)
     for number in range(REQUESTS):
         sampling = Sampling(seed=number, max_tokens=LENGTH, temperature=temperature, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""What the embedded engine refuses before it accepts a request: errors name the fault, the value seen and those allowed."""
+"""What the embedded engine refuses before any request: errors name the fault, what was seen and what is allowed."""
 
 from __future__ import annotations
 
