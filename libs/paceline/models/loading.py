@@ -5,7 +5,8 @@ Names and shapes are those of Hugging Face checkpoints. A wrong one is named bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -21,20 +22,30 @@ from paceline.tensors import head_hash
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Serving dtypes by name."""
 
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes a checkpoint may be stored in."""
+
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards model-*.safetensors.
 
-    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file.
+    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file, WeightsError when
+    two files hold the same tensor.
     """
     files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise DataLoss(f"cannot read {path.name}: {error}", seen=path) from error
+            size = path.stat().st_size
+            raise DataLoss(
+                f"cannot read {path.name}: {error}", seen=f"{path}, {size} bytes", allowed="a whole safetensors file"
+            ) from error
+        if twice := sorted(tensors.keys() & part.keys()):
+            raise WeightsError(f"tensor {twice[0]} is in two files", seen=path.name, allowed="one file for each tensor")
+        tensors |= part
     return tensors
 
 
@@ -88,17 +99,37 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """Raises WeightsError naming what is missing, extra, misshapen, no float, or not finite."""
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
-        raise WeightsError(f"{len(missing)} tensors are missing", seen=missing[:4])
+        raise WeightsError(
+            f"tensor {missing[0]} is missing{_and_others(missing)}",
+            seen=f"{len(tensors)} tensors",
+            allowed=f"the {len(shapes)} of this model, this one of shape {shapes[missing[0]]}",
+        )
     if extra:
-        raise WeightsError(f"{len(extra)} tensors are not part of this model", seen=extra[:4])
+        near = get_close_matches(extra[0], shapes, 2, 0.0)
+        raise WeightsError(
+            f"tensor {extra[0]} is not part of this model{_and_others(extra)}",
+            seen=f"{len(tensors)} tensors, this one of shape {tuple(tensors[extra[0]].shape)}",
+            allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
+        )
     for name, shape in shapes.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
-        if not tensor.is_floating_point():
-            raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed="a float dtype")
-        if not torch.isfinite(tensor).all():
-            raise WeightsError(f"tensor {name} holds a number that is not finite", seen="nan or inf")
+        _check_tensor(name, tensors[name], shape)
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return f", as are {len(names) - 1} others" if len(names) > 1 else ""
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
+    if tensor.dtype not in STORED_DTYPES:
+        raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=STORED_DTYPES)
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        wrong = tensor[~finite]
+        raise WeightsError(
+            f"tensor {name} holds {len(wrong)} numbers that are not finite", seen=float(wrong[0]), allowed="finite"
+        )
 
 
 def fuse_layer(

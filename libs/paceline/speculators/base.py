@@ -26,6 +26,14 @@ class CaptureSpec:
     """"post_norm": after the final norm, the input of lm_head."""
 
 
+class DraftSampler(Protocol):
+    """Draws a chain's tokens instead of taking the most likely ones; keeps what it drew from."""
+
+    def __call__(self, logits: Tensor, level: int) -> Tensor:
+        """int64 [B] drawn from the drafter's logits [B, V] for the level, 0 for position n."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """What the engine knows of the sequences to draft for; B rows, S slots, C positions of capacity."""
@@ -38,6 +46,8 @@ class DraftBatch:
     """int64 [S, C]: known tokens of every slot, garbage from position n on."""
     hidden: Tensor
     """[S, C, H]: true hidden states of positions 0 .. n - 2; the state of token n - 1 is not known yet."""
+    sampler: DraftSampler | None = None
+    """How tokens of a chain are chosen by speculators that have a distribution; None: the most likely."""
 
 
 @dataclass(frozen=True, slots=True)

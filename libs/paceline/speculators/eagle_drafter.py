@@ -125,7 +125,7 @@ class EagleDrafter:
         return self._tree(batch, features, shape)
 
     def _chain(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """The most likely token after each, from features [B, H] of the last true row."""
+        """The most likely token after each, or one drawn, from features [B, H] of the last true row."""
         blocks = self._chain_blocks(batch, shape.steps - 1)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
@@ -133,9 +133,15 @@ class EagleDrafter:
             if step:
                 x = self._inputs(tokens[-1], features)
                 features = layer_forward(self._config, self._state.layer, x, self._cache, 0, blocks[step - 1])
-            best = torch.softmax(functional.linear(features, self._target.head), dim=-1).max(dim=-1)
-            tokens.append(best.indices)
-            scores.append(best.values if not step else scores[-1] * best.values)
+            logits = functional.linear(features, self._target.head)
+            shares = torch.softmax(logits, dim=-1)
+            if batch.sampler is None:
+                share, token = shares.max(dim=-1)
+            else:
+                token = batch.sampler(logits, step)
+                share = shares.gather(1, token[:, None])[:, 0]
+            tokens.append(token)
+            scores.append(share if not step else scores[-1] * share)
             if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
                 break
         return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())

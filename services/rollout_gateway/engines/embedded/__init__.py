@@ -30,7 +30,9 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     model_dir = Path(spec.model_dir)
     config = read_config(model_dir)
     admission = Admission(config, model_dir, spec.max_sequence_tokens)
-    arms = {name: parse_arm(name, spec.speculators) for name in spec.arm_names}
+    arms = {
+        name: parse_arm(name, spec.speculators, chains_only=spec.verification == "rejection") for name in spec.arm_names
+    }
     capacity = admission.max_sequence_tokens + slack(arms.values())
     source = Path(spec.policy_path) if spec.policy_path else model_dir
     policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity)

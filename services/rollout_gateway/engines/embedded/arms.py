@@ -30,7 +30,7 @@ class Arm:
 NOTHING = DraftShape(steps=0)
 
 
-def parse_arm(name: str, speculators: Sequence[str]) -> Arm:
+def parse_arm(name: str, speculators: Sequence[str], *, chains_only: bool = False) -> Arm:
     """An arm from its name. Raises ConfigError naming what this engine can do."""
     if name == OFF:
         return Arm(OFF, "", NOTHING)
@@ -42,6 +42,8 @@ def parse_arm(name: str, speculators: Sequence[str]) -> Arm:
     steps, topk, tokens = int(found["steps"]), int(found["topk"]), int(found["tokens"])
     if not (1 <= steps <= MAX_STEPS and 1 <= topk <= MAX_TOPK):
         raise ConfigError("no such tree", seen=name, allowed=f"steps 1-{MAX_STEPS}, topk 1-{MAX_TOPK}")
+    if chains_only and topk != 1:
+        raise ConfigError("verification by rejection drafts chains", seen=name, allowed="topk 1, or same_draw")
     if topk == 1 and tokens != steps + 1:
         raise ConfigError("a chain has as many nodes as steps and root", seen=name, allowed=f"{steps + 1} draft tokens")
     largest = min(1 + topk + (steps - 1) * topk**2, MAX_TOKENS)

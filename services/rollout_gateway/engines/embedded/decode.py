@@ -20,7 +20,8 @@ from rollout_gateway.engines.base import RoundSplit
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.embedded.speculative import Speculation
+from rollout_gateway.engines.embedded.sampled import verify_drawn
+from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.penalties import Penalties
@@ -53,13 +54,14 @@ class Decoder:
         places = torch.tensor((slots, lengths), device=self._store.token_ids.device)
         cache_slots, roots = places[0], places[1] - 1
         last = self._store.token_ids[cache_slots, roots][:, None]
-        nodes, parts = self._speculation.draft(parts, last)
+        params = self._row_params(rows)
+        nodes, parts = self._speculation.draft(parts, last, params)
         drafted = self.clock()
         block, hidden = self._forward(slots, roots, max(lengths), nodes)
         logits = head_logits(self._weights.policy, hidden)
         forwarded = self.clock()
         adjusted = self._adjusted(rows, nodes, logits)
-        verdict = verify(logits, nodes, nodes.positions(roots) + 1, self._draw_params(rows, nodes), adjusted)
+        verdict = self._verify(logits, nodes, parts, nodes.positions(roots) + 1, params, adjusted)
         taken = self._accept(rows, verdict, nodes, logits, block)
         verified = self.clock()
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
@@ -101,7 +103,7 @@ class Decoder:
         whole = self._penalties.adjust(rows, nodes.spread(logits), nodes.tokens, nodes.parents)
         return None if whole is None else nodes.compute(whole)
 
-    def _draw_params(self, rows: Sequence[RunningSequence], nodes: Nodes) -> DrawParams:
+    def _row_params(self, rows: Sequence[RunningSequence]) -> DrawParams:
         key = tuple(id(sequence) for sequence in rows)
         if self._params is None or self._params[0] != key:
             sampling = [sequence.request.sampling for sequence in rows]
@@ -111,13 +113,28 @@ class Decoder:
                 top_k=[one.top_k for one in sampling],
                 top_p=[one.top_p for one in sampling],
                 min_p=[one.min_p for one in sampling],
-                device=nodes.tokens.device,
+                device=self._store.token_ids.device,
             )
             self._params = (key, params)
-        if nodes.width == 1:
-            return self._params[1]
-        owners = torch.arange(len(rows), device=nodes.tokens.device)[:, None].expand(-1, nodes.width)
-        return self._params[1].rows(nodes.compute(owners))
+        return self._params[1]
+
+    def _verify(
+        self,
+        logits: Tensor,
+        nodes: Nodes,
+        parts: Sequence[DraftPart],
+        positions: Tensor,
+        params: DrawParams,
+        adjusted: Tensor | None,
+    ) -> Verdict:
+        """By the rule the engine was built with; params: B rows."""
+        if nodes.width > 1:
+            owners = torch.arange(len(positions), device=positions.device)[:, None].expand(-1, nodes.width)
+            params = params.rows(nodes.compute(owners))
+        if self._speculation.rejection and parts:
+            probs = self._speculation.draft_probs(parts, nodes, logits.shape[-1])
+            return verify_drawn(logits, nodes, positions, params, probs, adjusted)
+        return verify(logits, nodes, positions, params, adjusted)
 
     def _accept(
         self, rows: Sequence[RunningSequence], verdict: Verdict, nodes: Nodes, logits: Tensor, block: Block

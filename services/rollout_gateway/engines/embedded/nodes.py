@@ -79,12 +79,15 @@ class Nodes:
         return self.width - 1 if self.depths is None else int(self.depths.max())
 
 
-def arrange(last: Tensor, drafts: Drafts) -> Nodes:
-    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape allows."""
+def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
+    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape allows.
+
+    whole: forward also what is absent.
+    """
     tokens = torch.cat((last, drafts.tokens), dim=1)
     kept = None
     present = tokens >= 0
-    if int(present.sum()) < DENSE * tokens.numel():
+    if not whole and int(present.sum()) < DENSE * tokens.numel():
         kept = present.flatten().nonzero()[:, 0]
     if drafts.parents is None:
         return Nodes(tokens, kept=kept)

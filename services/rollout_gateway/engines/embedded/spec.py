@@ -27,6 +27,9 @@ class EmbeddedSpec(BaseModel):
     arms: tuple[str, ...] = ()  # empty: the drafter's default
     speculate_rows: int = Field(0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
     verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
+    # "same_draw": a seed's tokens do not depend on drafts. "rejection": chains drawn from the drafter, accepted with
+    # min(1, p/q): more is accepted at high temperatures, and a seed's tokens depend on the arm.
+    verification: Literal["same_draw", "rejection"] = "same_draw"
     bandit: BanditSettings = Field(default_factory=BanditSettings)
     seed: int = 0
     features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows

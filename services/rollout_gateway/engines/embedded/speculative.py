@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
+from paceline.models.sampling import DrawParams
 from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
 from rollout_gateway.bandits import build_bandit
 from rollout_gateway.engines.base import ArmReport, Capability, missing
@@ -21,6 +23,7 @@ from rollout_gateway.engines.embedded.arms import OFF, Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
+from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.verify import Verdict
 from rollout_gateway.engines.sequence import RunningSequence
@@ -68,7 +71,9 @@ class Speculation:
             trained.commit_state(trained.load_state(Path(spec.drafter_path)))
         self._bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
         self._most_rows = spec.speculate_rows or slots
-        self.budget = Budget() if spec.verify_budget else None
+        self.rejection = spec.verification == "rejection"
+        # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
+        self.budget = Budget() if spec.verify_budget and not self.rejection else None
         self.forced = ""
 
     @property
@@ -129,13 +134,27 @@ class Speculation:
                 parts.append(DraftPart(members, arm, speculator, batch))
         return parts
 
-    def draft(self, parts: Sequence[DraftPart], last: Tensor) -> tuple[Nodes, list[DraftPart]]:
-        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known tokens."""
+    def draft(self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams) -> tuple[Nodes, list[DraftPart]]:
+        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known tokens.
+
+        params: B rows, how requests draw.
+        """
+        if self.rejection:
+            parts = [_sampling(part, params, last.device) for part in parts]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
         drafts = merge_drafts(len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None])
         if drafts is None or not bool((drafts.tokens >= 0).any()):
             return Nodes(last), []
-        return arrange(last, drafts), drafted
+        return arrange(last, drafts, whole=self.rejection), drafted
+
+    def draft_probs(self, parts: Sequence[DraftPart], nodes: Nodes, vocab: int) -> Tensor:
+        """What the drafts of a round were drawn from, see sampled.draft_probs."""
+        drawn = [
+            (part.members, part.drafts, part.batch.sampler if isinstance(part.batch.sampler, ChainSampler) else None)
+            for part in parts
+            if part.drafts is not None
+        ]
+        return draft_probs(nodes, drawn, vocab)
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
@@ -204,6 +223,13 @@ class Speculation:
 
 def _draft_batch(slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> DraftBatch:
     return DraftBatch(slots, [sequence.length for sequence in rows], store.token_ids, store.hidden)
+
+
+def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> DraftPart:
+    """The part, its drafts to be drawn as its requests draw."""
+    members = torch.tensor(part.members, device=device)
+    sampler = ChainSampler(params.rows(members), torch.tensor(part.batch.lengths, device=device))
+    return replace(part, batch=replace(part.batch, sampler=sampler))
 
 
 def _followed(nodes: Nodes, verdict: Verdict) -> np.typing.NDArray[np.bool_]:

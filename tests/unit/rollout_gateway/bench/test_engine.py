@@ -51,7 +51,9 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spec(folder: Path) -> EmbeddedSpec:
     arm = f"ngram:{STEPS}_1_{STEPS + 1}"
-    return EmbeddedSpec.model_validate({"model_dir": str(folder), "drafter": "ngram", "max_batch": 4, "arms": (arm,)})
+    return EmbeddedSpec.model_validate(
+        {"model_dir": str(folder), "drafter": "ngram", "max_batch": 4, "arms": (arm,), "verify_budget": False}
+    )
 
 
 def options(**changes: object) -> argparse.Namespace:
