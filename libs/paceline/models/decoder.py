@@ -8,6 +8,7 @@ interleaved halves (models/rope.py), which changes no product of a query with a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +16,10 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
+from paceline.models.int8 import Int8Matrix
+
+Matrix: TypeAlias = Tensor | Int8Matrix
+"""Weights [N, K] of a projection from K features to N."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +28,21 @@ class LayerWeights:
 
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
-    qkv: Tensor
+    qkv: Matrix
     """[(Nq + 2 Nkv) D, H]; query and key heads interleaved"""
     qkv_bias: Tensor | None
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
     """[Nq + Nkv, D]; interleaved"""
-    output: Tensor
+    output: Matrix
     """[H, Nq D]"""
     output_bias: Tensor | None
     """[H]"""
     post_norm: Tensor
     """[H]"""
-    gate_up: Tensor
+    gate_up: Matrix
     """[2 F, H]"""
-    down: Tensor
+    down: Matrix
     """[H, F]"""
 
 
@@ -131,15 +136,30 @@ def layer_forward(
 ) -> Tensor:
     """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H]."""
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = project(normed, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    x = torch.addmm(x, _attend(config, queries, cache, index, block), layer.output.t())
+    x = add_projected(x, _attend(config, queries, cache, index, block), layer.output)
     if layer.output_bias is not None:
         x = x + layer.output_bias
     normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
-    gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-    return torch.addmm(x, functional.silu(gate).mul_(up), layer.down.t())
+    gate, up = project(normed, layer.gate_up).chunk(2, dim=-1)
+    return add_projected(x, functional.silu(gate).mul_(up), layer.down)
+
+
+def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias: [M, N] of x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        product = weight.product(x)
+        return product if bias is None else product.add_(bias)
+    return functional.linear(x, weight, bias)
+
+
+def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
+    """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        return weight.product(x).add_(residual)
+    return torch.addmm(residual, x, weight.t())
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -31,13 +31,14 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     admission = Admission(config, model_dir, spec.max_sequence_tokens)
     capacity = admission.max_sequence_tokens + MAX_STEPS + 1
     source = Path(spec.policy_path) if spec.policy_path else model_dir
-    policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity)
+    int8 = spec.quantize == "int8"
+    policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity, int8=int8)
     with torch.inference_mode():
         speculation = Speculation(spec, policy, spec.max_batch, capacity)
         store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
     versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
     return EmbeddedEngine(
-        EngineWeights(policy, speculation, versions, capacity=capacity),
+        EngineWeights(policy, speculation, versions, capacity=capacity, int8=int8),
         speculation,
         Scheduler(spec.max_batch, spec.prefill_tokens),
         store,
