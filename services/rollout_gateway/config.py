@@ -26,6 +26,7 @@ class EmbeddedConfig(Config):
     """What only the embedded engine knows."""
 
     quantize: Literal["", "int8"] = ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
+    compile: bool = False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
 
 
 class SGLangConfig(Config):

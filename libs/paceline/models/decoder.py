@@ -7,6 +7,7 @@ interleaved halves (models/rope.py), which changes no product of a query with a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -46,6 +47,10 @@ class LayerWeights:
     """[H, F]"""
 
 
+Finish: TypeAlias = Callable[[LayerWeights, Tensor, Tensor, float], Tensor]
+"""finish_layer, or a compiled one."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """A whole model as served."""
@@ -62,6 +67,8 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
+    finish: Finish | None = None
+    """Replaces finish_layer in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +139,31 @@ def make_block(
 
 
 def layer_forward(
-    config: ModelConfig, layer: LayerWeights, x: Tensor, cache: StaticCache, index: int, block: Block
+    config: ModelConfig,
+    layer: LayerWeights,
+    x: Tensor,
+    cache: StaticCache,
+    index: int,
+    block: Block,
+    finish: Finish | None = None,
 ) -> Tensor:
-    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H]."""
+    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H].
+
+    finish: what to call instead of finish_layer.
+    """
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
     qkv = project(normed, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    x = add_projected(x, _attend(config, queries, cache, index, block), layer.output)
+    return (finish or finish_layer)(layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps)
+
+
+def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
+    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N, Nq D] -> [N, H]."""
+    x = add_projected(x, attended, layer.output)
     if layer.output_bias is not None:
         x = x + layer.output_bias
-    normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
+    normed = _rms_norm(x, layer.post_norm, eps)
     gate, up = project(normed, layer.gate_up).chunk(2, dim=-1)
     return add_projected(x, functional.silu(gate).mul_(up), layer.down)
 
@@ -204,7 +225,7 @@ def forward_hidden(weights: DecoderWeights, cache: StaticCache, token_ids: Tenso
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     for index, layer in enumerate(weights.layers):
-        x = layer_forward(config, layer, x, cache, index, block)
+        x = layer_forward(config, layer, x, cache, index, block, weights.finish)
     x = _rms_norm(x, weights.norm, config.rms_norm_eps)
     return x.view(block.batch, block.tokens, config.hidden_size)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from paceline.errors import WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import build_weights, read_tensors
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.embedded.speculative import Speculation
@@ -19,26 +19,24 @@ class EngineWeights:
     """Serving, previous drafter and prepared weights of one engine."""
 
     def __init__(
-        self, policy: DecoderWeights, speculation: Speculation, versions: VersionSet, *, capacity: int, int8: bool
+        self,
+        policy: DecoderWeights,
+        speculation: Speculation,
+        versions: VersionSet,
+        load_policy: Callable[[Path], DecoderWeights],
     ) -> None:
+        """load_policy reads another version of the policy, as the engine serves it."""
         self.policy = policy
         self.versions = versions
         self._speculation = speculation
-        self._capacity = capacity
-        self._int8 = int8
+        self._load_policy = load_policy
         self._prepared: dict[Target, dict[int, object]] = {Target.POLICY: {}, Target.DRAFTER: {}}
 
     def prepare(self, target: Target, version: int, path: Path) -> None:
         """Load and check a version. Raises WeightsError, DataLoss, InvalidInput or MissingCapability."""
         state: object
         if target is Target.POLICY:
-            state = build_weights(
-                self.policy.config,
-                read_tensors(path),
-                dtype=self.policy.head.dtype,
-                positions=self._capacity,
-                int8=self._int8,
-            )
+            state = self._load_policy(path)
         else:
             state = self._speculation.trained.load_state(path)
         prepared = self._prepared[target]
