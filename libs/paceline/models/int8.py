@@ -4,13 +4,15 @@ Weight-only and symmetric: row n of W is values[n] * scales[n], activations stay
 and rounds, as its Int8WeightOnlyConfig does. Its tensor subclass is not used: every product through it takes 10-20 us
 of Python dispatch, more than a whole product of a small model (4 us), and never reaches the fused CPU kernel below.
 
-Two products, measured on one core with AVX-512 (times relative to a plain bfloat16 matrix):
-- bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight: 0.5-0.7 for one row of
-  matrices from 512 x 1408 on, 1.5 for eight rows. From about twelve rows on it loses to
+Two products, timed on one core with AVX-512 against a plain matrix in bfloat16:
+- bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight. From 512 x 1408 on it
+  takes 0.5-0.7 of the time for one row, 1.5 for eight rows in a warm cache. From about twelve rows on it loses to
 - values in the activations' dtype, one product, scales on the result: costs a cast of the matrix per product.
-In float32 there is the second only (the fused kernel takes ten times as long): that saves memory, not time.
+In float32 there is the second only; the fused kernel takes ten times as long there. A step of 8 layers of 512 x 1408,
+more than the caches hold: one row 9.9 -> 5.6 ms in float32, 8.0 -> 3.4 ms in bfloat16; eight rows 16 -> 14, 11 -> 9.
+Where the weights fit into the caches float32 gains nothing.
 
-Each row of the fused product is the same whatever rows stand beside it. The other one rounds like a plain matrix: in
+A row of the fused product is the same whatever rows stand beside it. The other product rounds like a plain matrix: in
 float32 draws differ at near-ties only, in bfloat16 they may differ between batch shapes.
 """
 

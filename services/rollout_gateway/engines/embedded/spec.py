@@ -23,8 +23,8 @@ class EmbeddedSpec(BaseModel):
     # Of the layers' matrices, every version at its Prepare (models/int8.py). int8 needs the extra `int8`. Draws follow
     # the rounded weights: same seed, same tokens holds in float32 as without it, in bfloat16 not between batch shapes.
     quantize: Literal["", "int8"] = ""
-    # torch.compile of each layer after its attention (models/compiled.py): 10-30 s at the first steps on a CPU, and a
-    # call costs about 0.1 ms, more than it saves in a small model. Never the default.
+    # torch.compile of each layer after its attention (models/compiled.py): 10-30 s at the first steps, a C++ compiler,
+    # and on the CPU measured no gain. Never the default.
     compile: bool = False
     threads: int = Field(1, ge=1)
     max_batch: int = Field(64, ge=1)  # requests decoding at once

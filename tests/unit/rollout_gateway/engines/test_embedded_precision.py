@@ -25,8 +25,8 @@ from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 SEQUENCES, LONGEST = 100, 16
-BFLOAT16_GAP = 0.5
-"""Two steps of a bfloat16 logit of the size these models give, 16 to 32; a draw decided by more does not flip."""
+BFLOAT16_GAP = 2 * 2**-4
+"""Two logits between 8 and 16, the largest of these models, may each move by one step of bfloat16."""
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def round_trip(source: Path, target: Path) -> None:
 def test_in_bfloat16_drafts_flip_near_ties_only(
     quantize: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
-    """Another batch shape rounds differently, with drafts or without: under 2 % of draws, and as many as that alone."""
+    """Another batch shape rounds differently, with drafts or one by one without them: under 2 % of draws."""
     if quantize:
         request.getfixturevalue("torchao")
     save_random(tmp_path, "llama", sharpness=6.0)
@@ -96,7 +96,7 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
     expected = generate(build(tmp_path, **settings), batch, "off")
     assert {len(tokens) for tokens, _ in expected.values()} == {LONGEST}
     flipped, draws = {}, {}
-    for arm, size in (*((arm, 16) for arm in ARMS[1:]), ("off", 3)):
+    for arm, size in (*((arm, 16) for arm in ARMS[1:]), ("off", 1)):
         engine = build(tmp_path, max_batch=size, **settings)
         seen = generate(engine, batch, arm)
         assert (engine.load.speculation.accepted_tokens > 0) == (arm != "off")
@@ -106,8 +106,7 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
         flipped[arm] = len(wrong)
         assert all(expected[number][1] < BFLOAT16_GAP for number in wrong)
     record_property("sequences flipped by arm", flipped)
-    assert all(0 <= flipped[arm] < 0.02 * draws[arm] for arm in flipped), (flipped, draws)
-    assert max(flipped.values()) <= 2 * flipped["off"], flipped
+    assert all(flipped[arm] < 0.02 * draws[arm] for arm in flipped), (flipped, draws)
 
 
 @pytest.mark.usefixtures("torchao")
@@ -162,15 +161,20 @@ def test_other_quantisations_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(
+    quantize: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if quantize:
+        request.getfixturevalue("torchao")
     assert not EmbeddedSpec(model_dir="m").compile
     save_random(tmp_path, "llama", sharpness=6.0)
     batch = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(12)]
-    expected = generate(build(tmp_path), batch, "off")
+    expected = generate(build(tmp_path, quantize=quantize), batch, "off")
     assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, "choose other seeds: a near-tie may flip"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiled = build(tmp_path, compile=True)
+    compiled = build(tmp_path, quantize=quantize, compile=True)
     for arm in ARMS:
         assert said(generate(compiled, batch, arm)) == said(expected), arm
     counted = torch._dynamo.utils.counters["stats"]
