@@ -4,7 +4,7 @@ Compiled is finish_layer: output projection, norm and MLP, one graph for all lay
 Attention and the cache are not: a compiled write into the static cache copies the whole cache, five times the step
 of a small model, and the whole stack as one graph compiles for minutes.
 
-On the CPU measured (two cores, AVX-512) nothing is gained: every call checks its guards, about 0.1 ms, so that a step of
+On the CPU measured (two cores, AVX-512) nothing is gained: every call checks its guards, about 0.1 ms. A step of
 12 layers of 128 x 352 takes 3.0 instead of 1.8 ms, one of 8 layers of 512 x 1408 takes 10.7 instead of 9.9 ms.
 """
 

@@ -72,9 +72,8 @@ def test_numbers_are_those_of_torchaos_own_weight_only_quantisation() -> None:
 
     linear = torch.nn.Linear(96, 64, bias=False)
     matrix = quantized(linear.weight.detach())
-    model = torch.nn.Sequential(linear)
-    quantize_(model, Int8WeightOnlyConfig())
-    np.testing.assert_allclose(served(matrix), model[0].weight.dequantize().double().numpy(), rtol=1e-6)
+    quantize_(torch.nn.Sequential(linear), Int8WeightOnlyConfig())
+    np.testing.assert_allclose(served(matrix), linear.weight.dequantize().double().numpy(), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("torchao")

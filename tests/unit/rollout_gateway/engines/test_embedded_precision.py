@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from random_models import save_random
 from safetensors.torch import save_file
 
-import paceline.models.loading
 from paceline.errors import ConfigError
 from paceline.models.compiled import compiled_finish
+from paceline.models.int8 import Int8Matrix, quantized
 from paceline.models.loading import read_tensors
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.engines.base import Engine, PauseMode, Request, Sampling, Target
@@ -137,10 +137,13 @@ def test_a_new_version_is_served_in_eight_bits_too(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("torchao")
 def test_only_the_policys_matrices_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random(tmp_path, "llama")
-    rounded, quantized = [], paceline.models.loading.quantized
-    monkeypatch.setattr(
-        paceline.models.loading, "quantized", lambda weight: rounded.append(tuple(weight.shape)) or quantized(weight)
-    )
+    rounded: list[tuple[int, ...]] = []
+
+    def noted(weight: torch.Tensor) -> Int8Matrix:
+        rounded.append(tuple(weight.shape))
+        return quantized(weight)
+
+    monkeypatch.setattr("paceline.models.loading.quantized", noted)
     plain, eight = build(tmp_path), build(tmp_path, quantize="int8")
     assert rounded == [(96, 48), (48, 48), (160, 48), (48, 80)] * 3
     assert eight.lm_head_hash == plain.lm_head_hash
@@ -157,7 +160,7 @@ def test_int8_without_torchao_is_refused_at_the_start(tmp_path: Path, monkeypatc
 
 def test_other_quantisations_are_refused() -> None:
     with pytest.raises(ValidationError, match="quantize"):
-        EmbeddedSpec(model_dir="m", quantize="int4")  # type: ignore[arg-type]
+        EmbeddedSpec.model_validate({"model_dir": "m", "quantize": "int4"})
 
 
 @pytest.mark.slow
@@ -167,7 +170,7 @@ def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(
 ) -> None:
     if quantize:
         request.getfixturevalue("torchao")
-    assert not EmbeddedSpec(model_dir="m").compile
+    assert not EmbeddedSpec.model_validate({"model_dir": "m"}).compile
     save_random(tmp_path, "llama", sharpness=6.0)
     batch = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(12)]
     expected = generate(build(tmp_path, quantize=quantize), batch, "off")
