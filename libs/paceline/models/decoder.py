@@ -8,7 +8,9 @@ value projections are one matrix, gate and up another; query and key heads are s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +18,10 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
+from paceline.models.int8 import Int8Matrix
+
+Matrix: TypeAlias = Tensor | Int8Matrix
+"""Weights [N, K] of a projection from K features to N."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,22 +30,26 @@ class LayerWeights:
 
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
-    qkv: Tensor
+    qkv: Matrix
     """[(Nq + 2 Nkv) D, H]; query and key heads interleaved"""
     qkv_bias: Tensor | None
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
     """[Nq + Nkv, D]; interleaved"""
-    output: Tensor
+    output: Matrix
     """[H, Nq D]"""
     output_bias: Tensor | None
     """[H]"""
     post_norm: Tensor
     """[H]"""
-    gate_up: Tensor
+    gate_up: Matrix
     """[2 F, H]"""
-    down: Tensor
+    down: Matrix
     """[H, F]"""
+
+
+Finish: TypeAlias = Callable[[LayerWeights, Tensor, Tensor, float], Tensor]
+"""finish_layer, or a compiled one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,8 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
+    finish: Finish | None = None
+    """Replaces finish_layer in every layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +190,48 @@ def _computed(rows: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def layer_forward(
-    config: ModelConfig, layer: LayerWeights, x: Tensor, cache: StaticCache, index: int, block: Block
+    config: ModelConfig,
+    layer: LayerWeights,
+    x: Tensor,
+    cache: StaticCache,
+    index: int,
+    block: Block,
+    finish: Finish | None = None,
 ) -> Tensor:
-    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H]."""
+    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H].
+
+    finish: what to call instead of finish_layer.
+    """
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = project(normed, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    x = torch.addmm(x, _attend(config, queries, cache, index, block), layer.output.t())
+    return (finish or finish_layer)(layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps)
+
+
+def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
+    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N, Nq D] -> [N, H]."""
+    x = add_projected(x, attended, layer.output)
     if layer.output_bias is not None:
         x = x + layer.output_bias
-    normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
-    gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-    return torch.addmm(x, functional.silu(gate).mul_(up), layer.down.t())
+    normed = _rms_norm(x, layer.post_norm, eps)
+    gate, up = project(normed, layer.gate_up).chunk(2, dim=-1)
+    return add_projected(x, functional.silu(gate).mul_(up), layer.down)
+
+
+def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias: [M, N] of x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        product = weight.product(x)
+        return product if bias is None else product.add_(bias)
+    return functional.linear(x, weight, bias)
+
+
+def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
+    """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        return weight.product(x).add_(residual)
+    return torch.addmm(residual, x, weight.t())
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -237,7 +278,7 @@ def forward_hidden(weights: DecoderWeights, cache: StaticCache, token_ids: Tenso
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     for index, layer in enumerate(weights.layers):
-        x = layer_forward(config, layer, x, cache, index, block)
+        x = layer_forward(config, layer, x, cache, index, block, weights.finish)
     return _rms_norm(x, weights.norm, config.rms_norm_eps)
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.decoder import DecoderWeights, LayerWeights
+from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
+from paceline.models.int8 import quantized
 from paceline.models.rope import interleave, rotation_table
 from paceline.tensors import head_hash
 
@@ -133,9 +134,18 @@ def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
 
 
 def fuse_layer(
-    config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    int8: bool = False,
 ) -> LayerWeights:
-    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under the prefix."""
+    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under the prefix.
+
+    int8: matrices are stored in eight bits (models/int8.py), which raises ConfigError without torchao.
+    """
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
 
     def get(name: str) -> Tensor:
@@ -145,6 +155,9 @@ def fuse_layer(
         full = get(f"self_attn.{kind}_proj.{name}")
         return interleave(full, heads[kind]) if kind in heads else full
 
+    def stored(weight: Tensor) -> Matrix:
+        return quantized(weight) if int8 else weight
+
     qk_norm = None
     if config.qk_norm:
         rows = [interleave(get(f"self_attn.{kind}_norm.weight"), 1).expand(n, -1) for kind, n in heads.items()]
@@ -152,14 +165,14 @@ def fuse_layer(
     has_norm = f"{prefix}input_layernorm.weight" in tensors
     return LayerWeights(
         input_norm=get("input_layernorm.weight") if has_norm else None,
-        qkv=torch.cat([turned("weight", kind) for kind in "qkv"]),
+        qkv=stored(torch.cat([turned("weight", kind) for kind in "qkv"])),
         qkv_bias=torch.cat([turned("bias", kind) for kind in "qkv"]) if config.qkv_bias else None,
         qk_norm=qk_norm,
-        output=get("self_attn.o_proj.weight"),
+        output=stored(get("self_attn.o_proj.weight")),
         output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
         post_norm=get("post_attention_layernorm.weight"),
-        gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
-        down=get("mlp.down_proj.weight"),
+        gate_up=stored(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+        down=stored(get("mlp.down_proj.weight")),
     )
 
 
@@ -170,10 +183,12 @@ def build_weights(
     dtype: torch.dtype,
     positions: int,
     device: torch.device | None = None,
+    int8: bool = False,
 ) -> DecoderWeights:
     """DecoderWeights beside whatever serves now.
 
-    positions: rows of the rotation table, at least the cache capacity. Raises WeightsError (see check_tensors).
+    positions: rows of the rotation table, at least the cache capacity. int8: the layers' matrices are stored in eight
+    bits; embedding, norms and head never are. Raises WeightsError (see check_tensors), ConfigError without torchao.
     """
     device = device or torch.device("cpu")
     named = dict(tensors)
@@ -188,7 +203,8 @@ def build_weights(
         config=config,
         embed=embed,
         layers=tuple(
-            fuse_layer(config, named, f"model.layers.{index}.", dtype, device) for index in range(config.num_layers)
+            fuse_layer(config, named, f"model.layers.{index}.", dtype, device, int8=int8)
+            for index in range(config.num_layers)
         ),
         norm=named["model.norm.weight"].detach().to(device, dtype),
         head=embed if tied else named["lm_head.weight"].detach().to(device, dtype),

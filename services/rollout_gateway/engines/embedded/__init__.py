@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from paceline.models.compiled import compiled_finish
 from paceline.models.config import read_config
+from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.admission import Admission
@@ -35,13 +38,20 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     }
     capacity = admission.max_sequence_tokens + slack(arms.values())
     source = Path(spec.policy_path) if spec.policy_path else model_dir
-    policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity)
+
+    def load(path: Path) -> DecoderWeights:
+        weights = build_weights(
+            config, read_tensors(path), dtype=DTYPES[spec.dtype], positions=capacity, int8=spec.quantize == "int8"
+        )
+        return replace(weights, finish=compiled_finish()) if spec.compile else weights
+
+    policy = load(source)
     with torch.inference_mode():
         speculation = Speculation(spec, arms, policy, spec.max_batch, capacity)
         store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
     versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
     return EmbeddedEngine(
-        EngineWeights(policy, speculation, versions, capacity=capacity),
+        EngineWeights(policy, speculation, versions, load),
         speculation,
         Scheduler(spec.max_batch, spec.prefill_tokens),
         store,

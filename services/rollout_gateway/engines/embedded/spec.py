@@ -20,6 +20,12 @@ class EmbeddedSpec(BaseModel):
     model_dir: str  # Hugging Face checkpoint directory
     drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Of the layers' matrices, every version at its Prepare (models/int8.py). int8 needs the extra `int8`. Draws follow
+    # the rounded weights: same seed, same tokens holds in float32 as without it, in bfloat16 not between batch shapes.
+    quantize: Literal["", "int8"] = ""
+    # torch.compile of each layer after its attention (models/compiled.py): 10-30 s at the first steps, a C++ compiler,
+    # and on the CPU measured no gain. Never the default.
+    compile: bool = False
     threads: int = Field(1, ge=1)
     max_batch: int = Field(64, ge=1)  # requests decoding at once
     max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context
