@@ -41,6 +41,7 @@ from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
 _SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
@@ -87,7 +88,8 @@ class EmbeddedEngine:
         rows = [self._scheduler.running[slot] for slot in slots]
         news: list[Chunk] = []
         if rows:
-            plan = self._speculation.choose(rows)
+            draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
+            plan = self._speculation.choose(rows, draining=draining)
             parts = self._speculation.parts(plan, slots, rows, self._store)
             decoding = self._clock()
             drafts = self._speculation.draft(parts, len(rows))
@@ -97,7 +99,7 @@ class EmbeddedEngine:
             self._store.keep_hidden(block, hidden)
             self._store.keep_tokens(block, verdict.tokens)
             taken = self._accept(rows, verdict, drafts, logits)
-            self._speculation.observe(plan, len(rows), sum(taken), self._clock() - decoding)
+            self._speculation.observe(plan, taken, self._clock() - decoding)
             self._capture.write(rows, taken, positions, tokens_in, hidden, self._weights.versions.policy)
             news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
@@ -255,6 +257,10 @@ class EmbeddedEngine:
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
 
+    def merge_evidence(self, evidence: Evidence) -> None:
+        """See Engine.merge_evidence."""
+        self._speculation.merge(evidence)
+
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
         raise missing("embedded", Capability.RELEASE_MEMORY)
@@ -318,5 +324,6 @@ class EmbeddedEngine:
             busy_s=self._busy_s,
             speculation=self._stats,
             arms=self._speculation.reports(),
+            evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
         )

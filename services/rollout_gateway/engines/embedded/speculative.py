@@ -17,10 +17,11 @@ from torch import Tensor
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators import SPECULATORS, DraftBatch, Speculator, SpeculatorSetup
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.engines.base import ArmReport, Capability, missing
+from rollout_gateway.bandits import Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
 OFF = "off"
@@ -57,6 +58,7 @@ class RoundPlan:
     """Which rows of a round draft with which arm."""
 
     arms: dict[str, list[int]]  # arm -> rows
+    situation: Situation
     explored: bool = False
 
     @property
@@ -114,19 +116,24 @@ class Speculation:
         if name and name not in self.arms:
             raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
 
-    def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
-        """Forced arm of the engine, else of the request, else the bandit's for all others together."""
+    def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
+        """Forced arm of the engine, else of the request, else the bandit's for all others together.
+
+        draining: no request waits for a slot or for its prefill.
+        """
+        facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
+        situation = Situation(facts, max(one.length for one in rows), draining)
         if self.forced:
-            return RoundPlan({self.forced: list(range(len(rows)))})
+            return RoundPlan({self.forced: list(range(len(rows)))}, situation)
         arms: dict[str, list[int]] = {}
         for row, sequence in enumerate(rows):
             arms.setdefault(sequence.request.forced_arm, []).append(row)
         free = arms.pop("", [])
         if not free:
-            return RoundPlan(arms)
-        choice = self._bandit.choose(len(rows))
+            return RoundPlan(arms, situation)
+        choice = self._bandit.choose(situation)
         arms.setdefault(choice.arm, []).extend(free)
-        return RoundPlan(arms, choice.explored)
+        return RoundPlan(arms, situation, choice.explored)
 
     def parts(
         self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
@@ -157,19 +164,28 @@ class Speculation:
                 drafts[part.members, : proposal.shape[1]] = proposal
         return drafts if bool((drafts[:, 0] >= 0).any()) else drafts[:, :0]
 
-    def observe(self, plan: RoundPlan, batch: int, tokens: int, seconds: float) -> None:
-        """Tell the bandit of a round; one with several arms teaches nothing about any."""
+    def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
+        """Tell the bandit of a round: tokens of each row. One with several arms teaches nothing about any."""
         if plan.single:
-            self._bandit.observe(plan.single, batch, tokens, seconds, tokens / batch, explored=plan.explored)
+            self._bandit.observe(Outcome(plan.single, plan.situation, taken, seconds, plan.explored))
 
     def serve_drafter(self, state: object) -> None:
         """Draft with new weights from the next round on; the bandit tries their arms anew."""
         self.trained.commit_state(state)
-        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator == self.trained.name})
+        trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
+        self._bandit.forget(trained, Target.DRAFTER)
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
         return tuple(self._bandit.reports())
+
+    def evidence(self) -> Evidence:
+        """What the bandit has learned, for other engines."""
+        return self._bandit.snapshot()
+
+    def merge(self, evidence: Evidence) -> None:
+        """What other engines have learned."""
+        self._bandit.merge(evidence)
 
     def free(self, slot: int) -> None:
         """Nobody sits in the slot any more, or its states are to be rebuilt."""
@@ -182,6 +198,7 @@ class Speculation:
             speculator.move(source, destination, length)
 
     def bind(self, target: DecoderWeights) -> None:
-        """Draft for new target weights."""
+        """Draft for new target weights; the bandit looks again how much they accept."""
         for speculator in self.speculators.values():
             speculator.bind(target)
+        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
