@@ -14,6 +14,7 @@ from rollout_gateway.bandits.base import (
     Situation,
 )
 from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
+from rollout_gateway.bandits.cost_model import CostModel
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 from rollout_gateway.bandits.thompson import Thompson
 from rollout_gateway.bandits.ucb import UCB1
@@ -24,6 +25,7 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
     "ucb": UCB1,
     "thompson": Thompson,
     "beg": BucketedEpsilonGreedy,
+    "cost_model": CostModel,
 }
 
 
