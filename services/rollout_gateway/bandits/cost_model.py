@@ -12,8 +12,8 @@ with share_r the weight of row r among those that may be the last, (expected rou
 row left this is tokens per second again; with many, the rows that will last count most.
 
 Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and of
-its seconds. Evidence that is not renewed fades, so that every arm is looked at again about once a window, and a new
-drafter at once; in between no round is spent on it.
+its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm that
+seems worse by a factor x is, without any hope, tried once in x windows. A new drafter is tried at once.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class CostModel(WindowedBandit[GroupWindow]):
         self._acceptance = Acceptance(arms, settings.groups, settings.window)
         self._costs = CostTable(arms, settings.groups, settings.window)
         self._lengths = ResponseLengths()
+        self._rounds = [0] * len(settings.groups)
+        self._used = [[0] * len(arms) for _ in settings.groups]  # round in which an arm was used last
         self._ids: list[int] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._last: Outcome | None = None
         self._allowed: dict[tuple[str, ...], list[int]] = {}
 
     def prime(self, costs: Sequence[CostSample]) -> None:
@@ -60,61 +61,78 @@ class CostModel(WindowedBandit[GroupWindow]):
         if len(names) == 1:
             return Choice(names[0], explored=False)
         group = self._at(situation.batch_size)
-        seconds, doubt = self._costs.seconds(group, situation.batch_size, situation.context)
+        seconds = self._costs.seconds(group, situation.batch_size, situation.context)
         allowed = self._indices(names)
-        unseen = np.isnan(seconds)[allowed]
-        if unseen.any():
-            return Choice(names[int(unseen.argmax())], explored=True)
-        mean, bound = self._acceptance.tokens(group)
-        believed = self._tokens(situation, group, seconds) / seconds
-        hoped = believed * (bound / mean) * doubt
-        chosen = int(hoped[allowed].argmax())
-        return Choice(names[chosen], explored=chosen != int(believed[allowed].argmax()))
+        unseen = next((index for index in allowed if seconds[index] != seconds[index]), None)  # NaN
+        if unseen is not None:
+            return Choice(self._names[unseen], explored=True)
+        tokens, beliefs = self._tokens(situation, group, seconds), self._acceptance.beliefs(group)
+        doubts = self._costs.doubts(group)
+        believed = [tokens[index] / seconds[index] for index in allowed]
+        hoped = [
+            rate * beliefs.bound[index] / beliefs.tokens[index] * doubts[index]
+            for rate, index in zip(believed, allowed, strict=True)
+        ]
+        best = max(believed)
+        late = self._late(group, allowed, believed, best)
+        chosen = hoped.index(max(hoped)) if late is None else late
+        return Choice(self._names[allowed[chosen]], explored=believed[chosen] < best)
 
-    def _tokens(self, situation: Situation, group: int, seconds: Floats) -> Floats:
+    def _late(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
+        """Place in `allowed` of an arm unused for a window of rounds; the worse it is thought, the longer it waits."""
+        now, used = self._rounds[group], self._used[group]
+        for place, index in enumerate(allowed):
+            if (now - used[index]) * believed[place] > self._settings.window * best:
+                return place
+        return None
+
+    def _tokens(self, situation: Situation, group: int, seconds: list[float]) -> list[float]:
         """Tokens of a round [A], each row's weighed by what they are worth."""
-        self._follow(situation.rows)
-        tokens = self._acceptance.row_tokens(group, self._slots)
+        self._follow(situation.rows, group)
+        tokens = self._acceptance.rows.tokens[self._slots]
+        sums: list[float] = tokens.sum(axis=0).tolist()
         if not situation.draining or len(self._ids) == 1:
-            return tokens.sum(axis=0)
-        return self._worth(situation, tokens, seconds, group) @ tokens
+            return sums
+        rates = [count / each for count, each in zip(sums, seconds, strict=True)]
+        usual = rates.index(max(rates))
+        one_row = self._costs.seconds(group, 1, situation.context)[usual]
+        weighed: list[float] = (self._worth(tokens[:, usual], one_row / seconds[usual]) @ tokens).tolist()
+        return weighed
 
-    def _worth(self, situation: Situation, tokens: Floats, seconds: Floats, group: int) -> Floats:
-        """Value [B] of a token of each row; see the module."""
-        usual = int((tokens.sum(axis=0) / seconds).argmax())
-        each = tokens[:, usual]
-        facts = np.array([(row.generated, row.limit) for row in situation.rows], dtype=np.float64)
-        rounds = self._lengths.remaining(facts[:, 0], facts[:, 1]) / each
+    def _worth(self, each: Floats, fixed: float) -> Floats:
+        """Value [B] of a token of each row; see the module. each: tokens [B] that the rows are given in a round."""
+        running = self._acceptance.rows
+        rounds = self._lengths.remaining(running.generated[self._slots], running.limits[self._slots]) / each
         share = (rounds / rounds.max()) ** LAST_POWER
-        fixed = min(self._costs.seconds(group, 1, situation.context)[0][usual] / seconds[usual], 1.0)
-        worth: Floats = ((1.0 - fixed) / len(each) + fixed * share / share.sum()) / each
+        fixed = min(fixed, 1.0)
+        worth: Floats = ((1.0 - fixed) / len(each) + fixed / share.sum() * share) / each
         return worth
 
     def observe(self, outcome: Outcome) -> None:
         """Learn of a round: its seconds, and which drafts of which request were accepted."""
         super().observe(outcome)
         situation = outcome.situation
-        self._follow(situation.rows)
         group = self._at(situation.batch_size)
+        self._rounds[group] += 1
+        self._used[group][self._index[outcome.arm]] = self._rounds[group]
+        self._follow(situation.rows, group)
         self._costs.observe(group, outcome.arm, situation.batch_size, situation.context, outcome.seconds)
-        taken = np.array(outcome.taken)
-        more = np.array([row.generated + count < row.limit for row, count in zip(situation.rows, taken, strict=True)])
-        ran = taken > 0  # a row that took nothing had ended before the round
-        self._acceptance.observe(group, outcome.arm, self._slots[ran], taken[ran] - 1, more[ran])
-        self._last = outcome
+        taken, slots = np.array(outcome.taken), self._slots
+        more = self._acceptance.rows.advance(slots, taken)
+        if not taken.all():  # a row that took nothing had ended before the round
+            ran = taken > 0
+            taken, slots, more = taken[ran], slots[ran], more[ran]
+        if len(taken):
+            self._acceptance.observe(group, outcome.arm, slots, taken - 1, more)
 
-    def _follow(self, rows: Sequence[RowFacts]) -> None:
+    def _follow(self, rows: Sequence[RowFacts], group: int) -> None:
         """Requests that were in the round before and are not now have ended with it."""
-        ids = [row.request_id for row in rows]
+        ids = [row[0] for row in rows]
         if ids == self._ids:
             return
-        self._slots = self._acceptance.rows.follow(ids)
+        self._slots, ended = self._acceptance.follow(rows, group)
+        self._lengths.add(ended)
         self._ids = ids
-        if self._last is not None:
-            still = set(ids)
-            pairs = zip(self._last.situation.rows, self._last.taken, strict=True)
-            self._lengths.add([row.generated + count for row, count in pairs if row.request_id not in still])
-            self._last = None
 
     def forget(self, arms: Set[str], changed: Target) -> None:
         """Acceptance of these arms is not known any more (drafter) or less well (policy); seconds stay."""

@@ -13,7 +13,8 @@ from rollout_gateway.engines.base import Target
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}
 """SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the traces have."""
-EMA_SHARE, WARM_UP, INTERVAL, DOWN, UP = 0.2, 10, 5, 0.75, 0.5
+DOWN_HYSTERESIS = {1: -0.25}
+EMA_SHARE, WARM_UP, INTERVAL = 0.2, 10, 5
 
 
 class Served:
@@ -85,20 +86,20 @@ class Truth(Fixed):
 
 
 class AdaptiveSteps:
-    """SGLang's adaptive speculation (0.5.x): the number of chain steps follows how many drafts are accepted.
+    """SGLang's adaptive speculation (0.5.21, adaptive_spec_params.py): chain steps follow how many drafts are accepted.
 
-    Each batch-size slot has candidate steps. An exponential average (share 0.2) of accepted drafts per row is looked at
-    every fifth batch after ten. The next smaller candidate is taken when the average is at most what that one drafts
-    less 0.75 (half a token and a quarter of hysteresis), the next larger one when it exceeds what is drafted now less 0.5. At
-    0 steps nothing is accepted by definition: the smallest positive candidate is tried again at the next look. It
-    measures no seconds. Written from its description; EAGLE chains only.
+    Each batch-size slot has candidate steps and an exponential average (share 0.2) of drafts accepted per row, which
+    starts at its steps - 1. It is looked at every fifth batch after ten. It goes down while the average is at most the
+    next smaller candidate less half a token (0.5 for candidate 0) plus the slot's hysteresis, else up while it exceeds
+    the present candidate less half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried at
+    the next look. It measures no seconds and knows no n-grams. Written from what the rule does.
     """
 
     def __init__(self, arms: Sequence[str]) -> None:
         self._arms = {int(arm.split(":")[1].split("_")[0]): arm for arm in arms if speculator_of(arm) == "eagle"}
         self._arms[0] = "off"
         self._steps = {slot: candidates[len(candidates) // 2] for slot, candidates in CANDIDATES.items()}
-        self._average = {slot: float(steps) for slot, steps in self._steps.items()}
+        self._average = {slot: steps - 1.0 for slot, steps in self._steps.items()}
         self._batches = dict.fromkeys(CANDIDATES, 0)
 
     def choose(self, moment: Moment) -> str:
@@ -106,32 +107,35 @@ class AdaptiveSteps:
         return self._arms[self._steps[self._slot(moment)]]
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
-        """Average, and move by one candidate."""
+        """Average, and look at it now and then."""
         slot = self._slot(moment)
-        accepted = sum(taken) / len(taken) - 1
-        self._average[slot] += EMA_SHARE * (accepted - self._average[slot])
+        if self._steps[slot]:
+            self._average[slot] += EMA_SHARE * (sum(taken) / len(taken) - 1 - self._average[slot])
         self._batches[slot] += 1
-        if self._batches[slot] > WARM_UP and self._batches[slot] % INTERVAL == 0:
-            self._move(slot)
+        late = self._batches[slot] - WARM_UP
+        if late > 0 and late % INTERVAL == 0:
+            self._look(slot)
 
-    def _move(self, slot: int) -> None:
-        candidates, now, average = CANDIDATES[slot], self._steps[slot], self._average[slot]
-        at = candidates.index(now)
-        if now == 0 and at + 1 < len(candidates):
-            self._steps[slot] = candidates[at + 1]
-            self._average[slot] = float(candidates[at + 1])
-        elif at > 0 and average <= candidates[at - 1] - DOWN + (1.0 if candidates[at - 1] == 0 else 0.0):
-            self._steps[slot] = candidates[at - 1]
-        elif at + 1 < len(candidates) and average > now - UP:
-            self._steps[slot] = candidates[at + 1]
+    def _look(self, slot: int) -> None:
+        candidates, average = CANDIDATES[slot], self._average[slot]
+        before = at = candidates.index(self._steps[slot])
+        if self._steps[slot] == 0:
+            at = min(at + 1, len(candidates) - 1)
+            if average < 0:
+                self._average[slot] = candidates[at] - 1.0
+        else:
+            while at and average <= max(candidates[at - 1] - 0.5, 0.5) + DOWN_HYSTERESIS.get(slot, 0.0):
+                at -= 1
+            while at >= before and at + 1 < len(candidates) and average > candidates[at] - 0.5:
+                at += 1
+        self._steps[slot] = candidates[at]
 
     def changed(self, target: Target) -> None:
         """Nothing: it follows."""
 
     @staticmethod
     def _slot(moment: Moment) -> int:
-        size = len(moment.rows)
-        return max(slot for slot in CANDIDATES if slot <= size)
+        return max(slot for slot in CANDIDATES if slot <= len(moment.rows))
 
 
 def _bandit(kind: str, world: World, seed: int, *, primed: bool = False) -> Served:
