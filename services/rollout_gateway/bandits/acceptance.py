@@ -7,8 +7,8 @@ position p is accepted once those before it were (Leviathan et al. 2023, without
 
     E[tokens | steps] = 1 + sum over k = 1 .. steps of a_1 ... a_k.
 
-A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it drafted no further or
-the response ended there). Evidence is kept per batch-size group, at most a window of trials a position, and fades
+A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it drafted no further
+or the response reached its limit there). Evidence is kept per batch-size group, at most a window of trials a position, and fades
 while none comes. What a group does not know it takes from all groups together, and what nobody knows of a position
 from the position before it. A request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH trials.
 """
@@ -33,9 +33,10 @@ GUESS_STRENGTH = 1.0  # trials that the position before is worth
 POOL_STRENGTH = 8.0  # trials that all groups together are worth to one of them
 ROW_STRENGTH = 12.0  # trials that the group is worth to a request
 ROW_KEEP = 1.0 - 1.0 / 64  # of a request's evidence, per round of it
-BOUND_Z = 1.0  # standard deviations of the optimistic chance
+BOUND_Z = 0.5  # standard deviations of the optimistic chance
 IDLE_SHARE = 0.2  # of the window: rounds in which evidence that is not renewed fades to 1 / e
 FIRST_SLOTS = 64
+TRIAL_ROWS = 4  # after which a drafter is no longer new
 POOL_ROUNDS = 8  # rounds after which the sums over groups are taken anew
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
@@ -108,6 +109,7 @@ class Acceptance:
         self._beliefs: list[Beliefs | None] = [None] * len(groups)
         self._pool: tuple[list[float], list[float]] | None = None
         self._rounds = 0
+        self._seen = dict.fromkeys(self._families, 0)  # rows of rounds since the start or the last new drafter
         self.rows = RowAcceptance(positions, self._spans)
 
     def beliefs(self, group: int) -> Beliefs:
@@ -116,6 +118,11 @@ class Acceptance:
         if known is None:
             known = self._beliefs[group] = self._believe(group)
         return known
+
+    def is_new(self, arm: int) -> bool:
+        """True while hardly any row of a round has shown what this arm's drafter is worth."""
+        span = self._spans[arm]
+        return span is not None and self._seen[span.family] < TRIAL_ROWS
 
     def follow(self, rows: Sequence[RowFacts], group: int) -> tuple[Counts, list[int]]:
         """Slots [B] of the requests that run now, and the lengths of those that do not any more: these are dropped."""
@@ -133,6 +140,7 @@ class Acceptance:
         self._trials[:, group] *= keep
         self._accepted[:, group] *= keep
         if span is not None:
+            self._seen[span.family] += len(slots)
             own, end = self._trials[0, group], span.end
             own[span.first : end] += fresh
             self._accepted[0, group, span.first : end] += reached[1:]
@@ -187,6 +195,7 @@ class Acceptance:
             spans = [self._families[family] for family in sorted(touched)]
             for span in spans:
                 self._trials[:, :, span.first : span.end] = self._accepted[:, :, span.first : span.end] = 0.0
+                self._seen[span.family] = 0
             self._changed()
             for span in spans:
                 self.rows.forget(span, self.beliefs(0).tokens)
@@ -216,6 +225,7 @@ class Acceptance:
             steps = min(span.steps, len(one.accepted), len(one.trials))
             self._accepted[1, group, span.first : span.first + steps] = one.accepted[:steps]
             self._trials[1, group, span.first : span.first + steps] = one.trials[:steps]
+            self._seen[span.family] += int(max(one.trials, default=0.0))
         self._cap(slice(None), self._window)
         self._changed()
 

@@ -8,12 +8,12 @@ until the last row ends, m until the row's own end. A token of row r spares 1 / 
 
     value of a token of row r  =  ((1 - f) / rows  +  f x share_r) / E_r,      f = seconds(1 row) / seconds(all rows),
 
-with share_r the weight of row r among those that may be the last, (expected rounds left) ** LAST_POWER normalised. With one
-row left this is tokens per second again; with many, the rows that will last count most.
+with share_r the weight of row r among those that may be the last, (expected rounds left) ** LAST_POWER normalised. With
+one row left this is tokens per second again; with many, the rows that will last count most.
 
-Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and of
-its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm that
-seems worse by a factor x is, without any hope, tried once in x windows. A new drafter is tried at once.
+Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and
+of its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm
+that seems worse by a factor x is, without any hope, tried once in x windows. A new drafter is tried at once.
 """
 
 from __future__ import annotations
@@ -74,12 +74,19 @@ class CostModel(WindowedBandit[GroupWindow]):
             for rate, index in zip(believed, allowed, strict=True)
         ]
         best = max(believed)
-        late = self._late(group, allowed, believed, best)
-        chosen = hoped.index(max(hoped)) if late is None else late
+        chosen = self._due(group, allowed, believed, best)
+        if chosen is None:
+            chosen = hoped.index(max(hoped))
         return Choice(self._names[allowed[chosen]], explored=believed[chosen] < best)
 
-    def _late(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
-        """Place in `allowed` of an arm unused for a window of rounds; the worse it is thought, the longer it waits."""
+    def _due(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
+        """Place in `allowed` of an arm to be tried whatever is believed of it.
+
+        The best one of new drafters; else one unused for a window of rounds, longer the worse it is thought to be.
+        """
+        new = [place for place, index in enumerate(allowed) if self._acceptance.is_new(index)]
+        if new:
+            return max(new, key=believed.__getitem__)
         now, used = self._rounds[group], self._used[group]
         for place, index in enumerate(allowed):
             if (now - used[index]) * believed[place] > self._settings.window * best:

@@ -2,9 +2,9 @@
 
     seconds(arm, batch, context) = table(arm, batch, context) x exp(factor(arm, batch-size group))
 
-The table is linear between its batch sizes and contexts and goes on beyond its largest batch size as it ends. An arm that
-was not measured has the table 1 + slope x batch, whose slope is fitted to its rounds (shape.py) and whose level is a
-factor like the others. Factors follow the
+The table is linear between its batch sizes and contexts and goes on beyond its largest batch size as it ends. An arm
+that was not measured has the table 1 + slope x batch, whose slope is fitted to its rounds (shape.py) and whose level is
+a factor like the others. Factors follow the
 log of measured over expected seconds by a clipped moving average, so that a round that took ten times as long moves
 them by one clip's share; three in a row on one side beyond the clip are no outliers, and the factor goes there at once.
 """
@@ -32,7 +32,7 @@ PRIOR_ROUNDS = 1.0  # that an arm's other groups, and the speculator's other arm
 PRIMED_ROUNDS = 2.0  # that the table is worth
 FULL_ROUNDS = 8.0  # from here on an arm's other groups do not count
 IDLE_SHARE = 0.1  # of the window: rounds in which what is known of an arm not used fades to 1 / e
-DOUBT = 0.15  # standard deviation of log seconds that one round leaves
+DOUBT = 0.1  # standard deviation of log seconds that one round leaves
 CONTEXT_STEP = 64  # tokens; contexts within one step cost the same
 CACHED_AT_MOST = 4096
 REFRESH_ROUNDS = 16  # after which estimates of arms that were not used are made anew

@@ -1,4 +1,4 @@
-"""Who plays the traces: the bandits as served, fixed arms, SGLang's adaptive rule, and schedules that know the truth."""
+"""Who plays the traces: bandits as served, fixed arms, SGLang's adaptive rule, schedules that know the truth."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class AdaptiveSteps:
     Each batch-size slot has candidate steps and an exponential average (share 0.2) of drafts accepted per row, which
     starts at its steps - 1. It is looked at every fifth batch after ten. It goes down while the average is at most the
     next smaller candidate less half a token (0.5 for candidate 0) plus the slot's hysteresis, else up while it exceeds
-    the present candidate less half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried at
-    the next look. It measures no seconds and knows no n-grams. Written from what the rule does.
+    the present candidate less half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried
+    at the next look. It measures no seconds and knows no n-grams. Written from what the rule does.
     """
 
     def __init__(self, arms: Sequence[str]) -> None:

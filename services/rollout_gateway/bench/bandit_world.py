@@ -162,7 +162,8 @@ class World:
             return np.ones(len(moment.rows), dtype=np.int64)
         accepted = np.minimum(runs[moment.rows, moment.generated], self.steps[arm])
         left: Counts = moment.rollout.lengths[moment.rows] - moment.generated
-        return np.minimum(accepted + 1, left)
+        taken: Counts = np.minimum(accepted + 1, left)
+        return taken
 
 
 def outcome_of(moment: Moment, arm: str, taken: Sequence[int], seconds: float, *, explored: bool) -> Outcome:

@@ -51,11 +51,8 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
     """One rollout: `samples` responses to each question at temperature 1."""
     demo = demo_folder()
     arms = ("off", "eagle:7_1_8", "ngram:4_1_5")
-    engine = build_embedded(
-        EmbeddedSpec(
-            model_dir=str(demo / "policy_trained"), drafter=str(demo / "drafter_trained"), arms=arms, max_batch=64
-        )
-    )
+    settings = {"model_dir": str(demo / "policy_trained"), "drafter": str(demo / "drafter_trained"), "arms": arms}
+    engine = build_embedded(EmbeddedSpec.model_validate(settings))
     assert isinstance(engine, EmbeddedEngine)
     listener = Listener(engine)
     engine._speculation.draft = listener.draft  # type: ignore[method-assign]
