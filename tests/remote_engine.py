@@ -31,6 +31,7 @@ from rollout_gateway.engines.base import (
     RowSink,
     Target,
 )
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
@@ -276,6 +277,11 @@ class RemoteEngine:
     def force_arm(self, arm: str) -> None:
         self._client.ask(set_speculation=pb.SetSpeculation(forced_arm=arm))
 
+    def merge_evidence(self, evidence: Evidence) -> None:
+        self._refresh()
+        message = pb.MergeEvidence(versions=self._health.versions, evidence=wire.evidence_to(evidence))
+        self._client.send(merge_evidence=message)
+
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         self._client.ask(release_memory=pb.ReleaseMemory(tags=[_TAGS[tag] for tag in tags]))
 
@@ -303,6 +309,7 @@ class RemoteEngine:
                 for a in health.arms
             ),
             health.rows_dropped,
+            wire.evidence_from(health.evidence),
         )
 
     def close(self) -> None:

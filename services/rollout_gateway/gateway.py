@@ -206,6 +206,7 @@ class Gateway:
     async def _equip(self, process: WorkerProcess) -> None:
         """What a worker gets before its first request."""
         await self.weights.load_committed(process)
+        self.router.evidence.teach(process, self.weights.versions)
         if self._forced_arm:
             await process.ask(_speculation(self._forced_arm), self.config.engine.command_deadline_s)
 

@@ -29,6 +29,7 @@ from rollout_gateway.engines import wire
 from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import WorkerSpec
+from rollout_gateway.evidence_exchange import EvidenceExchange
 from rollout_gateway.generation import Generation
 from rollout_gateway.worker_process import WorkerProcess
 
@@ -92,6 +93,7 @@ class Router:
         self.rows_dropped = [0] * count
         self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
         self.metrics = EngineMetrics(config.kind)
+        self.evidence = EvidenceExchange()
         self._restarts = meter().create_counter("paceline.gateway.worker_restarts", unit="{restart}")
 
     @property
@@ -168,12 +170,13 @@ class Router:
         )
 
     async def healths(self) -> dict[int, pb.WorkerHealth]:
-        """Load and statistics by worker; those that do not answer are left out."""
+        """Load and statistics by worker; those that do not answer are left out. What they learned goes round."""
         processes = self.processes()
         answers = await self.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes)
         found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
         for index, health in found.items():
             self.metrics.arms(index, health.arms)
+        self.evidence.spread(processes, found)
         return found
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:

@@ -42,7 +42,7 @@ MEMORY_TAG_KV_CACHE: MemoryTag
 MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache")
+    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
@@ -59,6 +59,7 @@ class WorkerCommand(_message.Message):
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    MERGE_EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
     traceparent: str
     enqueue: EnqueueRequests
@@ -74,7 +75,8 @@ class WorkerCommand(_message.Message):
     release_memory: ReleaseMemory
     resume_memory: ResumeMemory
     flush_cache: FlushCache
-    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., **kwargs) -> None: ...
+    merge_evidence: MergeEvidence
+    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -296,8 +298,48 @@ class ArmStats(_message.Message):
     mean_accept_length: float
     def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ...) -> None: ...
 
+class AcceptanceEvidence(_message.Message):
+    __slots__ = ("family", "batch_group", "accepted", "trials")
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TRIALS_FIELD_NUMBER: _ClassVar[int]
+    family: str
+    batch_group: int
+    accepted: _containers.RepeatedScalarFieldContainer[float]
+    trials: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, family: _Optional[str] = ..., batch_group: _Optional[int] = ..., accepted: _Optional[_Iterable[float]] = ..., trials: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class CostEvidence(_message.Message):
+    __slots__ = ("arm", "batch_group", "log_factor", "weight")
+    ARM_FIELD_NUMBER: _ClassVar[int]
+    BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
+    LOG_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    arm: str
+    batch_group: int
+    log_factor: float
+    weight: float
+    def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., log_factor: _Optional[float] = ..., weight: _Optional[float] = ...) -> None: ...
+
+class BanditEvidence(_message.Message):
+    __slots__ = ("acceptance", "costs")
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    COSTS_FIELD_NUMBER: _ClassVar[int]
+    acceptance: _containers.RepeatedCompositeFieldContainer[AcceptanceEvidence]
+    costs: _containers.RepeatedCompositeFieldContainer[CostEvidence]
+    def __init__(self, acceptance: _Optional[_Iterable[_Union[AcceptanceEvidence, _Mapping]]] = ..., costs: _Optional[_Iterable[_Union[CostEvidence, _Mapping]]] = ...) -> None: ...
+
+class MergeEvidence(_message.Message):
+    __slots__ = ("versions", "evidence")
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    versions: _trajectory_pb2.VersionSet
+    evidence: BanditEvidence
+    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ...) -> None: ...
+
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +348,7 @@ class WorkerHealth(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     ARMS_FIELD_NUMBER: _ClassVar[int]
     ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     versions: _trajectory_pb2.VersionSet
@@ -314,4 +357,5 @@ class WorkerHealth(_message.Message):
     speculation: _trajectory_pb2.SpeculationStats
     arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
     rows_dropped: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ...) -> None: ...
+    evidence: BanditEvidence
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ...) -> None: ...

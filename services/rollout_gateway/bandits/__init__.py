@@ -3,8 +3,18 @@
 from collections.abc import Callable, Sequence
 
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import Bandit, BanditSettings, Choice, SelectiveBandit
+from rollout_gateway.bandits.base import (
+    Bandit,
+    BanditSettings,
+    Choice,
+    CostSample,
+    Outcome,
+    RowFacts,
+    SelectiveBandit,
+    Situation,
+)
 from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
+from rollout_gateway.bandits.cost_model import CostModel
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 from rollout_gateway.bandits.thompson import Thompson
 from rollout_gateway.bandits.ucb import UCB1
@@ -15,6 +25,7 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
     "ucb": UCB1,
     "thompson": Thompson,
     "beg": BucketedEpsilonGreedy,
+    "cost_model": CostModel,
 }
 
 
@@ -26,4 +37,14 @@ def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Ba
     return AcceptanceWatchdog(bandit, settings, arms) if settings.watchdog_rounds else bandit
 
 
-__all__ = ["BANDITS", "Bandit", "BanditSettings", "Choice", "build_bandit"]
+__all__ = [
+    "BANDITS",
+    "Bandit",
+    "BanditSettings",
+    "Choice",
+    "CostSample",
+    "Outcome",
+    "RowFacts",
+    "Situation",
+    "build_bandit",
+]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.engines.base import ArmReport, Target
+from rollout_gateway.engines.evidence import Evidence
 
 
 class BanditSettings(BaseModel):
@@ -24,6 +25,58 @@ class BanditSettings(BaseModel):
     watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
 
 
+class RowFacts(NamedTuple):
+    """A request that decodes."""
+
+    request_id: int
+    generated: int  # response tokens so far
+    limit: int  # response tokens at most
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a round begins with."""
+
+    rows: Sequence[RowFacts]  # one per request of the batch, at least one
+    context: int  # known tokens of the longest row, prompt included
+    draining: bool  # nothing waits: the batch only shrinks
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the round."""
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round gave."""
+
+    arm: str
+    situation: Situation
+    taken: Sequence[int]  # tokens emitted per row, the bonus token included; in the order of situation.rows
+    seconds: float  # of draft and verification
+    explored: bool  # as the choice said
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.taken)
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens per row."""
+        return self.tokens / len(self.taken)
+
+
+class CostSample(NamedTuple):
+    """A round that was timed before any request came."""
+
+    arm: str
+    batch_size: int
+    context: int  # tokens of the longest row
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """An arm, and whether it was taken to learn about it."""
@@ -33,31 +86,44 @@ class Choice:
 
 
 class Bandit(Protocol):
-    """Chooses an arm per round, separately in each batch-size group; the reward is tokens per second."""
+    """Chooses an arm per round, separately in each batch-size group."""
 
-    def choose(self, batch_size: int) -> Choice:
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """Seconds that rounds took at the engine's start; a kind that learns of rounds alone ignores them."""
+        ...
+
+    def choose(self, situation: Situation) -> Choice:
         """The arm of the next round."""
         ...
 
-    def observe(
-        self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
-    ) -> None:
-        """What a round gave: tokens of all rows, seconds of draft and verification, mean tokens per row."""
+    def observe(self, outcome: Outcome) -> None:
+        """What a round gave."""
         ...
 
-    def forget(self, arms: Set[str]) -> None:
-        """These arms have changed (a new drafter): what was learned of them holds no longer."""
+    def forget(self, arms: Set[str], changed: Target) -> None:
+        """These arms draft with, or for, new weights: how much of them is accepted is not known; seconds stay as known.
+
+        changed: DRAFTER (the arms of the new drafter) or POLICY (the target of all arms).
+        """
         ...
 
     def reports(self) -> Sequence[ArmReport]:
         """Statistics of every arm and group that was pulled."""
         ...
 
+    def snapshot(self) -> Evidence:
+        """What this bandit's own rounds have shown, for other engines; empty for a kind that does not share."""
+        ...
+
+    def merge(self, evidence: Evidence) -> None:
+        """What the rounds of all other engines have shown; takes the place of what was merged before."""
+        ...
+
 
 class SelectiveBandit(Bandit, Protocol):
     """A bandit that may be held to some of its arms; every kind in the table is one."""
 
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`: at least one, in the order of all arms."""
         ...
 

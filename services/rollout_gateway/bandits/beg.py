@@ -16,7 +16,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence, Set
 
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import BanditSettings, Choice, group_of, speculator_of
+from rollout_gateway.bandits.base import BanditSettings, Choice, Situation, group_of, speculator_of
 from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
 
 
@@ -83,14 +83,14 @@ class BucketedEpsilonGreedy(WindowedBandit[MedianWindow]):
         super().__init__(settings, arms, seed, MedianWindow)
         self._buckets = bucket_arms(arms, settings.groups)
 
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`."""
-        bucket = self._bucket(batch_size, names)
+        bucket = self._bucket(situation.batch_size, names)
         if len(bucket) == 1:
             return Choice(bucket[0], explored=False)
         if self._random.random() < self._settings.epsilon:
             return Choice(self._random.choice(bucket), explored=True)
-        group = self._group(batch_size)
+        group = self._group(situation.batch_size)
         chosen = max(bucket, key=group.median)
         return Choice(chosen, explored=not group.arms[chosen].rounds)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_gateway.bandits.base import BanditSettings, Choice
+from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
 
 TRIAL_PULLS = 4
@@ -17,9 +17,9 @@ class EpsilonGreedy(WindowedBandit[GroupWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, GroupWindow)
 
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`."""
-        arms = self._group(batch_size).arms
+        arms = self._group(situation.batch_size).arms
         if len(names) == 1:
             return Choice(names[0], explored=False)
         least = min(names, key=lambda name: arms[name].rounds)

@@ -21,7 +21,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout_gateway.bandits.base import BanditSettings, Choice
+from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
 from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
@@ -102,11 +102,11 @@ class Thompson(WindowedBandit[EvidenceWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, EvidenceWindow)
 
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`; it explores when it is not the one believed best."""
         if len(names) == 1:
             return Choice(names[0], explored=False)
-        group = self._group(batch_size)
+        group = self._group(situation.batch_size)
         for name in names:
             if not group.evidence[name].weight:
                 return Choice(name, explored=True)

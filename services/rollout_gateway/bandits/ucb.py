@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 
-from rollout_gateway.bandits.base import BanditSettings, Choice
+from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
 from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
 
 
@@ -63,11 +63,11 @@ class UCB1(WindowedBandit[RateWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, RateWindow)
 
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`; it explores when it is not the best so far."""
         if len(names) == 1:
             return Choice(names[0], explored=False)
-        group = self._group(batch_size)
+        group = self._group(situation.batch_size)
         for name in names:
             if not group.arms[name].rounds:
                 return Choice(name, explored=True)

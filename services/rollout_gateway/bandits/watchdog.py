@@ -21,8 +21,18 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from paceline.telemetry import get_logger, meter
-from rollout_gateway.bandits.base import BanditSettings, Choice, SelectiveBandit, group_of, speculator_of
-from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.bandits.base import (
+    BanditSettings,
+    Choice,
+    CostSample,
+    Outcome,
+    SelectiveBandit,
+    Situation,
+    group_of,
+    speculator_of,
+)
+from rollout_gateway.engines.base import ArmReport, Target
+from rollout_gateway.engines.evidence import Evidence
 
 log = get_logger(__name__)
 
@@ -88,26 +98,30 @@ class AcceptanceWatchdog:
         self._warned: set[str] = set()
         self._deaths = meter().create_counter("paceline.engine.dead_drafters", unit="{drafter}")
 
-    def choose(self, batch_size: int) -> Choice:
-        """The inner bandit's choice among the arms whose drafters live."""
-        return self._inner.choose_among(batch_size, self._alive[group_of(self._groups, batch_size)])
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """For the inner bandit."""
+        self._inner.prime(costs)
 
-    def observe(
-        self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
-    ) -> None:
+    def choose(self, situation: Situation) -> Choice:
+        """The inner bandit's choice among the arms whose drafters live."""
+        return self._inner.choose_among(situation, self._alive[group_of(self._groups, situation.batch_size)])
+
+    def observe(self, outcome: Outcome) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""
-        self._inner.observe(arm, batch_size, tokens, seconds, accept_length, explored=explored)
-        speculator, group = speculator_of(arm), group_of(self._groups, batch_size)
+        self._inner.observe(outcome)
+        speculator, group = speculator_of(outcome.arm), group_of(self._groups, outcome.situation.batch_size)
         self._rounds[group] += 1
         self._wake(group)
         if speculator:
             pulse = self._pulses.setdefault((group, speculator), Pulse(self._limit))
-            if pulse.beat(accept_length):
+            if pulse.beat(outcome.accept_length):
                 self._retire(group, speculator, pulse)
 
-    def forget(self, arms: Set[str]) -> None:
-        """These arms have changed: their drafters live until they prove dead again."""
-        self._inner.forget(arms)
+    def forget(self, arms: Set[str], changed: Target) -> None:
+        """New drafters live until they prove dead again; a new policy revives nobody."""
+        self._inner.forget(arms, changed)
+        if changed is not Target.DRAFTER:
+            return
         revived = {speculator_of(arm) for arm in arms}
         self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
         self._rests_until = {key: until for key, until in self._rests_until.items() if key[1] not in revived}
@@ -118,6 +132,14 @@ class AcceptanceWatchdog:
     def reports(self) -> Sequence[ArmReport]:
         """Statistics of every arm and group that was pulled, dead or not."""
         return self._inner.reports()
+
+    def snapshot(self) -> Evidence:
+        """The inner bandit's."""
+        return self._inner.snapshot()
+
+    def merge(self, evidence: Evidence) -> None:
+        """For the inner bandit; verdicts stay this engine's own."""
+        self._inner.merge(evidence)
 
     def _wake(self, group: int) -> None:
         """Drafters whose rest is over are tried again."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from rollout_gateway.bandits.base import BanditSettings, Choice, group_of
-from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.bandits.base import BanditSettings, Choice, CostSample, Outcome, Situation, group_of
+from rollout_gateway.engines.base import ArmReport, Target
+from rollout_gateway.engines.evidence import Evidence
 
 
 class Round(NamedTuple):
@@ -103,26 +104,35 @@ class WindowedBandit(ABC, Generic[G]):
         self._random = random.Random(seed)
 
     @abstractmethod
-    def choose_among(self, batch_size: int, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
         """The arm of the next round, one of `names`."""
 
-    def choose(self, batch_size: int) -> Choice:
+    def choose(self, situation: Situation) -> Choice:
         """The arm of the next round."""
-        return self.choose_among(batch_size, self._names)
+        return self.choose_among(situation, self._names)
 
-    def observe(
-        self, arm: str, batch_size: int, tokens: int, seconds: float, accept_length: float, *, explored: bool
-    ) -> None:
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """Nothing: these kinds know tokens per second alone."""
+
+    def observe(self, outcome: Outcome) -> None:
         """Remember a round."""
-        group = self._group(batch_size)
-        group.add(Round(arm, tokens, seconds, accept_length))
-        group.arms[arm].pulls += 1
-        group.arms[arm].explorations += explored
+        group = self._group(outcome.situation.batch_size)
+        group.add(Round(outcome.arm, outcome.tokens, outcome.seconds, outcome.accept_length))
+        group.arms[outcome.arm].pulls += 1
+        group.arms[outcome.arm].explorations += outcome.explored
 
-    def forget(self, arms: Set[str]) -> None:
-        """What was learned of these arms holds no longer; they are tried again."""
-        for group in self._groups.values():
-            group.forget(arms)
+    def forget(self, arms: Set[str], changed: Target) -> None:
+        """A new drafter: its arms are tried again. A new policy moves all arms a little; the window follows."""
+        if changed is Target.DRAFTER:
+            for group in self._groups.values():
+                group.forget(arms)
+
+    def snapshot(self) -> Evidence:
+        """Nothing: seconds of one engine's rounds say little of another's."""
+        return Evidence()
+
+    def merge(self, evidence: Evidence) -> None:
+        """Nothing, as `snapshot`."""
 
     def reports(self) -> list[ArmReport]:
         """Statistics of every arm and group that was pulled."""

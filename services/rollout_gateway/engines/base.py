@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from paceline.errors import MissingCapability
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from rollout_gateway.engines.evidence import Evidence
 
 
 class Capability(StrEnum):
@@ -193,6 +194,7 @@ class Load:
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)
+    evidence: Evidence = field(default_factory=Evidence)  # of its own rounds; empty when its bandit does not share
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +298,10 @@ class Engine(Protocol):
 
     def force_arm(self, arm: str) -> None:
         """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
+        ...
+
+    def merge_evidence(self, evidence: Evidence) -> None:
+        """What the rounds of all other engines of the serving set have shown of the arms; replaces the last one's."""
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:

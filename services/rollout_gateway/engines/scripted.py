@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
-from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -33,6 +33,7 @@ from rollout_gateway.engines.base import (
     Target,
     missing,
 )
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.script import (
     CLOCKS,
     Clock,
@@ -71,6 +72,7 @@ class ScriptedEngine:
         self._sink = sink
         self._clock = clock
         self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
+        self._bandit.prime(cost_samples(spec))
         self._tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
         self._waiting: list[_Running] = []
         self._running: list[_Running] = []
@@ -118,6 +120,7 @@ class ScriptedEngine:
             self._busy_s,
             self._stats,
             tuple(self._bandit.reports()),
+            evidence=self._bandit.snapshot(),
         )
 
     def enqueue(self, request: Request) -> None:
@@ -152,14 +155,15 @@ class ScriptedEngine:
         batch = list(self._running)
         if any(self._spec.fault_token in run.request.prompt for run in batch):
             raise RuntimeError("the script asks for a fault")
-        arm, explored = self._choose(batch)
+        situation = self._situation(batch)
+        arm, explored = self._choose(batch, situation)
         cost = self._cost(arm, len(batch))
         self._clock.spend(cost)
-        before = self._tokens
+        before = [run.emitted for run in batch]
         finishes = {run.request.request_id: self._advance(run, arm) for run in batch}
         self._busy_s += cost
-        emitted = self._tokens - before
-        self._bandit.observe(arm, len(batch), emitted, cost, emitted / len(batch), explored=explored)
+        taken = [run.emitted - known for run, known in zip(batch, before, strict=True)]
+        self._bandit.observe(Outcome(arm, situation, taken, cost, explored))
         self._running = [run for run in batch if finishes[run.request.request_id] is None]
         return [
             self._chunk(run, finishes[run.request.request_id])
@@ -185,6 +189,7 @@ class ScriptedEngine:
         if missing:
             raise WeightsError("a part of the set is not prepared", seen=sorted(missing), reason="WEIGHTS_NOT_PREPARED")
         changed = versions.policy != self._versions.policy
+        self._forget(versions)
         self._versions = versions
         self._prepared -= parts
         self._served |= parts
@@ -196,6 +201,9 @@ class ScriptedEngine:
     def force_arm(self, arm: str) -> None:
         self._check_arm(arm)
         self._forced = arm
+
+    def merge_evidence(self, evidence: Evidence) -> None:
+        self._bandit.merge(evidence)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
@@ -228,11 +236,27 @@ class ScriptedEngine:
                 run.rows_written = 0  # the rebuilt cache gives new rows
         return []
 
-    def _choose(self, batch: list[_Running]) -> tuple[str, bool]:
+    def _forget(self, versions: VersionSet) -> None:
+        """Tell the bandit which weights change; the trainable drafter is the EAGLE one."""
+        if versions.policy != self._versions.policy:
+            self._bandit.forget({arm for arm in self._spec.arms if arm != "off"}, Target.POLICY)
+        if versions.drafter != self._versions.drafter:
+            self._bandit.forget({arm for arm in self._spec.arms if arm.startswith("eagle")}, Target.DRAFTER)
+
+    def _situation(self, batch: list[_Running]) -> Situation:
+        rows = [RowFacts(run.request.request_id, run.emitted, self._limit(run)) for run in batch]
+        context = max(len(run.request.prompt) + run.emitted for run in batch)
+        return Situation(rows, context, draining=not self._waiting)
+
+    def _limit(self, run: _Running) -> int:
+        """Response tokens at most."""
+        return min(run.request.sampling.max_tokens, self._spec.max_sequence_tokens - len(run.request.prompt))
+
+    def _choose(self, batch: list[_Running], situation: Situation) -> tuple[str, bool]:
         forced = self._forced or next((run.request.forced_arm for run in batch if run.request.forced_arm), "")
         if forced:
             return forced, False
-        choice = self._bandit.choose(len(batch))
+        choice = self._bandit.choose(situation)
         return choice.arm, choice.explored
 
     def _cost(self, arm: str, batch: int) -> float:
@@ -339,6 +363,16 @@ def _spans(versions: list[int], start: int) -> tuple[VersionSpan, ...]:
         else:
             spans.append(VersionSpan(index, index + 1, versions[index]))
     return tuple(spans)
+
+
+def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
+    """The script's cost table as what an engine measures at its start; it knows no context."""
+    return [
+        CostSample(arm, batch, 1, seconds)
+        for arm, sizes in spec.costs_s.items()
+        if arm in spec.arms
+        for batch, seconds in sizes.items()
+    ]
 
 
 def build_scripted(spec: ScriptedSpec, sink: RowSink | None = None, clock: Clock | None = None) -> ScriptedEngine:

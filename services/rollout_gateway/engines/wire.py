@@ -21,6 +21,7 @@ from rollout_gateway.engines.base import (
     Sampling,
     Target,
 )
+from rollout_gateway.engines.evidence import AcceptanceEvidence, CostEvidence, Evidence
 
 FINISH = {
     Finish.STOP: tpb.FINISH_REASON_STOP,
@@ -193,6 +194,31 @@ def arm_to(report: ArmReport) -> pb.ArmStats:
     )
 
 
+def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
+    return pb.BanditEvidence(
+        acceptance=[
+            pb.AcceptanceEvidence(
+                family=one.family, batch_group=one.batch_group, accepted=one.accepted, trials=one.trials
+            )
+            for one in evidence.acceptance
+        ],
+        costs=[
+            pb.CostEvidence(arm=one.arm, batch_group=one.batch_group, log_factor=one.log_factor, weight=one.weight)
+            for one in evidence.costs
+        ],
+    )
+
+
+def evidence_from(message: pb.BanditEvidence) -> Evidence:
+    return Evidence(
+        tuple(
+            AcceptanceEvidence(one.family, one.batch_group, tuple(one.accepted), tuple(one.trials))
+            for one in message.acceptance
+        ),
+        tuple(CostEvidence(one.arm, one.batch_group, one.log_factor, one.weight) for one in message.costs),
+    )
+
+
 def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
     return pb.WorkerHealth(
         running=load.running,
@@ -203,4 +229,5 @@ def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
         speculation=stats_to(load.speculation),
         arms=[arm_to(report) for report in load.arms],
         rows_dropped=load.rows_dropped,
+        evidence=evidence_to(load.evidence),
     )

@@ -135,6 +135,10 @@ class Worker:
                 engine.resume_memory(wire.memory_tags(command.resume_memory.tags))
             case "flush_cache":
                 engine.flush_cache()
+            case "merge_evidence":
+                if wire.versions_from(command.merge_evidence.versions) == engine.versions:
+                    engine.merge_evidence(wire.evidence_from(command.merge_evidence.evidence))
+                return None
             case "get_health":
                 return pb.WorkerEvent(health=self._health())
             case "shutdown":

@@ -45,9 +45,12 @@ class Decoder:
         self.stats = SpeculationStats()
         self.split = RoundSplit()
 
-    def round(self, slots: Sequence[int], rows: Sequence[RunningSequence]) -> None:
-        """Every row takes the tokens of one round; rows that end have their finish set."""
-        plan = self._speculation.choose(rows)
+    def round(self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool) -> None:
+        """Every row takes the tokens of one round; rows that end have their finish set.
+
+        draining: nobody waits, so that the batch only shrinks.
+        """
+        plan = self._speculation.choose(rows, draining=draining)
         parts = self._speculation.parts(plan, slots, rows, self._store)
         lengths = [sequence.length for sequence in rows]
         began = self.clock()
@@ -67,7 +70,7 @@ class Decoder:
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
         self._speculation.learn_drafts(parts, nodes, verdict)
         ended = self.clock()
-        self._speculation.observe(plan, len(rows), sum(taken), ended - began)
+        self._speculation.observe(plan, taken, ended - began)
         self._speculation.learn_costs(plan, len(hidden), verified - drafted, ended - verified + drafted - began)
         self.split.rounds += 1
         self.split.nodes += len(hidden)

@@ -36,6 +36,7 @@ from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
 _SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
@@ -78,7 +79,8 @@ class EmbeddedEngine:
         slots = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in slots]
         if rows:
-            self._decoder.round(slots, rows)
+            draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
+            self._decoder.round(slots, rows, draining=draining)
         news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
         return news
@@ -177,6 +179,10 @@ class EmbeddedEngine:
         self._speculation.check_arm(arm)
         self._speculation.forced = arm
 
+    def merge_evidence(self, evidence: Evidence) -> None:
+        """See Engine.merge_evidence."""
+        self._speculation.merge(evidence)
+
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
         raise missing("embedded", Capability.RELEASE_MEMORY)
@@ -241,6 +247,7 @@ class EmbeddedEngine:
             busy_s=self._busy_s,
             speculation=self._decoder.stats,
             arms=self._speculation.reports(),
+            evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
             split=replace(self._decoder.split),
         )

@@ -17,8 +17,8 @@ from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
-from rollout_gateway.bandits import build_bandit
-from rollout_gateway.engines.base import ArmReport, Capability, missing
+from rollout_gateway.bandits import Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
 from rollout_gateway.engines.embedded.arms import OFF, Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -26,6 +26,7 @@ from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
 from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.verify import Verdict
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
 
@@ -34,6 +35,7 @@ class RoundPlan:
     """Which rows of a round draft with which arm."""
 
     arms: dict[str, list[int]]  # arm -> rows
+    situation: Situation
     explored: bool = False
 
     @property
@@ -99,26 +101,28 @@ class Speculation:
         if name and name not in self.arms:
             raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
 
-    def choose(self, rows: Sequence[RunningSequence]) -> RoundPlan:
+    def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        Above `speculate_rows` rows the bandit is not asked and nothing is drafted; from one round to the next, either
-        way, since nothing is lost by drafting or not.
+        draining: no request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not asked
+        and nothing is drafted; from one round to the next, either way, since nothing is lost by drafting or not.
         """
+        facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
+        situation = Situation(facts, max(one.length for one in rows), draining)
         if self.forced:
-            return RoundPlan({self.forced: list(range(len(rows)))})
+            return RoundPlan({self.forced: list(range(len(rows)))}, situation)
         arms: dict[str, list[int]] = {}
         for row, sequence in enumerate(rows):
             arms.setdefault(sequence.request.forced_arm, []).append(row)
         free = arms.pop("", [])
         if not free:
-            return RoundPlan(arms)
+            return RoundPlan(arms, situation)
         if len(rows) > self._most_rows:
             arms.setdefault(OFF, []).extend(free)
-            return RoundPlan(arms)
-        choice = self._bandit.choose(len(rows))
+            return RoundPlan(arms, situation)
+        choice = self._bandit.choose(situation)
         arms.setdefault(choice.arm, []).extend(free)
-        return RoundPlan(arms, choice.explored)
+        return RoundPlan(arms, situation, choice.explored)
 
     def parts(
         self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
@@ -180,15 +184,16 @@ class Speculation:
             if plan.single:
                 self.budget.spend(plan.single, other_s)
 
-    def observe(self, plan: RoundPlan, batch: int, tokens: int, seconds: float) -> None:
-        """Tell the bandit of a round; one with several arms teaches nothing about any."""
+    def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
+        """Tell the bandit of a round: tokens of each row. One with several arms teaches nothing about any."""
         if plan.single:
-            self._bandit.observe(plan.single, batch, tokens, seconds, tokens / batch, explored=plan.explored)
+            self._bandit.observe(Outcome(plan.single, plan.situation, taken, seconds, plan.explored))
 
     def serve_drafter(self, state: object) -> None:
         """Draft with new weights from the next round on; the bandit tries their arms anew."""
         self.trained.commit_state(state)
-        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator == self.trained.name})
+        trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
+        self._bandit.forget(trained, Target.DRAFTER)
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
@@ -205,6 +210,14 @@ class Speculation:
         for speculator in self.speculators.values():
             speculator.flush()
 
+    def evidence(self) -> Evidence:
+        """What the bandit has learned, for other engines."""
+        return self._bandit.snapshot()
+
+    def merge(self, evidence: Evidence) -> None:
+        """What other engines have learned."""
+        self._bandit.merge(evidence)
+
     def free(self, slot: int) -> None:
         """Nobody sits in the slot any more, or its states are to be rebuilt."""
         for speculator in self.speculators.values():
@@ -216,9 +229,10 @@ class Speculation:
             speculator.move(source, destination, length)
 
     def bind(self, target: DecoderWeights) -> None:
-        """Draft for new target weights."""
+        """Draft for new target weights; the bandit looks again how much they accept."""
         for speculator in self.speculators.values():
             speculator.bind(target)
+        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 
 def _draft_batch(slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> DraftBatch:

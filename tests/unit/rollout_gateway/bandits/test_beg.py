@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,9 +28,9 @@ def test_fastrls_default_is_a_table_that_never_explores() -> None:
     table = {1: 48, 2: 32, 4: 32, 5: 16, 20: 16, 21: 8, 300: 8}
     for batch, tokens in table.items():
         for _ in range(5):
-            choice = bandit.choose(batch)
+            choice = bandit.choose(batch_of(batch))
             assert (choice.arm, choice.explored) == (f"eagle:8_4_{tokens}", False)
-            bandit.observe(choice.arm, batch, batch, 1.0, 2.0, explored=False)
+            bandit.observe(round_of(choice.arm, batch, batch, 1.0))
 
 
 def test_arms_that_share_a_number_share_a_bucket() -> None:
@@ -41,9 +42,9 @@ def test_within_a_bucket_the_unseen_come_first_then_the_highest_median() -> None
     bandit, chosen = make(SHARED, groups=(1, 8), epsilon=0.0), []
     rounds = {"eagle:3_2_8": iter([10, 100, 10, 10]), "eagle:7_1_8": iter([12] * 99)}
     for _ in range(20):
-        choice = bandit.choose(1)
+        choice = bandit.choose(batch_of(1))
         chosen.append((choice.arm, choice.explored))
-        bandit.observe(choice.arm, 1, next(rounds[choice.arm]), 1.0, 2.0, explored=choice.explored)
+        bandit.observe(round_of(choice.arm, 1, next(rounds[choice.arm]), 1.0, explored=choice.explored))
     first, second = ("eagle:3_2_8", True), ("eagle:7_1_8", True)
     assert chosen[:2] == [first, second]
     assert chosen[2:] == [("eagle:7_1_8", False)] * 18
@@ -52,7 +53,7 @@ def test_within_a_bucket_the_unseen_come_first_then_the_highest_median() -> None
 def test_epsilon_explores_the_bucket_alone() -> None:
     bandit, chosen = make(SHARED, groups=(1, 8), epsilon=1.0), Counter[str]()
     for _ in range(2000):
-        chosen[bandit.choose(1).arm] += 1
+        chosen[bandit.choose(batch_of(1)).arm] += 1
     assert chosen["eagle:3_2_8"] + chosen["eagle:7_1_8"] == 2000
     assert chosen["eagle:3_2_8"] == pytest.approx(1000, abs=90)
 

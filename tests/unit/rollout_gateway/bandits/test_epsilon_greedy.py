@@ -6,11 +6,13 @@ import time
 from collections import Counter
 
 import pytest
+from bandit_rounds import batch_of, round_of
 
 from paceline.errors import ConfigError
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
 from rollout_gateway.bandits.base import group_of
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
+from rollout_gateway.engines.base import Target
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 
@@ -19,9 +21,9 @@ def play(bandit: Bandit, rounds: int, rates: dict[str, float], batch: int = 1) -
     """Arms chosen in an environment where an arm gives `rate` tokens per second."""
     chosen: Counter[str] = Counter()
     for _ in range(rounds):
-        choice = bandit.choose(batch)
+        choice = bandit.choose(batch_of(batch))
         chosen[choice.arm] += 1
-        bandit.observe(choice.arm, batch, 10, 10 / rates[choice.arm], 2.0, explored=choice.explored)
+        bandit.observe(round_of(choice.arm, batch, 10, 10 / rates[choice.arm], explored=choice.explored))
     return chosen
 
 
@@ -58,7 +60,7 @@ def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best() 
     play(bandit, 200, {"off": 100.0, "a:3_1_4": 50.0, "b:3_1_4": 40.0})
     better = {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 40.0}
     assert play(bandit, 50, better)["a:3_1_4"] == 0
-    bandit.forget({"a:3_1_4"})
+    bandit.forget({"a:3_1_4"}, Target.DRAFTER)
     assert play(bandit, 50, better) == {"a:3_1_4": 50}
 
 
@@ -86,14 +88,14 @@ def test_reports_hold_rate_and_explorations() -> None:
     reports = {report.arm: report for report in bandit.reports()}
     assert sum(report.pulls for report in reports.values()) == 200
     assert reports["a:3_1_4"].mean_tokens_per_s == pytest.approx(150.0)
-    assert reports["off"].mean_accept_length == pytest.approx(2.0)
+    assert reports["off"].mean_accept_length == pytest.approx(10.0)
     assert reports["off"].explorations == reports["off"].pulls
 
 
 def test_the_same_seed_chooses_the_same() -> None:
     rates = {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 90.0}
     first, second = make(), make()
-    assert [first.choose(1) for _ in range(9)] == [second.choose(1) for _ in range(9)]
+    assert [first.choose(batch_of(1)) for _ in range(9)] == [second.choose(batch_of(1)) for _ in range(9)]
     assert play(first, 500, rates) == play(second, 500, rates)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,9 +66,9 @@ def test_draws_have_the_mean_and_variance_of_the_posteriors_student_t() -> None:
 def test_every_arm_comes_first_once_and_the_share_of_an_arm_is_the_chance_that_it_is_best() -> None:
     bandit = Thompson(BanditSettings(window=10**9), ARMS[:2], seed=5)
     for arm, tokens in (("off", 100), ("a:3_1_4", 104)):
-        assert bandit.choose(1).arm == arm
+        assert bandit.choose(batch_of(1)).arm == arm
         for noise in (-6, 6) * 5:
-            bandit.observe(arm, 1, tokens + noise, 1.0, 2.0, explored=True)
+            bandit.observe(round_of(arm, 1, tokens + noise, 1.0, explored=True))
     group = bandit._group(1)
     beliefs = [group.evidence[arm].posterior(group.mean_rate) for arm in ARMS[:2]]
     source = np.random.default_rng(0)
@@ -77,6 +78,6 @@ def test_every_arm_comes_first_once_and_the_share_of_an_arm_is_the_chance_that_i
         for belief in beliefs
     ]
     expected = float((draws[1] > draws[0]).mean())
-    share = sum(bandit.choose(1).arm == "a:3_1_4" for _ in range(4000)) / 4000
+    share = sum(bandit.choose(batch_of(1)).arm == "a:3_1_4" for _ in range(4000)) / 4000
     assert 0.6 < expected < 0.99
     assert share == pytest.approx(expected, abs=0.02)

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,9 +25,9 @@ def make(window: int = 1000) -> UCB1:
 def play(bandit: UCB1, rounds: int, rates: dict[str, int]) -> list[str]:
     chosen = []
     for _ in range(rounds):
-        choice = bandit.choose(1)
+        choice = bandit.choose(batch_of(1))
         chosen.append(choice.arm)
-        bandit.observe(choice.arm, 1, rates[choice.arm], 1.0, 2.0, explored=choice.explored)
+        bandit.observe(round_of(choice.arm, 1, rates[choice.arm], 1.0, explored=choice.explored))
     return chosen
 
 
@@ -73,9 +74,9 @@ def test_rates_of_any_size_give_the_same_choices() -> None:
 def test_a_choice_explores_when_it_is_not_the_best_so_far() -> None:
     bandit, explored = make(), []
     for _ in range(6):
-        choice = bandit.choose(1)
+        choice = bandit.choose(batch_of(1))
         explored.append(choice.explored)
-        bandit.observe(choice.arm, 1, RATES[choice.arm], 1.0, 2.0, explored=choice.explored)
+        bandit.observe(round_of(choice.arm, 1, RATES[choice.arm], 1.0, explored=choice.explored))
     assert explored == [True, True, True, False, True, True]
 
 

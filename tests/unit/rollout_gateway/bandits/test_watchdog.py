@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bandit_rounds import batch_of, round_of
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit, watchdog
 from rollout_gateway.bandits.watchdog import Pulse
+from rollout_gateway.engines.base import Target
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 EAGLE = ("eagle:3_1_4", "eagle:5_1_6")
@@ -24,11 +26,11 @@ def make(arms: tuple[str, ...] = ARMS, **settings: object) -> Bandit:
 
 def tell(bandit: Bandit, arms: Iterable[str], accept_length: float, batch: int = 1) -> None:
     for arm in arms:
-        bandit.observe(arm, batch, 2, 1.0, accept_length, explored=True)
+        bandit.observe(round_of(arm, batch, round(accept_length * batch), 1.0, explored=True))
 
 
 def chosen(bandit: Bandit, batch: int = 1) -> set[str]:
-    return {bandit.choose(batch).arm for _ in range(200)}
+    return {bandit.choose(batch_of(batch)).arm for _ in range(200)}
 
 
 def settle(bandit: Bandit, batch: int = 1) -> None:
@@ -122,11 +124,19 @@ def test_a_forgotten_drafter_has_20_rounds_to_prove_itself() -> None:
     settle(bandit)
     tell(bandit, EAGLE * 10, 1.0)
     assert chosen(bandit).isdisjoint(EAGLE)
-    bandit.forget(set(EAGLE))
+    bandit.forget(set(EAGLE), Target.DRAFTER)
     assert chosen(bandit) & set(EAGLE)
     tell(bandit, EAGLE * 10, 1.0)
     assert chosen(bandit).isdisjoint(EAGLE)
-    bandit.forget({"ngram:4_1_5"})
+    bandit.forget({"ngram:4_1_5"}, Target.DRAFTER)
+    assert chosen(bandit).isdisjoint(EAGLE)
+
+
+def test_a_new_policy_revives_no_drafter() -> None:
+    bandit = make()
+    settle(bandit)
+    tell(bandit, EAGLE * 10, 1.0)
+    bandit.forget(set(ARMS), Target.POLICY)
     assert chosen(bandit).isdisjoint(EAGLE)
 
 
@@ -146,7 +156,7 @@ def test_a_death_is_logged_once_and_counted_in_each_group(monkeypatch: pytest.Mo
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert [(line["log_level"], line["speculator"], line["batch_group"]) for line in lines] == [("warning", "eagle", 1)]
     assert counted(reader) == {("eagle", 1): 1, ("eagle", 5): 1}
-    bandit.forget(set(EAGLE))
+    bandit.forget(set(EAGLE), Target.DRAFTER)
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert len(lines) == 1

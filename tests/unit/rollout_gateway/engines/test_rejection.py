@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.sampling import DrawParams, behavior_logprobs, draw
+from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.rejection import (
     SampledTree,
     SampledVerdict,
@@ -115,7 +116,7 @@ def test_a_greedy_chain_gives_what_the_same_draw_rule_gives() -> None:
     tree, positions = grown(batch, (1, 1), temperature=0.0)
     logits, params = randn(batch, 3, VOCAB), rows(batch, 3, 0.0)
     got = verify_sampled(logits, tree.tokens, None, tree.probs, positions, params)
-    expected = verify(logits, tree.tokens[:, 1:], positions, params)
+    expected = verify(logits.flatten(0, 1), Nodes(tree.tokens), positions, params)
     assert torch.equal(got.accepted, expected.accepted)
     for row, accepted in enumerate(expected.accepted.tolist()):
         assert torch.equal(got.tokens[row, : accepted + 1], expected.tokens[row, : accepted + 1])

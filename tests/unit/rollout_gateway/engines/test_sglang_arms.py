@@ -10,7 +10,7 @@ import pytest
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from rollout_gateway.engines.base import Request, Sampling
+from rollout_gateway.engines.base import Request, Sampling, Target
 from rollout_gateway.engines.sequence import RunningSequence
 from rollout_gateway.engines.sglang.plugin.arms import (
     OFF,
@@ -45,7 +45,7 @@ def play(chooser: ArmChooser, rounds: int, *rows: Tracked | None, drafter: int =
     chosen = []
     for _ in range(rounds):
         plan = chooser.choose(chooser.forced, rows, drafter)
-        chooser.observe(plan, len(rows), 2 * len(rows), 0.1)
+        chooser.observe(plan, [2] * len(rows), 0.1)
         chosen.append(plan.arm.name)
     return chosen
 
@@ -151,7 +151,7 @@ def test_the_bandit_tries_every_arm_and_keeps_the_fastest() -> None:
     chooser, rates, chosen = make(), {"off": 1.0, "eagle:3_1_4": 3.0, "eagle:4_3_12": 2.0}, []
     for _ in range(60):
         plan = chooser.choose("", [None])
-        chooser.observe(plan, 1, 4, 4 / rates[plan.arm.name])
+        chooser.observe(plan, [4], 4 / rates[plan.arm.name])
         chosen.append(plan.arm.name)
     assert set(chosen) == set(NAMES)
     assert set(chosen[-30:]) == {"eagle:3_1_4"}
@@ -163,10 +163,10 @@ def test_the_bandit_tries_every_arm_and_keeps_the_fastest() -> None:
 def test_the_first_round_of_an_arm_in_a_group_teaches_nothing() -> None:
     chooser = make(groups=(1, 8))
     plan = chooser.choose("off", [None])
-    chooser.observe(plan, 1, 1, 100.0)
+    chooser.observe(plan, [1], 100.0)
     assert pulls(chooser) == {}
-    chooser.observe(plan, 1, 1, 0.1)
-    chooser.observe(plan, 8, 8, 100.0)
+    chooser.observe(plan, [1], 0.1)
+    chooser.observe(plan, [1] * 8, 100.0)
     assert pulls(chooser) == {"off": 1}
 
 
@@ -182,8 +182,8 @@ def test_the_bandit_keeps_to_the_old_drafters_best_until_only_new_requests_run()
     chooser = make()
     for _ in range(60):
         plan = chooser.choose("", [tracked(drafter=1)], 1)
-        chooser.observe(plan, 1, 4, 1.0 if plan.arm.name == "eagle:4_3_12" else 2.0)
-    chooser.forget()
+        chooser.observe(plan, [4], 1.0 if plan.arm.name == "eagle:4_3_12" else 2.0)
+    chooser.forget(Target.DRAFTER)
     assert set(play(chooser, 20, tracked(drafter=1), drafter=2)) == {"eagle:4_3_12"}
     trial = play(chooser, 2 * TRIAL_PULLS, tracked(drafter=2), drafter=2)
     assert set(trial) == {"eagle:3_1_4", "eagle:4_3_12"}
@@ -192,7 +192,7 @@ def test_the_bandit_keeps_to_the_old_drafters_best_until_only_new_requests_run()
 def test_a_new_drafter_leaves_what_is_known_of_off() -> None:
     chooser = make()
     play(chooser, 60, tracked())
-    chooser.forget()
+    chooser.forget(Target.DRAFTER)
     chooser.choose("", [tracked(drafter=1)], 1)
     rates = {report.arm: report.mean_tokens_per_s for report in chooser.reports()}
     assert rates["off"] > 0
@@ -204,8 +204,8 @@ def test_a_round_chosen_before_the_drafter_changed_teaches_nothing_after() -> No
     play(chooser, 40, tracked())
     before = pulls(chooser)
     plan = chooser.choose("", [tracked()])
-    chooser.forget()
-    chooser.observe(plan, 1, 4, 0.1)
+    chooser.forget(Target.DRAFTER)
+    chooser.observe(plan, [4], 0.1)
     assert pulls(chooser) == before
 
 

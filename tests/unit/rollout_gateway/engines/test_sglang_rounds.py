@@ -38,6 +38,7 @@ def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | N
         tp_group=None,
         rank=0,
         versions=VersionSet(),
+        draining=True,
         tracked=known.get,
     )
 
@@ -173,13 +174,13 @@ def done_round(plugin: Any, arm: str) -> Any:
 
 def test_the_bandit_is_told_of_the_tokens_of_rows_that_still_run() -> None:
     plugin, told = make_plugin(), []
-    plugin.arms.observe = lambda plan, batch, tokens, seconds: told.append((plan.arm.name, batch, tokens, seconds > 0))
+    plugin.arms.observe = lambda plan, taken, seconds: told.append((plan.arm.name, taken, seconds > 0))
     result = done_round(plugin, "eagle:3_1_4")
     batch = SimpleNamespace(reqs=[make_row("0"), make_row("1", finished=True), make_row("2")])
     tokens = [[1, 2, 3], [4, 5], [6]]
     answer = rounds.tokens_resolved(plugin, lambda processor, result, batch: tokens, None, result, batch)
     assert answer is tokens
-    assert told == [("eagle:3_1_4", 3, 4, True)]
+    assert told == [("eagle:3_1_4", [3, 0, 1], True)]
 
 
 @pytest.mark.parametrize(

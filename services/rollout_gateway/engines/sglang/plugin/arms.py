@@ -18,9 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.bandits import BanditSettings, build_bandit
+from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.engines.base import ArmReport
+from rollout_gateway.engines.base import ArmReport, Target
+from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 OFF = "off"
@@ -100,6 +101,7 @@ class RoundPlan:
     explored: bool
     teaches: bool  # false: the bandit is not told how the round went
     era: int  # drafters that had served when it was chosen
+    situation: Situation | None = None  # known to the rank that chose
 
 
 class ArmChooser:
@@ -134,43 +136,75 @@ class ArmChooser:
         self.check(name)
         self.forced = name
 
-    def choose(self, forced: str, tracked: Sequence[Tracked | None], drafter: int = 0) -> RoundPlan:
+    def choose(
+        self, forced: str, tracked: Sequence[Tracked | None], drafter: int = 0, *, draining: bool = False
+    ) -> RoundPlan:
         """The arm of the next round: `forced`, else what the requests ask for, else the bandit's.
 
-        tracked: the batch's requests, None for one that is not ours; drafter: the version that drafts. While a request
-        is in the batch whose drafter state stems from an older drafter, rounds teach nothing and the bandit still
-        chooses by what it knew of that drafter: it forgets with the first round that is all new.
+        tracked: the batch's requests, None for one that is not ours; drafter: the version that drafts; draining: no
+        request waits. While a request is in the batch whose drafter state stems from an older drafter, rounds teach
+        nothing and the bandit still chooses by what it knew of that drafter: it forgets with the first round that is
+        all new.
         """
         fresh = all(one is None or one.drafter_version == drafter for one in tracked)
         if fresh and self._learned_era < self._era:
-            self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator})
+            self._bandit.forget(self._drafting, Target.DRAFTER)
             self._learned_era = self._era
+        situation = situation_of(tracked, draining=draining)
         name = forced or asked_arm(tracked)
         if name:
-            return RoundPlan(self.arms[name], explored=False, teaches=fresh, era=self._era)
-        choice = self._bandit.choose(len(tracked))
-        return RoundPlan(self.arms[choice.arm], choice.explored, fresh, self._era)
+            return RoundPlan(self.arms[name], False, fresh, self._era, situation)
+        choice = self._bandit.choose(situation)
+        return RoundPlan(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
-    def observe(self, plan: RoundPlan, batch: int, tokens: int, seconds: float) -> None:
-        """Tell the bandit of a round: tokens of all rows, seconds of draft, verification and the drafter's catching up.
+    def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
+        """Tell the bandit of a round: tokens of each row (0 for one that had ended before), seconds of draft,
+        verification and the drafter's catching up.
 
         The first round of an arm in each batch-size group compiles and allocates; it says nothing of the next ones.
         """
-        if not plan.teaches or plan.era < self._era:
+        if not plan.teaches or plan.era < self._era or plan.situation is None:
             return
-        key = (plan.arm.name, group_of(self._groups, batch))
+        key = (plan.arm.name, group_of(self._groups, len(taken)))
         if key not in self._warm:
             self._warm.add(key)
             return
-        self._bandit.observe(plan.arm.name, batch, tokens, seconds, tokens / batch, explored=plan.explored)
+        self._bandit.observe(Outcome(plan.arm.name, plan.situation, taken, seconds, plan.explored))
 
-    def forget(self) -> None:
-        """A new drafter serves: what was learned of the arms that draft holds no longer."""
-        self._era += 1
+    def forget(self, changed: Target) -> None:
+        """New weights serve. A new drafter is forgotten about later, see `choose`; a new policy at once."""
+        if changed is Target.DRAFTER:
+            self._era += 1
+        else:
+            self._bandit.forget(self._drafting, Target.POLICY)
+
+    @property
+    def _drafting(self) -> set[str]:
+        return {arm.name for arm in self.arms.values() if arm.speculator}
+
+    def evidence(self) -> Evidence:
+        """What the bandit has learned, for other engines."""
+        return self._bandit.snapshot()
+
+    def merge(self, evidence: Evidence) -> None:
+        """What other engines have learned."""
+        self._bandit.merge(evidence)
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
         return tuple(self._bandit.reports())
+
+
+def situation_of(tracked: Sequence[Tracked | None], *, draining: bool) -> Situation:
+    """What the bandit is told of a batch. A request that is not ours (SGLang's own warm-up) has no facts: id -1."""
+    rows = [
+        RowFacts(one.request.request_id, len(one.sequence.tokens), one.sequence.token_limit)
+        if one is not None
+        else RowFacts(-1, 0, 1)
+        for one in tracked
+    ]
+    context = max((one.sequence.length for one in tracked if one is not None), default=1)
+    return Situation(rows, context, draining)
 
 
 def asked_arm(tracked: Sequence[Tracked | None]) -> str:

@@ -64,6 +64,10 @@ def _carry_out(plugin: Plugin, command: pb.WorkerCommand) -> pb.WorkerEvent | No
             resume_memory(plugin, wire.memory_tags(command.resume_memory.tags))
         case "flush_cache":
             flush_cache(plugin)
+        case "merge_evidence":
+            if wire.versions_from(command.merge_evidence.versions) == plugin.versions:
+                plugin.arms.merge(wire.evidence_from(command.merge_evidence.evidence))
+            return None
         case "get_health":
             return pb.WorkerEvent(health=wire.health_to(plugin.load, plugin.versions))
         case "shutdown":
@@ -135,8 +139,8 @@ def commit_weights(plugin: Plugin, versions: VersionSet, mode: PauseMode) -> Non
         if not was_paused:
             resume(plugin)
     _relabel(plugin)
-    if Target.DRAFTER in changes:
-        plugin.arms.forget()
+    for target in changes:
+        plugin.arms.forget(target)
 
 
 def _relabel(plugin: Plugin) -> None:

@@ -216,6 +216,11 @@ class Plugin:
         return nothing_runs and not scheduler.waiting_queue and scheduler.chunked_req is None
 
     @property
+    def draining(self) -> bool:
+        """True when no request waits for a place in the batch or for the rest of its prefill."""
+        return not self.scheduler.waiting_queue and self.scheduler.chunked_req is None
+
+    @property
     def load(self) -> Load:
         """Load and statistics."""
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
@@ -228,5 +233,6 @@ class Plugin:
             busy_s=self._busy_s,
             speculation=stats,
             arms=self.arms.reports(),
+            evidence=self.arms.evidence(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
         )

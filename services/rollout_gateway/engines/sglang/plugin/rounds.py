@@ -133,8 +133,8 @@ def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, bat
     tokens = original(processor, result, batch)
     done: Round | None = getattr(result, ROUND, None)
     if done is not None and any(going):
-        taken = sum(len(row) for row, counts in zip(tokens, going, strict=True) if counts)
-        plugin.arms.observe(done.plan, len(batch.reqs), taken, done.clock.seconds)
+        taken = [len(row) if counts else 0 for row, counts in zip(tokens, going, strict=True)]
+        plugin.arms.observe(done.plan, taken, done.clock.seconds)
     return tokens
 
 
@@ -160,7 +160,7 @@ def _plan(plugin: Any, batch: Any) -> RoundPlan:
     arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
         tracked = [plugin.tracked(req.rid) for req in batch.reqs]
-        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter)
+        plan = arms.choose(arms.forced, tracked, plugin.versions.drafter, draining=plugin.draining)
     if group is not None:
         names = tuple(arms.arms)
         told = torch.tensor([names.index(plan.arm.name) if plan else -1])

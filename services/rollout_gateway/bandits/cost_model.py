@@ -1,0 +1,165 @@
+"""The cost-model bandit: expected tokens of an arm over its expected seconds, in place of past tokens per second.
+
+Tokens come from acceptance.py (by position, group and request), seconds from costs.py (table and correction), so that a
+round of one arm teaches about others: a chain of five shows what one of three would have given.
+
+Full batch: the arm of the most tokens per second. Draining batch (nothing waits): a round costs F + m x rows seconds, F
+until the last row ends, m until the row's own end. A token of row r spares 1 / E_r of a round of that row, hence
+
+    value of a token of row r  =  ((1 - f) / rows  +  f x share_r) / E_r,      f = seconds(1 row) / seconds(all rows),
+
+with share_r the weight of row r among those that may be the last, (expected rounds left) ** LAST_POWER normalised. With
+one row left this is tokens per second again; with many, the rows that will last count most.
+
+Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and
+of its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm
+that seems worse by a factor x is, without any hope, tried once in x windows. A new drafter is tried at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_gateway.bandits.acceptance import Acceptance
+from rollout_gateway.bandits.base import BanditSettings, Choice, CostSample, Outcome, RowFacts, Situation, group_of
+from rollout_gateway.bandits.costs import CostTable
+from rollout_gateway.bandits.lengths import ResponseLengths
+from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
+from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.evidence import Evidence
+
+LAST_POWER = 4.0
+
+Floats = npt.NDArray[np.float64]
+
+
+class CostModel(WindowedBandit[GroupWindow]):
+    """Takes the arm that finishes the work soonest, as far as it knows; draws nothing at random."""
+
+    def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
+        super().__init__(settings, arms, seed, GroupWindow)
+        self._index = {arm: index for index, arm in enumerate(arms)}
+        self._group_index = {smallest: index for index, smallest in enumerate(settings.groups)}
+        self._acceptance = Acceptance(arms, settings.groups, settings.window)
+        self._costs = CostTable(arms, settings.groups, settings.window)
+        self._lengths = ResponseLengths()
+        self._rounds = [0] * len(settings.groups)
+        self._used = [[0] * len(arms) for _ in settings.groups]  # round in which an arm was used last
+        self._ids: list[int] = []
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._allowed: dict[tuple[str, ...], list[int]] = {}
+
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """Seconds that rounds took at the engine's start."""
+        self._costs.prime(costs)
+
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+        """The arm of the next round, one of `names`; it explores when it is not the one believed best."""
+        if len(names) == 1:
+            return Choice(names[0], explored=False)
+        group = self._at(situation.batch_size)
+        seconds = self._costs.seconds(group, situation.batch_size, situation.context)
+        allowed = self._indices(names)
+        unseen = next((index for index in allowed if seconds[index] != seconds[index]), None)  # NaN
+        if unseen is not None:
+            return Choice(self._names[unseen], explored=True)
+        tokens, beliefs = self._tokens(situation, group, seconds), self._acceptance.beliefs(group)
+        doubts = self._costs.doubts(group)
+        believed = [tokens[index] / seconds[index] for index in allowed]
+        hoped = [
+            rate * beliefs.bound[index] / beliefs.tokens[index] * doubts[index]
+            for rate, index in zip(believed, allowed, strict=True)
+        ]
+        best = max(believed)
+        chosen = self._due(group, allowed, believed, best)
+        if chosen is None:
+            chosen = hoped.index(max(hoped))
+        return Choice(self._names[allowed[chosen]], explored=believed[chosen] < best)
+
+    def _due(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
+        """Place in `allowed` of an arm to be tried whatever is believed of it.
+
+        The best one of new drafters; else one unused for a window of rounds, longer the worse it is thought to be.
+        """
+        new = [place for place, index in enumerate(allowed) if self._acceptance.is_new(index)]
+        if new:
+            return max(new, key=believed.__getitem__)
+        now, used = self._rounds[group], self._used[group]
+        for place, index in enumerate(allowed):
+            if (now - used[index]) * believed[place] > self._settings.window * best:
+                return place
+        return None
+
+    def _tokens(self, situation: Situation, group: int, seconds: list[float]) -> list[float]:
+        """Tokens of a round [A], each row's weighed by what they are worth."""
+        self._follow(situation.rows, group)
+        tokens = self._acceptance.rows.tokens[self._slots]
+        sums: list[float] = tokens.sum(axis=0).tolist()
+        if not situation.draining or len(self._ids) == 1:
+            return sums
+        rates = [count / each for count, each in zip(sums, seconds, strict=True)]
+        usual = rates.index(max(rates))
+        one_row = self._costs.seconds(group, 1, situation.context)[usual]
+        weighed: list[float] = (self._worth(tokens[:, usual], one_row / seconds[usual]) @ tokens).tolist()
+        return weighed
+
+    def _worth(self, each: Floats, fixed: float) -> Floats:
+        """Value [B] of a token of each row; see the module. each: tokens [B] that the rows are given in a round."""
+        running = self._acceptance.rows
+        rounds = self._lengths.remaining(running.generated[self._slots], running.limits[self._slots]) / each
+        share = (rounds / rounds.max()) ** LAST_POWER
+        fixed = min(fixed, 1.0)
+        worth: Floats = ((1.0 - fixed) / len(each) + fixed / share.sum() * share) / each
+        return worth
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learn of a round: its seconds, and which drafts of which request were accepted."""
+        super().observe(outcome)
+        situation = outcome.situation
+        group = self._at(situation.batch_size)
+        self._rounds[group] += 1
+        self._used[group][self._index[outcome.arm]] = self._rounds[group]
+        self._follow(situation.rows, group)
+        self._costs.observe(group, outcome.arm, situation.batch_size, situation.context, outcome.seconds)
+        taken, slots = np.array(outcome.taken), self._slots
+        more = self._acceptance.rows.advance(slots, taken)
+        if not taken.all():  # a row that took nothing had ended before the round
+            ran = taken > 0
+            taken, slots, more = taken[ran], slots[ran], more[ran]
+        if len(taken):
+            self._acceptance.observe(group, outcome.arm, slots, taken - 1, more)
+
+    def _follow(self, rows: Sequence[RowFacts], group: int) -> None:
+        """Requests that were in the round before and are not now have ended with it."""
+        ids = [row[0] for row in rows]
+        if ids == self._ids:
+            return
+        self._slots, ended = self._acceptance.follow(rows, group)
+        self._lengths.add(ended)
+        self._ids = ids
+
+    def forget(self, arms: Set[str], changed: Target) -> None:
+        """Acceptance of these arms is not known any more (drafter) or less well (policy); seconds stay."""
+        super().forget(arms, changed)
+        self._acceptance.forget(arms, changed)
+
+    def snapshot(self) -> Evidence:
+        """What this engine's own rounds have shown."""
+        return Evidence(self._acceptance.snapshot(), self._costs.snapshot())
+
+    def merge(self, evidence: Evidence) -> None:
+        """What the rounds of all other engines have shown."""
+        self._acceptance.merge(evidence.acceptance)
+        self._costs.merge(evidence.costs)
+
+    def _at(self, batch_size: int) -> int:
+        return self._group_index[group_of(self._settings.groups, batch_size)]
+
+    def _indices(self, names: Sequence[str]) -> list[int]:
+        key = tuple(names)
+        if key not in self._allowed:
+            self._allowed[key] = [self._index[name] for name in key]
+        return self._allowed[key]
