@@ -8,9 +8,10 @@ position p is accepted once those before it were (Leviathan et al. 2023, without
     E[tokens | steps] = 1 + sum over k = 1 .. steps of a_1 ... a_k.
 
 A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it drafted no further
-or the response reached its limit there). Evidence is kept per batch-size group, at most a window of trials a position, and fades
-while none comes. What a group does not know it takes from all groups together, and what nobody knows of a position
-from the position before it. A request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH trials.
+or the response reached its limit there). Evidence is kept per batch-size group, at most a window of trials a position,
+and fades while none comes. What a group does not know it takes from all groups together, and what nobody knows of a
+position from the position before it. A request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH
+trials.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ class Acceptance:
             steps = min(span.steps, len(one.accepted), len(one.trials))
             self._accepted[1, group, span.first : span.first + steps] = one.accepted[:steps]
             self._trials[1, group, span.first : span.first + steps] = one.trials[:steps]
-            self._seen[span.family] += int(max(one.trials, default=0.0))
+            self._seen[span.family] = max(self._seen[span.family], TRIAL_ROWS)
         self._cap(slice(None), self._window)
         self._changed()
 

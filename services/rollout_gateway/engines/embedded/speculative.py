@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators import SPECULATORS, DraftBatch, Speculator, SpeculatorSetup
-from rollout_gateway.bandits import Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -90,7 +90,8 @@ class Speculation:
         if spec.drafter_path:
             trained = self.trained
             trained.commit_state(trained.load_state(Path(spec.drafter_path)))
-        self._bandit = build_bandit(spec.bandit, tuple(self.arms), spec.seed)
+        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(self.arms), spec.seed)
+        self._bandit = self._build_bandit()
         self.forced = ""
 
     @property
@@ -174,6 +175,11 @@ class Speculation:
         self.trained.commit_state(state)
         trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
         self._bandit.forget(trained, Target.DRAFTER)
+
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
+        self._bandit = self._build_bandit()
+        self._bandit.prime(costs)
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
