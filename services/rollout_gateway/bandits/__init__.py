@@ -20,12 +20,13 @@ from rollout_gateway.bandits.thompson import Thompson
 from rollout_gateway.bandits.ucb import UCB1
 from rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
+COST_MODEL = "cost_model"
 BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandit]] = {
     "epsilon_greedy": EpsilonGreedy,
     "ucb": UCB1,
     "thompson": Thompson,
     "beg": BucketedEpsilonGreedy,
-    "cost_model": CostModel,
+    COST_MODEL: CostModel,
 }
 
 
@@ -39,6 +40,7 @@ def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Ba
 
 __all__ = [
     "BANDITS",
+    "COST_MODEL",
     "Bandit",
     "BanditSettings",
     "Choice",

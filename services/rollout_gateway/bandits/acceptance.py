@@ -226,7 +226,7 @@ class Acceptance:
             steps = min(span.steps, len(one.accepted), len(one.trials))
             self._accepted[1, group, span.first : span.first + steps] = one.accepted[:steps]
             self._trials[1, group, span.first : span.first + steps] = one.trials[:steps]
-            self._seen[span.family] += int(max(one.trials, default=0.0))
+            self._seen[span.family] = max(self._seen[span.family], TRIAL_ROWS)
         self._cap(slice(None), self._window)
         self._changed()
 

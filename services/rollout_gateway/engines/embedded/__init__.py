@@ -12,12 +12,14 @@ from paceline.models.config import read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.trajectory import VersionSet
+from rollout_gateway.bandits import COST_MODEL
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded.arms import parse_arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.profile import profile
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.speculative import Speculation
@@ -50,14 +52,16 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         speculation = Speculation(spec, arms, policy, spec.max_batch, capacity)
         store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
     versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
-    return EmbeddedEngine(
-        EngineWeights(policy, speculation, versions, load),
-        speculation,
-        Scheduler(spec.max_batch, spec.prefill_tokens),
-        store,
-        Capture(sink, spec.features_dtype),
-        admission,
-    )
+    weights = EngineWeights(policy, speculation, versions, load)
+
+    def engine(rows: RowSink | None) -> EmbeddedEngine:
+        scheduler = Scheduler(spec.max_batch, spec.prefill_tokens)
+        return EmbeddedEngine(weights, speculation, scheduler, store, Capture(rows, spec.features_dtype), admission)
+
+    if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:
+        speculation.measuring = True
+        speculation.prime(profile(engine(None), spec.max_batch))
+    return engine(sink)
 
 
 __all__ = ["EmbeddedSpec", "build_embedded"]

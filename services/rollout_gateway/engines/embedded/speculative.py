@@ -17,7 +17,7 @@ from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
-from rollout_gateway.bandits import Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
 from rollout_gateway.engines.embedded.arms import OFF, Arm
 from rollout_gateway.engines.embedded.budget import Budget
@@ -71,11 +71,13 @@ class Speculation:
         if spec.drafter_path:
             trained = self.trained
             trained.commit_state(trained.load_state(Path(spec.drafter_path)))
-        self._bandit = build_bandit(spec.bandit, tuple(arms), spec.seed)
+        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
+        self._bandit = self._build_bandit()
         self._most_rows = spec.speculate_rows or slots
         self.rejection = spec.verification == "rejection"
         # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
+        self.measuring = False  # rounds of made-up requests: they teach costs and nothing else
         self.forced = ""
 
     @property
@@ -162,14 +164,14 @@ class Speculation:
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
-        if budget is None:
+        if budget is None or self.measuring:
             return part.speculator.propose(part.batch, arm.shape)
         proposed = part.speculator.propose(part.batch, replace(arm.shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], nodes: Nodes, verdict: Verdict) -> None:
         """Which drafts were followed, for the budget's calibration."""
-        if self.budget is None or not parts:
+        if self.budget is None or self.measuring or not parts:
             return
         reached = _followed(nodes, verdict)
         for part in parts:
@@ -194,6 +196,13 @@ class Speculation:
         self.trained.commit_state(state)
         trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
         self._bandit.forget(trained, Target.DRAFTER)
+
+    def prime(self, costs: Sequence[CostSample]) -> None:
+        """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
+        self._bandit = self._build_bandit()
+        self._bandit.prime(costs)
+        self.flush()
+        self.measuring = False
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
