@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout_gateway.engines.base import (
     Load,
     MemoryTag,
     PauseMode,
+    PrefixStats,
     Request,
     RowSink,
     Target,
@@ -303,6 +304,12 @@ class RemoteEngine:
                 for a in health.arms
             ),
             health.rows_dropped,
+            PrefixStats(
+                *(
+                    getattr(health.prefixes, counter.name) - getattr(before.prefixes, counter.name)
+                    for counter in fields(PrefixStats)
+                )
+            ),
         )
 
     def close(self) -> None:

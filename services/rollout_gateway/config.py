@@ -44,6 +44,7 @@ class EngineConfig(Config):
     threads: int = Field(default=1, ge=1)  # per worker
     max_batch: int = Field(default=64, ge=1)  # requests decoding at once in one worker
     max_sequence_tokens: int = Field(default=512, ge=2)  # prompt and response together
+    prefix_slots: int = Field(default=32, ge=0)  # embedded: ended requests kept for reuse, as large as running ones
     prefill_tokens: int = Field(default=2048, ge=1)  # prompt tokens of one prefill
     script: str = ""  # JSON file of the scripted engine
     pin_cores: bool = False  # worker i runs on core i only
@@ -135,6 +136,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     }
     if config.speculation.arms:
         settings["arms"] = list(config.speculation.arms)
+    if config.engine.kind == "embedded":
+        settings["prefix_slots"] = config.engine.prefix_slots
     if config.engine.kind == "sglang":
         settings |= config.engine.sglang.model_dump(mode="json")
     return settings

@@ -174,6 +174,7 @@ class Router:
         found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
         for index, health in found.items():
             self.metrics.arms(index, health.arms)
+            self.metrics.prefixes(index, health.prefixes)
         return found
 
     def _place(self, generation: Generation, prefer: int | None = None) -> None:

@@ -296,8 +296,22 @@ class ArmStats(_message.Message):
     mean_accept_length: float
     def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ...) -> None: ...
 
+class PrefixStats(_message.Message):
+    __slots__ = ("prompt_tokens", "reused_tokens", "lookups", "lookup_s", "copy_s")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    reused_tokens: int
+    lookups: int
+    lookup_s: float
+    copy_s: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_s: _Optional[float] = ..., copy_s: _Optional[float] = ...) -> None: ...
+
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "prefixes")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +320,7 @@ class WorkerHealth(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     ARMS_FIELD_NUMBER: _ClassVar[int]
     ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     versions: _trajectory_pb2.VersionSet
@@ -314,4 +329,5 @@ class WorkerHealth(_message.Message):
     speculation: _trajectory_pb2.SpeculationStats
     arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
     rows_dropped: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ...) -> None: ...
+    prefixes: PrefixStats
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ...) -> None: ...

@@ -141,6 +141,17 @@ class ArmReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Counters of prompts whose beginning was cached already; see proto PrefixStats."""
+
+    prompt_tokens: int = 0  # of requests that have ended
+    reused_tokens: int = 0  # those of them that were not computed
+    lookups: int = 0
+    lookup_s: float = 0.0  # finding what is cached
+    copy_s: float = 0.0  # copying it, in and out of the cache
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Load and statistics since start."""
 
@@ -151,6 +162,7 @@ class Load:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
+    prefixes: PrefixStats = field(default_factory=PrefixStats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from rollout_gateway.engines.base import (
     Load,
     MemoryTag,
     PauseMode,
+    PrefixStats,
     Request,
     RowLayout,
     Sampling,
@@ -185,6 +186,16 @@ def arm_to(report: ArmReport) -> pb.ArmStats:
     )
 
 
+def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
+    return pb.PrefixStats(
+        prompt_tokens=stats.prompt_tokens,
+        reused_tokens=stats.reused_tokens,
+        lookups=stats.lookups,
+        lookup_s=stats.lookup_s,
+        copy_s=stats.copy_s,
+    )
+
+
 def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
     return pb.WorkerHealth(
         running=load.running,
@@ -195,4 +206,5 @@ def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
         speculation=stats_to(load.speculation),
         arms=[arm_to(report) for report in load.arms],
         rows_dropped=load.rows_dropped,
+        prefixes=prefixes_to(load.prefixes),
     )

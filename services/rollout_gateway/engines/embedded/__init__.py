@@ -14,6 +14,7 @@ from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.speculative import MAX_STEPS, Speculation
@@ -34,13 +35,16 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     policy = build_weights(config, read_tensors(source), dtype=DTYPES[spec.dtype], positions=capacity)
     with torch.inference_mode():
         speculation = Speculation(spec, policy, spec.max_batch, capacity)
-        store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
+        # A captured prompt that is reused takes its rows from kept states.
+        keep_hidden = speculation.needs_hidden or (sink is not None and spec.prefix_slots > 0)
+        store = SlotStore(policy, spec.max_batch + spec.prefix_slots, capacity, keep_hidden=keep_hidden)
     versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
     return EmbeddedEngine(
         EngineWeights(policy, speculation, versions, capacity=capacity),
         speculation,
         Scheduler(spec.max_batch, spec.prefill_tokens),
         store,
+        PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store),
         Capture(sink, spec.features_dtype),
         admission,
     )

@@ -37,6 +37,7 @@ from rollout_gateway.engines.base import (
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
@@ -56,6 +57,7 @@ class EmbeddedEngine:
         speculation: Speculation,
         scheduler: Scheduler,
         store: SlotStore,
+        prefixes: PrefixCache,
         capture: Capture,
         admission: Admission,
     ) -> None:
@@ -63,8 +65,9 @@ class EmbeddedEngine:
         self._speculation = speculation
         self._scheduler = scheduler
         self._store = store
+        self._prefixes = prefixes
         self._capture = capture
-        self._prefill = Prefill(scheduler, store, weights, capture)
+        self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
         self._admission = admission
         self._params: tuple[tuple[int, ...], int, DrawParams] | None = None
         # One thread's CPU time is what a round costs even while other processes take the core away; with more
@@ -177,10 +180,13 @@ class EmbeddedEngine:
         if not ended:
             return
         self._params = None
+        for sequence in ended:
+            self._prefixes.retain(self._scheduler.running.index(sequence), sequence)
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)
             self._speculation.move(move.source, move.destination, move.sequence.length)
+            self._prefixes.move(move.source, move.destination)
         for slot in freed:
             self._speculation.free(slot)
 
@@ -234,6 +240,7 @@ class EmbeddedEngine:
         if mode is PauseMode.RETRACT:
             for slot, sequence in enumerate(self._scheduler.running):
                 sequence.retract()
+                self._prefixes.withdraw(slot)
                 self._speculation.free(slot)
         return []
 
@@ -244,7 +251,12 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """See Engine.commit_weights; the mode concerns a change of the policy only."""
-        return self._apply(mode) if self._weights.commit(versions) else []
+        if not self._weights.commit(versions):
+            return []
+        self._prefixes.forget()
+        for sequence in self._scheduler.running:
+            sequence.stale = sequence.cached > 0
+        return self._apply(mode)
 
     def abort_weights(self, target: Target, version: int) -> None:
         """See Engine.abort_weights."""
@@ -264,9 +276,10 @@ class EmbeddedEngine:
         raise missing("embedded", Capability.RELEASE_MEMORY)
 
     def flush_cache(self) -> None:
-        """See Engine.flush_cache; prefixes are shared between requests that run, none is kept."""
+        """See Engine.flush_cache."""
         if self.has_work:
             raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
+        self._prefixes.forget()
 
     def set_capture(self, enabled: bool) -> None:
         """See Engine.set_capture."""
@@ -319,4 +332,5 @@ class EmbeddedEngine:
             speculation=self._stats,
             arms=self._speculation.reports(),
             rows_dropped=self._capture.rows_dropped,
+            prefixes=self._prefixes.stats,
         )

@@ -16,7 +16,7 @@ from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import Admission
-from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, RowLayout
+from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, PrefixStats, RowLayout
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
@@ -65,6 +65,7 @@ class Plugin:
         self._table = DrawTable()
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
+        self._prompt_tokens = self._reused_tokens = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -157,6 +158,8 @@ class Plugin:
         tracked = self.requests.pop(rid)
         self.tell(tracked.end(finish, error) if finish else tracked.sequence.chunk())
         self._ended += tracked.sequence.speculation
+        self._prompt_tokens += len(tracked.request.prompt)
+        self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
     def tell(self, chunk: Chunk) -> None:
         """News for the gateway, sent between two rounds."""
@@ -204,4 +207,5 @@ class Plugin:
             speculation=stats,
             arms=self.arms.reports(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
+            prefixes=PrefixStats(self._prompt_tokens, self._reused_tokens),
         )
