@@ -13,9 +13,13 @@ from random_models import save_random
 from torch import Tensor
 
 from paceline.models import decoder
+from paceline.models.config import read_config
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_checkpoint import save_eagle
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.engines.base import Chunk, Engine, PauseMode, Request, RowSink, Sampling, Target
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded, prefill
+from rollout_gateway.engines.sequence import RunningSequence
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")
 PROMPT = tuple(random.Random(1).choices(range(3, 97), k=40))
@@ -105,8 +109,13 @@ def test_crowded_conversations_say_what_they_say_without_reuse(models: Path) -> 
     reference = build(models / "old", drafter="off", prefix_slots=0)
     expected = say(reference, *map(plain, batch))
     assert min(chunk.smallest_gap for chunk in expected) > NEAR_TIE_GAP
-    for options in ({"prefix_slots": 2}, {"prefix_slots": 8, "prefill_tokens": 24}, {"max_batch": 1}):
-        engine = build(models / "old", bandit={"epsilon": 1.0}, **options)
+    crowds: list[dict[str, object]] = [
+        {"prefix_slots": 2},
+        {"prefix_slots": 8, "prefill_tokens": 24},
+        {"max_batch": 1},
+    ]
+    for options in crowds:
+        engine = build(models / "old", None, bandit={"epsilon": 1.0}, **options)
         chunks = say(engine, *map(plain, batch))
         assert [chunk.token_ids for chunk in chunks] == [chunk.token_ids for chunk in expected]
         reused = sum(chunk.cached_prompt_tokens for chunk in chunks)
@@ -195,7 +204,15 @@ def test_a_request_that_lived_through_an_update_is_reused_only_if_it_was_cached_
     assert chunk.token_ids == alone(models / "new", second)
 
 
-def test_rows_half_cached_under_an_earlier_policy_share_nothing_with_new_ones(models: Path) -> None:
+def test_rows_share_a_prefill_only_if_both_are_cached_alike_under_the_serving_policy() -> None:
+    rows = [
+        RunningSequence(ask(n, PROMPT), frozenset(), 8, length=len(PROMPT), cached=cached, stale=stale)
+        for n, (cached, stale) in enumerate([(20, True), (20, False), (20, False), (0, False), (20, True)])
+    ]
+    assert prefill.leaders_of(rows, [19] * 5) == ([0, 1, 3, 4], [0, 1, 1, 2, 3])
+
+
+def test_a_prompt_half_cached_under_an_earlier_policy_serves_nobody(models: Path) -> None:
     engine = build(models / "old", prefill_tokens=20)
     engine.prepare_weights(Target.POLICY, 1, models / "new")
     engine.enqueue(plain(ask(1, PROMPT)))
@@ -224,12 +241,34 @@ def test_a_retracted_request_is_no_source_until_it_is_cached_again(models: Path)
         assert chunks[number].token_ids == alone(models / "old", ask(number, PROMPT))
 
 
-def test_a_new_drafter_keeps_prefixes(models: Path) -> None:
+def test_a_request_that_changed_its_slot_serves_others_from_there(models: Path) -> None:
+    engine = build(models / "old", drafter="off", max_batch=4)
+    other = PROMPT[::-1]
+    engine.enqueue(plain(ask(0, (5, 6, 7), max_tokens=3)))
+    engine.enqueue(plain(ask(1, PROMPT, max_tokens=60)))
+    engine.step()
+    engine.enqueue(plain(ask(2, (8, 9), max_tokens=1)))  # a prompt is looked up: 1 is offered
+    ended = [chunk.request_id for _ in range(2) for chunk in engine.step()]
+    assert ended == [2, 0]  # 1 has moved from slot 1 to slot 0
+    engine.enqueue(plain(ask(3, other)))  # into slot 1
+    engine.step()
+    batch = [ask(4, PROMPT), ask(5, other)]
+    chunks = say(engine, *map(plain, batch))
+    assert [chunk.cached_prompt_tokens for chunk in chunks] == [len(PROMPT) - 1] * 2
+    assert [chunk.token_ids for chunk in chunks] == [alone(models / "old", one) for one in batch]
+
+
+def test_a_new_drafter_keeps_prefixes(models: Path, tmp_path: Path) -> None:
+    save_eagle(EagleNet(read_config(models / "old"), seed=1), tmp_path)
     engine = build(models / "old")
     engine.force_arm("eagle:3_1_4")
     (first,) = say(engine, plain(ask(1, PROMPT)))
-    engine.commit_weights(VersionSet(1, 0, 0), PauseMode.IN_PLACE)
-    assert second_turn_reuses(engine, 2, (*PROMPT, *first.token_ids, 5)) == len(PROMPT) + 24
+    engine.prepare_weights(Target.DRAFTER, 1, tmp_path)
+    engine.commit_weights(VersionSet(1, 0, 1), PauseMode.IN_PLACE)
+    second = ask(2, (*PROMPT, *first.token_ids, 5))
+    (chunk,) = say(engine, plain(second))
+    assert chunk.cached_prompt_tokens == len(second.prompt) - 2
+    assert chunk.token_ids == alone(models / "old", second)
 
 
 def test_siblings_that_come_one_after_another_reuse_a_request_that_runs_or_has_ended(models: Path) -> None:
