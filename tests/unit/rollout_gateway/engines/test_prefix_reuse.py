@@ -160,6 +160,7 @@ def test_a_second_turn_captures_all_its_rows_as_a_fresh_engine_does(drafter: str
     for key, (token, version, state) in rows.rows.items():
         assert (token, version) == expected.rows[key][:2]
         assert version == 3
+        # fp32 sums round by the shape of the block: fresh engines with other prefill_tokens differ by 2e-6 as well.
         np.testing.assert_allclose(state, expected.rows[key][2], rtol=0, atol=5e-6)
 
 
