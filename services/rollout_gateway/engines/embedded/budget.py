@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from paceline.speculators import Drafts
+from rollout_gateway.bandits.base import speculator_of
 
 BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Inner edges of the bins of a drafter's probability of one node."""
@@ -29,6 +30,8 @@ MEMORY = 4000.0
 """Trials after which a bin forgets half."""
 COST_SHARE = 0.1
 """Weight of a new measurement of a forward; one of 3 times what was expected counts as 3 times."""
+PROBE_EVERY = 64
+"""Every so many rounds of an arm everything is verified: what is never tried would be believed useless for ever."""
 FLOOR_SHARE = 0.5
 """A node below this share of the last round's least likely verified one is not drafted on."""
 
@@ -95,10 +98,11 @@ class ForwardCost:
 
 @dataclass(slots=True)
 class _Overhead:
-    """Of one arm: seconds of a round besides the forward, and its last threshold."""
+    """Of one arm: seconds of a round besides the forward, its last threshold, and rounds until the next probe."""
 
     seconds: float = 0.0
     floor: float = 0.0
+    until_probe: int = PROBE_EVERY
 
 
 Node = tuple[float, int, int]
@@ -118,11 +122,24 @@ class Budget:
 
     def floor(self, arm: str) -> float:
         """Probability below which the arm need not draft on."""
-        return self._overhead(arm).floor
+        overhead = self._overhead(arm)
+        return overhead.floor if overhead.until_probe > 1 else 0.0
+
+    def forget(self, speculator: str) -> None:
+        """The drafter has new weights: what its probabilities are worth is not known; seconds stay as known."""
+        self._calibrations.pop(speculator, None)
+        for arm, overhead in self._overheads.items():
+            if speculator_of(arm) == speculator:
+                overhead.floor = 0.0
+
+    def _probes(self, arm: str) -> bool:
+        overhead = self._overhead(arm)
+        overhead.until_probe = (overhead.until_probe - 1) or PROBE_EVERY
+        return overhead.until_probe == PROBE_EVERY
 
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
         """The drafts that pay, every row's moved to its front; all of them while costs are not known."""
-        if not self.cost.known:
+        if not self.cost.known or self._probes(arm):
             return drafts
         nodes = self._nodes(drafts, self._calibrations.setdefault(speculator, Calibration()))
         chosen = nodes[: self._worth(nodes, len(drafts.tokens), arm)]

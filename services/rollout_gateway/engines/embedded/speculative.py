@@ -192,6 +192,8 @@ class Speculation:
     def serve_drafter(self, state: object) -> None:
         """Draft with new weights from the next round on; the bandit tries their arms anew."""
         self.trained.commit_state(state)
+        if self.budget is not None:
+            self.budget.forget(self.trained.name)
         trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
         self._bandit.forget(trained, Target.DRAFTER)
 

@@ -16,7 +16,7 @@ from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.models.loading import load_model
 from paceline.speculators import Drafts
-from rollout_gateway.engines.embedded.budget import Budget, Calibration, ForwardCost
+from rollout_gateway.engines.embedded.budget import PROBE_EVERY, Budget, Calibration, ForwardCost
 from rollout_gateway.engines.embedded.nodes import Nodes, ancestors, arrange, merge_drafts, node_depths
 
 trees = st.integers(1, 12).flatmap(lambda count: st.tuples(*(st.integers(0, node) for node in range(count))).map(list))
@@ -153,6 +153,17 @@ def test_everything_is_verified_while_costs_are_unknown_and_nothing_when_nothing
     drafts = Drafts(torch.tensor([[1, 2]]), torch.tensor([[0.04, 0.01]]))
     assert Budget().prune(drafts, "eagle", "a") is drafts
     assert measured({1: 1.0, 2: 2.0, 3: 3.0}).prune(drafts, "eagle", "a").tokens.shape == (1, 0)
+
+
+def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once() -> None:
+    budget = measured({1: 0.011, 100: 0.110})
+    drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.9, 0.9 * 0.9]]))
+    for _ in range(300):
+        budget.learn("eagle", drafts, [{0}])
+    kept = [budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.shape[1] for _ in range(2 * PROBE_EVERY)]
+    assert (kept.count(2), kept.count(0)) == (2, 2 * PROBE_EVERY - 2)
+    budget.forget("eagle")
+    assert budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.tolist() == [[5, 6]]
 
 
 def test_calibration_follows_what_is_drawn() -> None:
