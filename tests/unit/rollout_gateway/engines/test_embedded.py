@@ -20,6 +20,7 @@ from paceline.speculators.eagle_checkpoint import save_eagle
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, Sampling, Target
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1_5", "ngram:4_3_9")
@@ -131,6 +132,36 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
     assert always > 0.1
     for early, share in accepted.items():
         assert share == pytest.approx(always, abs=0.08), early
+
+
+def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Path) -> None:
+    """Both ways, within requests that run on: nothing is cached again and no token changes."""
+    save_random(tmp_path, "llama", sharpness=6.0)
+    limits = (6, 12, 50, 60)
+    batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=n, ignore_eos=True)) for i, n in enumerate(limits)]
+    late = [Request(9 + i, (8, 9, 7 + i), Sampling(seed=i, max_tokens=4, ignore_eos=True)) for i in range(3)]
+    expected, _ = generate(build(tmp_path, drafter="off"), [*batch, *late])
+    engine = build(tmp_path, arms=("eagle:3_1_4",), bandit={"epsilon": 1.0}, speculate_rows=2, verify_budget=False)
+    assert isinstance(engine, EmbeddedEngine)
+    tokens, drafted = {}, []
+    for one in batch:
+        engine.enqueue(one)
+    while engine.has_work:
+        if len(drafted) == 24:
+            for one in late:
+                engine.enqueue(one)
+        before = engine.load
+        tokens |= {chunk.request_id: chunk.token_ids for chunk in engine.step() if chunk.finish}
+        rows = engine.load.speculation.target_steps - before.speculation.target_steps
+        drafted.append((rows, engine.load.speculation.drafted_rounds > before.speculation.drafted_rounds))
+        running = engine._scheduler.running
+        assert all(sequence.lacking <= 0 for sequence in running), "a running request is never cached again"
+    assert {number: said for number, said in tokens.items() if said} == expected
+    assert not any(drafts for rows, drafts in drafted if rows > 2)
+    below = [drafts for rows, drafts in drafted if rows <= 2]
+    assert sum(below) > 0
+    sizes = [rows for rows, _ in drafted]
+    assert [sizes[0] > 2, min(sizes[:24]) <= 2, max(sizes[24:]) > 2, sizes[-1] <= 2] == [True] * 4  # down, up, down
 
 
 def test_hidden_rows_are_the_states_transformers_gives(tmp_path: Path) -> None:
