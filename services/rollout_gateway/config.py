@@ -22,6 +22,13 @@ class BanditConfig(Config):
     watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
 
 
+class EmbeddedConfig(Config):
+    """What only the embedded engine knows."""
+
+    quantize: Literal["", "int8"] = ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
+    compile: bool = False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
+
+
 class SGLangConfig(Config):
     """What only the SGLang engine knows."""
 
@@ -50,6 +57,7 @@ class EngineConfig(Config):
     ready_deadline_s: float = Field(default=180, gt=0)
     command_deadline_s: float = Field(default=60, gt=0)
     restart_backoff_s: float = Field(default=0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
+    embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
 
@@ -135,9 +143,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     }
     if config.speculation.arms:
         settings["arms"] = list(config.speculation.arms)
-    if config.engine.kind == "sglang":
-        settings |= config.engine.sglang.model_dump(mode="json")
-    return settings
+    own = config.engine.sglang if config.engine.kind == "sglang" else config.engine.embedded
+    return settings | own.model_dump(mode="json")
 
 
 def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import pkgutil
 import secrets
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 
 import redis.asyncio
 
-from paceline.errors import InvalidInput, MissingCapability, PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import PacelineError, ResourceExhausted, Unavailable
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter, span
 from paceline.v1 import engine_pb2 as pb
@@ -29,11 +28,12 @@ from paceline.weights import Spool
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines import ROW_LAYOUTS, wire
-from rollout_gateway.engines.base import Capability, RowLayout
+from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
 from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
+from rollout_gateway.request_checks import check_arm, check_request
 from rollout_gateway.router import Router, RowShape
 from rollout_gateway.session import Session, Sessions, State
 from rollout_gateway.text import TextCodec
@@ -41,7 +41,6 @@ from rollout_gateway.weights import WorkerWeights
 from rollout_gateway.worker_process import WorkerProcess
 
 STOP_GRACE_S = 10.0
-MAX_TOP_LOGPROBS = 20
 SLOW_STARTERS = ("sglang",)
 """Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait."""
 _SHARES = 10_000
@@ -197,7 +196,7 @@ class Gateway:
 
     async def set_arm(self, arm: str) -> None:
         """Force an arm on every worker, also on later ones; "" gives the choice back to the bandit."""
-        _check_arm(self.router.ready, arm)
+        check_arm(self.router.ready, arm)
         self._forced_arm = arm
         answers = await self.router.ask_all(_speculation(arm))
         for answer in answers:
@@ -238,43 +237,6 @@ class Gateway:
 
     def _discard_rows(self, request_id: int) -> None:
         self.publisher.discard(request_id)
-
-
-def check_request(
-    ready: pb.WorkerReady, prompt: Sequence[int], sampling: tpb.SamplingParams, forced_arm: str = ""
-) -> None:
-    """Raises InvalidInput naming the field that the engine would refuse, or MissingCapability."""
-    longest = ready.max_sequence_tokens - 1
-    if not 1 <= len(prompt) <= longest:
-        raise InvalidInput("prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens")
-    if max(prompt) >= ready.vocab_size or min(prompt) < 0:
-        allowed = f"0 to {ready.vocab_size - 1}"
-        raise InvalidInput("prompt holds a token id out of range", seen=max(prompt), allowed=allowed)
-    ranges = {
-        "temperature": (sampling.temperature, 0.0, 10.0),
-        "top_p": (sampling.top_p, 0.0, 1.0),
-        "min_p": (sampling.min_p, 0.0, 1.0),
-        "top_k": (sampling.top_k, 0, math.inf),
-        "max_tokens": (sampling.max_tokens, 1, math.inf),
-        "top_logprobs": (sampling.top_logprobs, 0, MAX_TOP_LOGPROBS),
-    }
-    for name, (value, low, high) in ranges.items():
-        if not low <= value <= high:  # false for NaN too
-            raise InvalidInput(f"{name} is out of range", seen=value, allowed=f"{low:g} to {high:g}")
-    if any(not stop for stop in sampling.stop):
-        raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
-    if sampling.top_logprobs and Capability.TOP_LOGPROBS not in ready.capabilities:
-        raise MissingCapability(
-            f"the engine lacks the capability {Capability.TOP_LOGPROBS}",
-            seen=sampling.top_logprobs,
-            allowed="top_logprobs=0",
-        )
-    _check_arm(ready, forced_arm)
-
-
-def _check_arm(ready: pb.WorkerReady, arm: str) -> None:
-    if arm and arm not in ready.arms:
-        raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(ready.arms))
 
 
 def _speculation(arm: str) -> pb.WorkerCommand:

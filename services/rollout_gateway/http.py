@@ -30,9 +30,10 @@ from paceline.errors import (
     Unavailable,
 )
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.gateway import Gateway, Piece, check_request
+from rollout_gateway.gateway import Gateway, Piece
 from rollout_gateway.http_answers import Answers, ChatAnswers, Choice, CompletionAnswers
 from rollout_gateway.http_schema import ChatBody, CompletionBody, GenerationBody
+from rollout_gateway.request_checks import check_request
 
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS_PER_CALL = 256

@@ -8,9 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paceline.errors import InvalidInput
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.base import MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class GenerationBody(BaseModel):
@@ -25,6 +28,10 @@ class GenerationBody(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = 1.0  # extension
+    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)  # JSON spells the ids as text
     stop: str | list[str] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: bool = False
@@ -51,6 +58,10 @@ class GenerationBody(BaseModel):
             stop=stops,
             ignore_eos=self.ignore_eos,
             top_logprobs=self.wanted_logprobs() or 0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
         )
         if self.seed is not None:
             params.seed = self.seed + index

@@ -194,6 +194,10 @@ def check_trainable(sampling: tpb.SamplingParams) -> None:
         "top_p": sampling.top_p if 0 < sampling.top_p < 1 else None,
         "top_k": sampling.top_k or None,
         "min_p": sampling.min_p or None,
+        "presence_penalty": sampling.presence_penalty or None,
+        "frequency_penalty": sampling.frequency_penalty or None,
+        "repetition_penalty": sampling.repetition_penalty if sampling.repetition_penalty not in (0, 1) else None,
+        "entries of logit_bias": len(sampling.logit_bias) or None,
         "temperature": None if sampling.temperature > 0 else sampling.temperature,
     }
     found = {name: value for name, value in refused.items() if value is not None}
@@ -201,7 +205,7 @@ def check_trainable(sampling: tpb.SamplingParams) -> None:
         raise TrainabilityError(
             "these samples cannot be trained; open the session with trainable=false or leave the setting out",
             seen=", ".join(f"{name}={value:g}" for name, value in found.items()),
-            allowed="temperature > 0, top_p=1, top_k=0, min_p=0",
+            allowed="temperature > 0, top_p=1, top_k=0, min_p=0, no penalty, no logit_bias",
         )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -371,6 +372,95 @@ def test_top_logprobs_come_with_every_token(case: Case) -> None:
         assert [len(alternatives) for alternatives in chunk.top_logprobs] == [3] * len(chunk.token_ids)
         for alternatives in chunk.top_logprobs:
             assert [value for _, value in alternatives] == sorted((v for _, v in alternatives), reverse=True)
+
+
+PENALTIES: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 1.0},
+    {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 0.9, "logit_bias": ((7, 3.0),)},
+]
+
+
+def require_penalties(case: Case) -> None:
+    if Capability.PENALTIES not in case.build(None).info.capabilities:
+        pytest.skip("this engine lacks penalties; that it says so is tested below")
+
+
+def test_a_strong_bias_forces_a_token_or_forbids_it(case: Case) -> None:
+    require_penalties(case)
+    free = run_all(case, [request(0)])[0]
+    forced = request(0, logit_bias=((9, 100.0),))
+    forbidden = replace(request(0, logit_bias=tuple((token, -100.0) for token in sorted(set(free)))), request_id=1)
+    for arm in ("off", "eagle:3_1_4"):
+        said = run_all(case, [forced, forbidden, request(2)], arm)
+        assert said[0] == [9] * 20
+        assert not set(said[1]) & set(free)
+
+
+def test_penalties_change_tokens_and_speculation_changes_none(case: Case) -> None:
+    require_penalties(case)
+    kinds: list[dict[str, Any]] = [*PENALTIES, {}, *PENALTIES]
+    requests = [request(number, max_tokens=40, **kind) for number, kind in enumerate(kinds)]
+    expected = run_all(case, requests, "off")
+    plain = run_all(case, [request(number, max_tokens=40) for number in range(len(kinds))], "off")
+    assert [number for number in expected if expected[number] == plain[number]] == [kinds.index({})]
+    for arm in (*case.build(None).info.arms[1:], ""):
+        assert run_all(case, requests, arm) == expected, arm
+
+
+def test_a_pause_that_rebuilds_the_cache_keeps_what_penalties_have_counted(case: Case) -> None:
+    require_penalties(case)
+    requests = [request(number, max_tokens=40, **kind) for number, kind in enumerate(PENALTIES)]
+    expected = run_all(case, requests)
+    engine = case.build(None)
+    for one in requests:
+        engine.enqueue(one)
+    early = engine.step() + engine.step()
+    assert engine.pause(PauseMode.RETRACT) == []
+    engine.resume()
+    assert {n: tokens_of(chunks) for n, chunks in drain(engine, early).items()} == expected
+
+
+def test_penalties_leave_the_reported_logprobs_those_of_the_model(case: Case) -> None:
+    require_penalties(case)
+    engine = case.build(None)
+    engine.enqueue(request(0, max_tokens=3, top_logprobs=3))
+    engine.enqueue(replace(request(0, max_tokens=3, top_logprobs=3, logit_bias=((9, 100.0),)), request_id=1))
+    free, forced = (chunks[-1] for _, chunks in sorted(drain(engine).items()))
+    for (token, value), (same, again) in zip(free.top_logprobs[0], forced.top_logprobs[0], strict=True):
+        assert (token, pytest.approx(value, abs=1e-4)) == (same, again)
+    assert forced.token_ids[0] == 9
+    assert forced.behavior_logprobs[0] < -0.01
+
+
+@pytest.mark.parametrize("asked", PENALTIES, ids=["repetition", "frequency", "all"])
+def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
+    case: Case, asked: dict[str, Any]
+) -> None:
+    engine = case.build(None)
+    if Capability.PENALTIES in engine.info.capabilities:
+        pytest.skip("this engine has them")
+    with pytest.raises(MissingCapability, match=r"the \w+ engine lacks the capability penalties; .*engine\.kind"):
+        engine.enqueue(request(0, **asked))
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty"),
+        ({"logit_bias": ((320, 1.0),)}, "320"),
+        ({"logit_bias": ((5, -101.0),)}, "-101"),
+    ],
+)
+def test_penalties_out_of_range_are_refused_by_name(case: Case, asked: dict[str, Any], named: str) -> None:
+    require_penalties(case)
+    engine = case.build(None)
+    with pytest.raises(InvalidInput, match=named):
+        engine.enqueue(request(0, **asked))
+    assert not engine.has_work
 
 
 def test_speculation_statistics_add_up(case: Case) -> None:

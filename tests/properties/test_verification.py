@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.models.sampling import DrawParams, draw
-from rollout_gateway.engines.embedded.verify import accepted_drafts, verify
+from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
+from rollout_gateway.engines.embedded.verify import accepted_drafts, follow, verify
 
 VOCAB = 5
 
@@ -49,12 +50,74 @@ def test_any_drafts_give_the_tokens_of_plain_decoding(
         nodes = [next_logits((*context, *(max(token, 0) for token in chain[:depth]))) for depth in range(4)]
         positions = torch.arange(len(context), len(context) + 4)[None]
         params = DrawParams.of([seed] * 4, [temperature] * 4)
-        verdict = verify(torch.stack(nodes)[None], torch.tensor([chain]), positions, params)
+        verdict = verify(torch.stack(nodes), Nodes(torch.tensor([[context[-1], *chain]])), positions, params)
         taken = int(verdict.accepted[0]) + 1
         said += verdict.tokens[0, :taken].tolist()
         if chain == expected[len(said) - taken : len(said) - taken + 3]:
             assert taken == 4
     assert said[:wanted] == expected[: len(said)]
+
+
+@st.composite
+def draft_trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """(tokens, parents) of up to 9 drafts; siblings differ, -1 is absent and has no children."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for _ in range(draw(st.integers(1, 9))):
+        parent = draw(st.sampled_from([0, *(i + 1 for i, token in enumerate(tokens) if token >= 0)]))
+        siblings = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
+        free = sorted(set(range(VOCAB)) - siblings)
+        tokens.append(draw(st.sampled_from([*free, -1])))
+        parents.append(parent if tokens[-1] >= 0 else 0)
+    return tokens, parents
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    rounds=st.lists(draft_trees(), min_size=1, max_size=4),
+    ragged=st.booleans(),
+)
+def test_any_trees_give_the_tokens_of_plain_decoding(
+    seed: int, temperature: float, rounds: list[tuple[list[int], list[int]]], ragged: bool
+) -> None:
+    prompt = (1, 3)
+    expected = plain(prompt, seed, temperature, 10 * len(rounds))
+    said: list[int] = []
+    for tokens, parents in rounds:
+        context = (*prompt, *said)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append((*paths[parent], max(token, 0)))
+        above = torch.tensor([[0, *parents]])
+        ids = torch.tensor([[context[-1], *tokens]])
+        kept = (ids.flatten() >= 0).nonzero()[:, 0] if ragged else None
+        nodes = Nodes(ids, above, node_depths(above), kept)
+        logits = torch.stack([next_logits((*context, *path)) for path in paths])
+        positions = nodes.positions(torch.tensor([len(context)]))
+        count = len(paths) if kept is None else len(kept)
+        params = DrawParams.of([seed] * count, [temperature] * count)
+        verdict = verify(logits if kept is None else logits[kept], nodes, positions, params)
+        taken = int(verdict.accepted[0]) + 1
+        new = verdict.tokens[0, :taken].tolist()
+        # Nothing that a draft offered was missed: the longest drafted path equal to the answer was followed.
+        answer = expected[len(said) :]
+        fits = [
+            len(path)
+            for path, token in zip(paths[1:], tokens, strict=True)
+            if token >= 0 and list(path) == answer[: len(path)]
+        ]
+        assert taken == max(fits, default=0) + 1
+        said += new
+    assert said == expected[: len(said)]
+
+
+def test_a_path_ends_where_no_child_is_the_draw() -> None:
+    # Root draws 5, held by node 2; node 2 draws 7, held by node 3 under node 1 only.
+    drawn = torch.tensor([[5, 0, 7, 1]])
+    path, accepted = follow(drawn, torch.tensor([[9, 4, 5, 7]]), torch.tensor([[0, 0, 0, 1]]))
+    assert (path.tolist(), accepted.tolist()) == ([[0, 2]], [1])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), min_size=1, max_size=6))

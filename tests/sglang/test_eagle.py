@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -76,11 +77,18 @@ def test_greedy_tokens_are_those_of_transformers_whatever_arm_each_round_draws(
 
 @pytest.mark.parametrize(
     "sampling",
-    [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3, "top_k": 5}, {"min_p": 0.1}],
-    ids=["full", "top_p", "top_k", "min_p"],
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.25, "presence_penalty": -0.5},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": ((20, 3.0), (21, -100.0))},
+    ],
+    ids=["full", "top_p", "top_k", "min_p", "penalties", "greedy with penalties and bias"],
 )
 def test_sampled_tokens_are_those_of_the_embedded_engine_with_the_same_seeds(
-    served: Served, prompts: list[list[int]], sampling: dict[str, float]
+    served: Served, prompts: list[list[int]], sampling: dict[str, Any]
 ) -> None:
     sampling = {"temperature": 1.0, **sampling}
     expected = embedded_tokens(prompts, **sampling)

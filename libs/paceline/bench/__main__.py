@@ -28,6 +28,8 @@ def main(benches: Mapping[str, str] = BENCHES, program: str = "paceline.bench") 
         result = uvloop.run(import_module(benches[options.name]).run(options))
     except PacelineError as error:
         raise SystemExit(f"bench {options.name}: {error}") from error
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     result.print()
     if options.json is not None:
         result.write_json(options.json)

@@ -69,7 +69,11 @@ class BenchResult:
     def print(self, console: Console | None = None) -> None:
         """Prints rows and goals as tables."""
         console = console or Console(width=None if sys.stdout.isatty() else 140)
-        console.print(_table(self.title, self.rows))
+        tables = _tables(self.title, self.rows)
+        if self.title not in tables:
+            console.print(self.title)
+        for heading, rows in tables.items():
+            console.print(_table(heading, rows))
         words = {True: "met", False: "missed", None: "unresolved"}
         goals: list[Row] = [
             {"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]} for one in self.goals
@@ -77,6 +81,15 @@ class BenchResult:
         if goals:
             console.print(_table("goals", goals))
         console.print(self.machine, style="dim")
+
+
+def _tables(title: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by heading: the value of their column "section", which then is no column, or else the title."""
+    tables: dict[str, list[Row]] = {}
+    for row in rows:
+        shown = {name: value for name, value in row.items() if name != "section"}
+        tables.setdefault(str(row.get("section", title)), []).append(shown)
+    return tables
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:

@@ -49,11 +49,16 @@ class Bench(StrEnum):
 
     TRANSPORT = "transport"
     E2E = "e2e"
+    ENGINE = "engine"
     SGLANG = "sglang"
     BANDIT = "bandit"
 
 
-BENCH_MODULES = {Bench.SGLANG: "rollout_gateway.bench", Bench.BANDIT: "rollout_gateway.bench"}
+BENCH_MODULES = {
+    Bench.ENGINE: "rollout_gateway.bench",
+    Bench.SGLANG: "rollout_gateway.bench",
+    Bench.BANDIT: "rollout_gateway.bench",
+}
 """Benches of one service; the others are paceline.bench's."""
 
 

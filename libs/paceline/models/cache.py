@@ -48,6 +48,12 @@ class StaticCache:
         """What slots hold of their first `length` tokens goes to other slots as well."""
         self.data[:, destinations, :, :length] = self.data[:, sources, :, :length]
 
+    def reorder(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
+        """Tokens of slots [B] at positions `sources` [B, P] go to positions `destinations` [B, P] as well."""
+        layers = self.data.view(len(self.data), -1, self._dim)
+        moved = layers.index_select(1, self.cells(slots, sources).view(-1))
+        layers.index_copy_(1, self.cells(slots, destinations).view(-1), moved)
+
     def move(self, source: int, destination: int, length: int) -> None:
         """As `copy`, for one slot."""
         self.data[:, destination, :, :length] = self.data[:, source, :, :length]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,10 @@ class ModelConfig:
             raise InvalidInput(
                 "num_attention_heads must be a multiple of num_key_value_heads",
                 seen=f"{self.num_heads}, {self.num_kv_heads}",
+                allowed=f"num_key_value_heads that divides {self.num_heads}",
             )
-        if self.head_dim % 2:
-            raise InvalidInput("head_dim must be even for rotary positions", seen=self.head_dim)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise InvalidInput("head_dim must be even for rotary positions", seen=self.head_dim, allowed="2, 4, ...")
 
     @property
     def group(self) -> int:
@@ -75,12 +77,13 @@ def read_config(directory: Path) -> ModelConfig:
     Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a model not known here.
     """
     raw = read_config_json(directory)
-    config = parse_config(raw)
     generation = directory / "generation_config.json"
-    if generation.is_file() and not config.eos_token_ids:
-        eos = _token_ids(json.loads(generation.read_text()).get("eos_token_id"))
-        return parse_config({**raw, "eos_token_id": list(eos)})
-    return config
+    if generation.is_file() and raw.get("eos_token_id") in (None, []):
+        raw["eos_token_id"] = _read_object(generation).get("eos_token_id")
+    try:
+        return parse_config(raw)
+    except InvalidInput as error:
+        raise InvalidInput(f"{directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -88,24 +91,36 @@ def read_config_json(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise InvalidInput("not a checkpoint directory: it has no config.json", seen=directory)
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidInput(f"config.json is not JSON: {error}", seen=path) from error
+        raise InvalidInput(f"{path.name} is not JSON: {error}", seen=path) from error
     if not isinstance(raw, dict):
-        raise InvalidInput("config.json must hold an object", seen=path)
+        raise InvalidInput(f"{path.name} must hold an object", seen=path)
     return raw
+
+
+def architecture(raw: Mapping[str, Any]) -> str:
+    """The one architecture a config.json names. Raises InvalidInput when `architectures` is no list with a name."""
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise InvalidInput("architectures must be a list with one name", seen=_shown(names), allowed="a list")
+    return names[0]
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     """ModelConfig of a Hugging Face config mapping. Raises InvalidInput naming the key that is missing or wrong."""
-    architectures = raw.get("architectures") or ["(none)"]
-    family = ARCHITECTURES.get(architectures[0])
+    name = architecture(raw)
+    family = ARCHITECTURES.get(name)
     if family is None:
-        raise InvalidInput("unknown model architecture", seen=architectures[0], allowed=sorted(ARCHITECTURES))
+        raise InvalidInput("architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES))
     _reject_unsupported(raw)
     heads = _integer(raw, "num_attention_heads")
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = _flag(raw, "attention_bias")
     return ModelConfig(
         family=family,
         vocab_size=_integer(raw, "vocab_size"),
@@ -113,11 +128,11 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=_integer(raw, "intermediate_size"),
         num_layers=_integer(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-        head_dim=int(raw.get("head_dim") or _integer(raw, "hidden_size") // heads),
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        num_kv_heads=_integer(raw, "num_key_value_heads", heads),
+        head_dim=_integer(raw, "head_dim", _integer(raw, "hidden_size") // heads),
+        rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
+        max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
+        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         qk_norm=family == "qwen3",
@@ -127,7 +142,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _reject_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("mlp_bias"):
+    if _flag(raw, "mlp_bias"):
         raise InvalidInput("mlp_bias is not supported", seen=True, allowed=False)
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
@@ -135,30 +150,66 @@ def _reject_unsupported(raw: Mapping[str, Any]) -> None:
         raise InvalidInput("sliding-window attention is not supported", seen="sliding", allowed="full_attention")
 
 
-def _integer(raw: Mapping[str, Any], key: str) -> int:
+def _shown(value: object) -> object:
+    """A value as an error shows it."""
+    return "(none)" if value is None else value
+
+
+def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise InvalidInput(f"config.json needs a positive integer {key}", seen=value)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or value < 1:
+        raise InvalidInput(f"{key} must be a positive integer", seen=_shown(value), allowed=">= 1")
     return value
 
 
+def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = raw.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise InvalidInput(f"{key} must be a positive number", seen=_shown(value), allowed="> 0")
+    return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
+    return bool(value)
+
+
 def _token_ids(value: object) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)  # type: ignore[arg-type]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(one) is not int or one < 0 for one in ids):
+        raise InvalidInput("eos_token_id must be a token id or a list of them", seen=value, allowed=">= 0")
+    return tuple(ids)
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` beside `rope_scaling`.
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    scaling = raw.get(key) or {}
+    if not isinstance(scaling, dict):
+        raise InvalidInput(f"{key} must be an object", seen=scaling, allowed="an object with rope_type")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise InvalidInput("unknown rope_type", seen=kind, allowed=ROPE_TYPES)
-    return RopeConfig(
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        kind=kind,
-        factor=float(scaling.get("factor", 1.0)),
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        original_max_position=int(scaling.get("original_max_position_embeddings", 8192)),
-    )
+    for source in (raw, scaling):
+        if source.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise InvalidInput(
+                "partial_rotary_factor is not supported", seen=source["partial_rotary_factor"], allowed=1.0
+            )
+    rope = RopeConfig(theta=_number(scaling, "rope_theta", _number(raw, "rope_theta", 10_000.0)), kind=kind)
+    if kind == "default":
+        return rope
+    # No defaults here: a scaled model served without its own factors answers nonsense that looks like text.
+    rope = replace(rope, factor=_number(scaling, "factor"))
+    if kind == "linear":
+        return rope
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    if high <= low:
+        raise InvalidInput("high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}")
+    original = _integer(scaling, "original_max_position_embeddings")
+    return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)

@@ -1,13 +1,16 @@
 """The engine's forward of a decoder-only model over a static KV cache. Owns the arithmetic, not loading or scheduling.
 
 One function serves prefill and verification: a block of Q tokens for each of B cache slots, every row at its own
-positions. Query, key and value projections are one matrix, gate and up another; query and key heads are stored with
-interleaved halves (models/rope.py), which changes no product of a query with a key.
+positions; of a block only some tokens may be computed, and a row's tokens may be a tree (`Layout`). Query, key and
+value projections are one matrix, gate and up another; query and key heads are stored with interleaved halves
+(models/rope.py), which changes no product of a query with a key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,6 +18,10 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache
 from paceline.models.config import ModelConfig
+from paceline.models.int8 import Int8Matrix
+
+Matrix: TypeAlias = Tensor | Int8Matrix
+"""Weights [N, K] of a projection from K features to N."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +30,26 @@ class LayerWeights:
 
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
-    qkv: Tensor
+    qkv: Matrix
     """[(Nq + 2 Nkv) D, H]; query and key heads interleaved"""
     qkv_bias: Tensor | None
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
     """[Nq + Nkv, D]; interleaved"""
-    output: Tensor
+    output: Matrix
     """[H, Nq D]"""
     output_bias: Tensor | None
     """[H]"""
     post_norm: Tensor
     """[H]"""
-    gate_up: Tensor
+    gate_up: Matrix
     """[2 F, H]"""
-    down: Tensor
+    down: Matrix
     """[H, F]"""
+
+
+Finish: TypeAlias = Callable[[LayerWeights, Tensor, Tensor, float], Tensor]
+"""finish_layer, or a compiled one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +68,29 @@ class DecoderWeights:
     """complex64 [positions, D / 2]"""
     head_hash: str = ""
     """Hash of the head's bytes as they were loaded."""
+    finish: Finish | None = None
+    """Replaces finish_layer in every layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a block differs from B runs of Q tokens that follow each other."""
+
+    stored: Tensor | None = None
+    """int64 [B, Q]: cache position where each token is kept; None: its own position."""
+    visible: Tensor | None = None
+    """bool [B, Q, length]: cache positions each token sees; None: all up to its own."""
+    kept: Tensor | None = None
+    """int64 [N]: the tokens of the flattened block that are computed, ascending; None: all."""
+
+
+RECTANGLE = Layout()
+"""B runs of Q tokens, all computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where a block of B rows with Q tokens each stands; N = B Q."""
+    """Where a block of B rows with Q tokens each stands; N of them are computed, B Q unless the layout says less."""
 
     rows: slice | Tensor
     """Cache slots of the rows: a slice, or int64 [B]."""
@@ -69,7 +98,7 @@ class Block:
     tokens: int
     """Q"""
     index: Tensor
-    """int64 [N]: slot * capacity + position of each token."""
+    """int64 [N]: slot * capacity + cache position of each token."""
     cells: Tensor
     """int64 [N * 2 * kv_heads]: cache cells that the block writes."""
     rotation: Tensor
@@ -81,6 +110,22 @@ class Block:
     keys: tuple[Tensor, ...]
     """Per layer [B, kv_heads, length, D] views of the cache; empty when rows is no slice."""
     values: tuple[Tensor, ...]
+    kept: Tensor | None = None
+    """int64 [N]: see Layout; None: N = B Q."""
+    padding: Tensor | None = None
+    """int64 [B Q]: for each token of the block its row among the N computed, 0 for one that is not."""
+
+
+def tree_visible(bases: Tensor, window: Tensor, length: int) -> Tensor:
+    """What tokens kept behind position `bases` see: bool [B, Q, length].
+
+    bases int64 [B]: everything before it is seen; window bool [B, Q, W]: which of the W cache positions from it on.
+    """
+    batch, tokens, width = window.shape
+    seen = torch.zeros(batch, tokens, length, dtype=torch.bool, device=window.device)
+    columns = bases[:, None] + torch.arange(width, device=window.device)
+    seen.scatter_(2, columns[:, None].expand(batch, tokens, width), window)
+    return seen | (torch.arange(length, device=window.device) < bases[:, None])[:, None]
 
 
 def make_block(
@@ -90,13 +135,14 @@ def make_block(
     rows: slice | Tensor,
     positions: Tensor,
     length: int,
+    layout: Layout = RECTANGLE,
     *,
     masked: bool = False,
 ) -> Block:
     """Plan of one forward.
 
-    positions int64 [B, Q]; length = largest position + 1, given by the caller so that nothing waits for the device;
-    masked forces a mask where none is needed.
+    positions int64 [B, Q]: what is rotated by; length = largest cache position + 1, given by the caller so that nothing
+    waits for the device; masked forces a mask where none is needed.
     """
     batch, tokens = positions.shape
     keys: tuple[Tensor, ...] = ()
@@ -108,38 +154,84 @@ def make_block(
         slots = rows
     mask = None
     if masked or batch > 1 or tokens > 1:
-        hidden = torch.arange(length, device=positions.device) > positions[:, :, None]
-        bias = torch.zeros(hidden.shape, dtype=cache.data.dtype, device=positions.device)
-        bias.masked_fill_(hidden, float("-inf"))
-        mask = (bias.repeat_interleave(config.group, dim=1) if config.group > 1 else bias)[:, None]
+        visible = layout.visible
+        if visible is None:
+            visible = torch.arange(length, device=positions.device) <= positions[:, :, None]
+        mask = _bias(visible, config.group, cache.data.dtype)
+    stored = positions if layout.stored is None else layout.stored
+    index, cells = slots[:, None] * cache.capacity + stored, cache.cells(slots, stored)
+    kept, padding = layout.kept, None
+    if kept is not None:
+        padding = torch.zeros(batch * tokens, dtype=torch.int64, device=positions.device)
+        padding[kept] = torch.arange(len(kept), device=positions.device)
     return Block(
         rows=rows,
         batch=batch,
         tokens=tokens,
-        index=(slots[:, None] * cache.capacity + positions).view(-1),
-        cells=cache.cells(slots, positions).view(-1),
-        rotation=rotation.index_select(0, positions.reshape(-1))[:, None],
+        index=_computed(index.view(-1), kept),
+        cells=_computed(cells.view(batch * tokens, -1), kept).view(-1),
+        rotation=rotation.index_select(0, _computed(positions.reshape(-1), kept))[:, None],
         mask=mask,
         length=length,
         keys=keys,
         values=values,
+        kept=kept,
+        padding=padding,
     )
 
 
+def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    return (bias.repeat_interleave(group, dim=1) if group > 1 else bias)[:, None]
+
+
+def _computed(rows: Tensor, kept: Tensor | None) -> Tensor:
+    return rows if kept is None else rows.index_select(0, kept)
+
+
 def layer_forward(
-    config: ModelConfig, layer: LayerWeights, x: Tensor, cache: StaticCache, index: int, block: Block
+    config: ModelConfig,
+    layer: LayerWeights,
+    x: Tensor,
+    cache: StaticCache,
+    index: int,
+    block: Block,
+    finish: Finish | None = None,
 ) -> Tensor:
-    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H]."""
+    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H].
+
+    finish: what to call instead of finish_layer.
+    """
     normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
+    qkv = project(normed, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    x = torch.addmm(x, _attend(config, queries, cache, index, block), layer.output.t())
+    return (finish or finish_layer)(layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps)
+
+
+def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
+    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N, Nq D] -> [N, H]."""
+    x = add_projected(x, attended, layer.output)
     if layer.output_bias is not None:
         x = x + layer.output_bias
-    normed = _rms_norm(x, layer.post_norm, config.rms_norm_eps)
-    gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
-    return torch.addmm(x, functional.silu(gate).mul_(up), layer.down.t())
+    normed = _rms_norm(x, layer.post_norm, eps)
+    gate, up = project(normed, layer.gate_up).chunk(2, dim=-1)
+    return add_projected(x, functional.silu(gate).mul_(up), layer.down)
+
+
+def project(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
+    """x W^T + bias: [M, N] of x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        product = weight.product(x)
+        return product if bias is None else product.add_(bias)
+    return functional.linear(x, weight, bias)
+
+
+def add_projected(residual: Tensor, x: Tensor, weight: Matrix) -> Tensor:
+    """residual + x W^T: [M, N] of residual [M, N] and x [M, K]."""
+    if isinstance(weight, Int8Matrix):
+        return weight.product(x).add_(residual)
+    return torch.addmm(residual, x, weight.t())
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -169,24 +261,25 @@ def _attend(config: ModelConfig, queries: Tensor, cache: StaticCache, index: int
     else:
         assert isinstance(block.rows, Tensor)
         keys, values = cache.gather(index, block.rows, block.length)
+    if block.padding is not None:
+        queries = queries.index_select(0, block.padding)
     # The query heads of one KV head stand as extra queries: no copy of keys or values per query head.
     grouped = queries.view(batch, tokens, kv, group, dim).transpose(1, 2).reshape(batch, kv, tokens * group, dim)
     out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
-    out = out.view(batch, kv, tokens, group, dim).transpose(1, 2)
-    return out.reshape(batch * tokens, config.num_heads * dim)
+    out = out.view(batch, kv, tokens, group, dim).transpose(1, 2).reshape(batch * tokens, config.num_heads * dim)
+    return _computed(out, block.kept)
 
 
 def forward_hidden(weights: DecoderWeights, cache: StaticCache, token_ids: Tensor, block: Block) -> Tensor:
     """Last hidden states after the final norm, the input of the head.
 
-    token_ids int64 [B, Q] at the block's positions; the cache is written in place. Returns [B, Q, H].
+    token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. Returns [N, H].
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
     for index, layer in enumerate(weights.layers):
-        x = layer_forward(config, layer, x, cache, index, block)
-    x = _rms_norm(x, weights.norm, config.rms_norm_eps)
-    return x.view(block.batch, block.tokens, config.hidden_size)
+        x = layer_forward(config, layer, x, cache, index, block, weights.finish)
+    return _rms_norm(x, weights.norm, config.rms_norm_eps)
 
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ Names and shapes are those of Hugging Face checkpoints. A wrong one is named bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -14,27 +15,38 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config
-from paceline.models.decoder import DecoderWeights, LayerWeights
+from paceline.models.decoder import DecoderWeights, LayerWeights, Matrix
+from paceline.models.int8 import quantized
 from paceline.models.rope import interleave, rotation_table
 from paceline.tensors import head_hash
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Serving dtypes by name."""
 
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes a checkpoint may be stored in."""
+
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards model-*.safetensors.
 
-    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file.
+    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file, WeightsError when
+    two files hold the same tensor.
     """
     files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for path in files:
         try:
             with safe_open(path, framework="pt") as opened:
-                tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                part = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise DataLoss(f"cannot read {path.name}: {error}", seen=path) from error
+            size = path.stat().st_size
+            raise DataLoss(
+                f"cannot read {path.name}: {error}", seen=f"{path}, {size} bytes", allowed="a whole safetensors file"
+            ) from error
+        if twice := sorted(tensors.keys() & part.keys()):
+            raise WeightsError(f"tensor {twice[0]} is in two files", seen=path.name, allowed="one file for each tensor")
+        tensors |= part
     return tensors
 
 
@@ -88,23 +100,52 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     """Raises WeightsError naming what is missing, extra, misshapen, no float, or not finite."""
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
-        raise WeightsError(f"{len(missing)} tensors are missing", seen=missing[:4])
+        raise WeightsError(
+            f"tensor {missing[0]} is missing{_and_others(missing)}",
+            seen=f"{len(tensors)} tensors",
+            allowed=f"the {len(shapes)} of this model, this one of shape {shapes[missing[0]]}",
+        )
     if extra:
-        raise WeightsError(f"{len(extra)} tensors are not part of this model", seen=extra[:4])
+        near = get_close_matches(extra[0], shapes, 2, 0.0)
+        raise WeightsError(
+            f"tensor {extra[0]} is not part of this model{_and_others(extra)}",
+            seen=f"{len(tensors)} tensors, this one of shape {tuple(tensors[extra[0]].shape)}",
+            allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
+        )
     for name, shape in shapes.items():
-        tensor = tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
-        if not tensor.is_floating_point():
-            raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed="a float dtype")
-        if not torch.isfinite(tensor).all():
-            raise WeightsError(f"tensor {name} holds a number that is not finite", seen="nan or inf")
+        _check_tensor(name, tensors[name], shape)
+
+
+def _and_others(names: Sequence[str]) -> str:
+    return f", as are {len(names) - 1} others" if len(names) > 1 else ""
+
+
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
+    if tensor.dtype not in STORED_DTYPES:
+        raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=STORED_DTYPES)
+    finite = torch.isfinite(tensor)
+    if not finite.all():
+        wrong = tensor[~finite]
+        raise WeightsError(
+            f"tensor {name} holds {len(wrong)} numbers that are not finite", seen=float(wrong[0]), allowed="finite"
+        )
 
 
 def fuse_layer(
-    config: ModelConfig, tensors: Mapping[str, Tensor], prefix: str, dtype: torch.dtype, device: torch.device
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    prefix: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    int8: bool = False,
 ) -> LayerWeights:
-    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under the prefix."""
+    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under the prefix.
+
+    int8: matrices are stored in eight bits (models/int8.py), which raises ConfigError without torchao.
+    """
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
 
     def get(name: str) -> Tensor:
@@ -114,6 +155,9 @@ def fuse_layer(
         full = get(f"self_attn.{kind}_proj.{name}")
         return interleave(full, heads[kind]) if kind in heads else full
 
+    def stored(weight: Tensor) -> Matrix:
+        return quantized(weight) if int8 else weight
+
     qk_norm = None
     if config.qk_norm:
         rows = [interleave(get(f"self_attn.{kind}_norm.weight"), 1).expand(n, -1) for kind, n in heads.items()]
@@ -121,14 +165,14 @@ def fuse_layer(
     has_norm = f"{prefix}input_layernorm.weight" in tensors
     return LayerWeights(
         input_norm=get("input_layernorm.weight") if has_norm else None,
-        qkv=torch.cat([turned("weight", kind) for kind in "qkv"]),
+        qkv=stored(torch.cat([turned("weight", kind) for kind in "qkv"])),
         qkv_bias=torch.cat([turned("bias", kind) for kind in "qkv"]) if config.qkv_bias else None,
         qk_norm=qk_norm,
-        output=get("self_attn.o_proj.weight"),
+        output=stored(get("self_attn.o_proj.weight")),
         output_bias=get("self_attn.o_proj.bias") if config.output_bias else None,
         post_norm=get("post_attention_layernorm.weight"),
-        gate_up=torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")]),
-        down=get("mlp.down_proj.weight"),
+        gate_up=stored(torch.cat([get("mlp.gate_proj.weight"), get("mlp.up_proj.weight")])),
+        down=stored(get("mlp.down_proj.weight")),
     )
 
 
@@ -139,10 +183,12 @@ def build_weights(
     dtype: torch.dtype,
     positions: int,
     device: torch.device | None = None,
+    int8: bool = False,
 ) -> DecoderWeights:
     """DecoderWeights beside whatever serves now.
 
-    positions: rows of the rotation table, at least the cache capacity. Raises WeightsError (see check_tensors).
+    positions: rows of the rotation table, at least the cache capacity. int8: the layers' matrices are stored in eight
+    bits; embedding, norms and head never are. Raises WeightsError (see check_tensors), ConfigError without torchao.
     """
     device = device or torch.device("cpu")
     named = dict(tensors)
@@ -157,7 +203,8 @@ def build_weights(
         config=config,
         embed=embed,
         layers=tuple(
-            fuse_layer(config, named, f"model.layers.{index}.", dtype, device) for index in range(config.num_layers)
+            fuse_layer(config, named, f"model.layers.{index}.", dtype, device, int8=int8)
+            for index in range(config.num_layers)
         ),
         norm=named["model.norm.weight"].detach().to(device, dtype),
         head=embed if tied else named["lm_head.weight"].detach().to(device, dtype),

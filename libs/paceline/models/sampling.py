@@ -1,20 +1,24 @@
 """The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed and position.
 
 Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches or speculation.
+What changes logits before the draw is in models/penalties.py.
 
-Noise of token v at absolute position t of a request with seed s, all in 64-bit integers that wrap:
+Noise of token v at absolute position t of a request with seed s in stream r, all in 64-bit integers that wrap:
   mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27;
              z *= 94D049BB133111EB; z ^= z >>> 31
   key(s,t) = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15
-  u(s,t,v) = (mix(key + (v + 1) * G) >>> 11 + 0.5) * 2^-53            in (0, 1)
+  key(s,t,r) = key(s,t) for r = 0, else mix(key(s,t) - r * G)         tokens count up from the key, streams down
+  u(s,t,v,r) = (mix(key(s,t,r) + (v + 1) * G) >>> 11 + 0.5) * 2^-53   in (0, 1)
   noise    = -log(-log(u))                                            float64
-Every number depends on (s, t, v) alone, so the draw is the same whatever else is in the batch.
+Every number depends on (s, t, v, r) alone, so the draw is the same whatever else is in the batch. Stream 0 is the
+target's draw; what is decided beside it at the same position takes another stream, or the two would depend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import lru_cache
 
 import torch
@@ -23,6 +27,22 @@ from torch import Tensor
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
+
+
+class Stream(IntEnum):
+    """What a random number at a position is for; numbers of different streams are independent."""
+
+    TARGET = 0
+    """The draw from the target."""
+    DRAFT = 1
+    """Drafts drawn from the drafter's distribution."""
+    COIN = 2
+    """Acceptance of a draft; the coin of draft v is the number of token v."""
+
+
+def _wrapped(value: int) -> int:
+    """The int64 of the same value modulo 2^64."""
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _mix_(z: Tensor) -> Tensor:
@@ -37,20 +57,32 @@ def _token_counters(vocab: int, device: torch.device) -> Tensor:
     return (torch.arange(vocab, dtype=torch.int64, device=device) + 1) * _GOLDEN
 
 
-def uniform(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """u(s, t, v) of the module docstring.
+def uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET) -> Tensor:
+    """u(s, t, v, r) of the module docstring for every token.
 
     seeds, positions: int64 [N]. Returns float64 [N, V] in (0, 1).
     """
+    keys = _keys(seeds, positions, stream)
+    return _to_unit(_mix_(keys[:, None] + _token_counters(vocab, keys.device)))
+
+
+def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
+    """u(s, t, v, r) of one token per row; seeds, positions, tokens int64 [N]. Returns float64 [N] in (0, 1)."""
+    return _to_unit(_mix_(_keys(seeds, positions, stream) + (tokens + 1) * _GOLDEN))
+
+
+def _keys(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
     keys = _mix_(_mix_(seeds + _GOLDEN) + positions * _GOLDEN)
-    z = _mix_(keys[:, None] + _token_counters(vocab, keys.device))
-    z = (z >> 11).bitwise_and_((1 << 53) - 1)
-    return z.to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return _mix_(keys - _wrapped(stream * _GOLDEN)) if stream else keys
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def _to_unit(z: Tensor) -> Tensor:
+    return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET) -> Tensor:
     """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
-    return uniform(seeds, positions, vocab).log_().neg_().log_().neg_()
+    return uniform(seeds, positions, vocab, stream).log_().neg_().log_().neg_()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +120,8 @@ class DrawParams:
         """Rows from plain numbers; seeds of any size are taken modulo 2^64."""
         n = len(seeds)
         top_k, top_p, min_p = top_k or [0] * n, top_p or [1.0] * n, min_p or [0.0] * n
-        signed = [(seed + (1 << 63)) % (1 << 64) - (1 << 63) for seed in seeds]
         return cls(
-            torch.tensor(signed, dtype=torch.int64, device=device),
+            torch.tensor([_wrapped(seed) for seed in seeds], dtype=torch.int64, device=device),
             torch.tensor(temperatures, dtype=torch.float32, device=device),
             torch.tensor(top_k, dtype=torch.int64, device=device),
             torch.tensor(top_p, dtype=torch.float32, device=device),
@@ -98,6 +129,17 @@ class DrawParams:
             any_greedy=any(value <= 0 for value in temperatures),
             all_greedy=all(value <= 0 for value in temperatures),
             any_masked=any(top_k) or any(value < 1 for value in top_p) or any(min_p),
+        )
+
+    def rows(self, index: Tensor) -> DrawParams:
+        """The rows int64 [M], in this order."""
+        return replace(
+            self,
+            seeds=self.seeds.index_select(0, index),
+            temperatures=self.temperatures.index_select(0, index),
+            top_k=self.top_k.index_select(0, index),
+            top_p=self.top_p.index_select(0, index),
+            min_p=self.min_p.index_select(0, index),
         )
 
 
@@ -119,14 +161,29 @@ def behavior_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
     return torch.log_softmax(logits.float() / safe[:, None], dim=-1)
 
 
-def draw(logits: Tensor, positions: Tensor, params: DrawParams) -> Draw:
+def top_alternatives(logits: Tensor, temperature: float, count: int) -> list[tuple[tuple[int, float], ...]]:
+    """Most likely tokens of each row with their behavior log-probs, the likeliest first.
+
+    logits [n, V], raw, of one request. Returns n rows of min(count, V) pairs (token id, log-prob).
+    """
+    logprobs = behavior_logprobs(logits, torch.full((len(logits),), temperature, device=logits.device))
+    top = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
+    return [
+        tuple(zip(ids, values, strict=True))
+        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ]
+
+
+def draw(logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None) -> Draw:
     """Draw the token AT each position from the logits of the position before it.
 
-    logits [N, V]; positions int64 [N]. See the module docstring for the formula.
+    logits [N, V]; positions int64 [N]; adjusted [N, V]: logits after penalties and bias, None where no row has any. The
+    token, the masks and the gap are those of the adjusted logits; the log-prob is that of the raw ones, as a trainer
+    recomputes it and as OpenAI reports it. See the module docstring for the formula.
     """
     logprobs = behavior_logprobs(logits, params.temperatures)
     # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it is.
-    scores = logprobs.double()
+    scores = (logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)).double()
     if params.any_masked:
         scores = mask_scores(scores, params)
     if not params.all_greedy:

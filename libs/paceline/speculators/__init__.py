@@ -2,7 +2,15 @@
 
 from collections.abc import Callable
 
-from paceline.speculators.base import CaptureSpec, DraftBatch, Speculator, SpeculatorSetup
+from paceline.speculators.base import (
+    CaptureSpec,
+    DraftBatch,
+    Drafts,
+    DraftSampler,
+    DraftShape,
+    Speculator,
+    SpeculatorSetup,
+)
 from paceline.speculators.eagle_drafter import EagleDrafter
 from paceline.speculators.ngram import NgramSpeculator
 
@@ -11,4 +19,13 @@ SPECULATORS: dict[str, Callable[[SpeculatorSetup], Speculator]] = {
     "ngram": NgramSpeculator,
 }
 
-__all__ = ["SPECULATORS", "CaptureSpec", "DraftBatch", "Speculator", "SpeculatorSetup"]
+__all__ = [
+    "SPECULATORS",
+    "CaptureSpec",
+    "DraftBatch",
+    "DraftSampler",
+    "DraftShape",
+    "Drafts",
+    "Speculator",
+    "SpeculatorSetup",
+]

@@ -26,6 +26,14 @@ class CaptureSpec:
     """"post_norm": after the final norm, the input of lm_head."""
 
 
+class DraftSampler(Protocol):
+    """Draws a chain's tokens instead of taking the most likely ones; keeps what it drew from."""
+
+    def __call__(self, logits: Tensor, level: int) -> Tensor:
+        """int64 [B] drawn from the drafter's logits [B, V] for the level, 0 for position n."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """What the engine knows of the sequences to draft for; B rows, S slots, C positions of capacity."""
@@ -38,6 +46,39 @@ class DraftBatch:
     """int64 [S, C]: known tokens of every slot, garbage from position n on."""
     hidden: Tensor
     """[S, C, H]: true hidden states of positions 0 .. n - 2; the state of token n - 1 is not known yet."""
+    sampler: DraftSampler | None = None
+    """How tokens of a chain are chosen by speculators that have a distribution; None: the most likely."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShape:
+    """How much to draft for each row."""
+
+    steps: int
+    """Levels of drafts."""
+    topk: int = 1
+    """Children of a node that are kept while drafting; 1: a chain."""
+    nodes: int = 0
+    """Drafts at most, the root not counted; 0: a chain of `steps`."""
+    floor: float = 0.0
+    """A node that is likely to be reached with less than this probability need not be drafted on."""
+
+    @property
+    def drafts(self) -> int:
+        """Drafts at most."""
+        return self.nodes or self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """What a speculator proposes: a tree per row under the row's last known token, its root; N nodes besides it."""
+
+    tokens: Tensor
+    """int64 [B, N]; -1 where there is none. A parent stands before its children; siblings differ."""
+    scores: Tensor
+    """float32 [B, N]: the drafter's probability of the node and all its ancestors, in (0, 1]."""
+    parents: Tensor | None = None
+    """int64 [B, N]: 0 for a child of the root, i + 1 for one of node i. None: each node is the child of the last."""
 
 
 class Speculator(Protocol):
@@ -65,11 +106,20 @@ class Speculator(Protocol):
         """
         ...
 
-    def propose(self, batch: DraftBatch, steps: int) -> Tensor:
-        """Drafts int64 [B, steps] for positions n .. n + steps - 1; -1 where there is nothing to propose.
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """Drafts for positions n, n + 1, ...; the most likely ones the speculator finds within the shape.
 
-        Needs no `catch_up` before it. States kept from own features are replaced by those from true hidden states.
+        What is proposed never depends on the draws of verification. Needs no `catch_up` before it. States kept from own
+        features are replaced by those from true hidden states.
         """
+        ...
+
+    def ended(self, batch: DraftBatch) -> None:
+        """These sequences are complete: the last chance to learn from their tokens."""
+        ...
+
+    def flush(self) -> None:
+        """Forget what earlier sequences taught; weights stay."""
         ...
 
     def free(self, slot: int) -> None:

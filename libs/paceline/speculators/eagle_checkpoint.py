@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import InvalidInput, WeightsError
-from paceline.models.config import ModelConfig, parse_config, read_config_json
+from paceline.models.config import ModelConfig, architecture, parse_config, read_config_json
 from paceline.models.loading import check_tensors, layer_shapes, read_tensors
 from paceline.speculators.eagle import EagleNet
 
@@ -97,21 +97,30 @@ def save_eagle(net: EagleNet, directory: Path, dtype: torch.dtype | None = None)
 def load_eagle(directory: Path, target: ModelConfig) -> EagleNet:
     """An EagleNet from a checkpoint directory, checked against the target it is to draft for.
 
-    Raises InvalidInput (no checkpoint, vocabulary or hidden size of another target) or WeightsError.
+    Raises InvalidInput (no checkpoint, a config.json that does not fit the target), WeightsError or DataLoss, each
+    naming the directory.
     """
     raw = read_config_json(directory)
-    seen_names, allowed = raw.get("architectures") or ["(none)"], ARCHITECTURES[target.family]
-    if seen_names[0] != allowed:
-        raise InvalidInput("the drafter is not of the target's family", seen=seen_names[0], allowed=allowed)
+    try:
+        _check_fit(raw, target)
+        net = EagleNet(drafter_config(raw, target), fc_bias=bool(raw.get("fc_bias", False)))
+        load_tensors(net, read_tensors(directory))
+    except (InvalidInput, WeightsError) as error:
+        raise type(error)(f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
+    return net
+
+
+def _check_fit(raw: Mapping[str, Any], target: ModelConfig) -> None:
+    """Raises InvalidInput naming the key in which a drafter's config.json does not fit its target."""
+    name, allowed = architecture(raw), ARCHITECTURES[target.family]
+    if name != allowed:
+        raise InvalidInput("architectures is not the drafter of the target's family", seen=name, allowed=allowed)
     for key, expected in (("vocab_size", target.vocab_size), ("hidden_size", target.hidden_size)):
         if raw.get(key) != expected:
-            raise InvalidInput(f"{key} of drafter and target differ", seen=raw.get(key), allowed=expected)
-    net = EagleNet(drafter_config(raw, target), fc_bias=bool(raw.get("fc_bias", False)))
-    try:
-        load_tensors(net, read_tensors(directory))
-    except WeightsError as error:
-        raise WeightsError(f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
-    return net
+            raise InvalidInput(f"{key} of drafter and target differ", seen=raw.get(key, "(none)"), allowed=expected)
+    layers = raw.get("num_hidden_layers", "(none)")
+    if layers != 1:
+        raise InvalidInput("num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1)
 
 
 def drafter_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:

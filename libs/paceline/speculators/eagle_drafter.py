@@ -1,6 +1,6 @@
-"""Drafting with an EAGLE network: its one-layer KV cache, catching up from true states, the chain. Owns no training.
+"""Drafting with an EAGLE network: its one-layer KV cache, catching up from true states, the drafts. Owns no training.
 
-What the chain writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows with
+What drafting writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows with
 rows from true hidden states. So the drafter may be off for any number of rounds: the engine keeps the states.
 """
 
@@ -16,10 +16,19 @@ from torch.nn import functional
 
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Block, DecoderWeights, LayerWeights, layer_forward, make_block
+from paceline.models.decoder import (
+    Block,
+    DecoderWeights,
+    LayerWeights,
+    Layout,
+    layer_forward,
+    make_block,
+    tree_visible,
+)
 from paceline.models.loading import fuse_layer, read_tensors
 from paceline.models.rope import rotation_table
-from paceline.speculators.base import CaptureSpec, DraftBatch, SpeculatorSetup
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle_checkpoint import load_eagle, load_tensors
 
@@ -90,6 +99,12 @@ class EagleDrafter:
         assert isinstance(state, EagleNet)
         self._state = self._fused(state)
 
+    def ended(self, batch: DraftBatch) -> None:
+        """Learns from hidden states in its trainer, not from tokens."""
+
+    def flush(self) -> None:
+        """Keeps nothing of earlier sequences."""
+
     def free(self, slot: int) -> None:
         """Forget a slot."""
         self._valid[slot] = 0
@@ -100,19 +115,70 @@ class EagleDrafter:
         self._valid[destination] = self._valid[source]
         self._valid[source] = 0
 
-    def propose(self, batch: DraftBatch, steps: int) -> Tensor:
-        """int64 [B, steps]: the most likely chain; see Speculator.propose."""
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """The most likely chain or tree; see Speculator.propose."""
         self.catch_up(batch)
         lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
         features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
-        drafts = torch.empty(len(batch.slots), steps, dtype=torch.int64, device=self._device)
-        blocks = self._chain_blocks(batch, steps - 1)
-        for step in range(steps):
+        if shape.topk == 1:
+            return self._chain(batch, features, shape)
+        return self._tree(batch, features, shape)
+
+    def _chain(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
+        """The most likely token after each, or one drawn, from features [B, H] of the last true row."""
+        blocks = self._chain_blocks(batch, shape.steps - 1)
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for step in range(shape.steps):
             if step:
-                x = self._inputs(drafts[:, step - 1], features)
+                x = self._inputs(tokens[-1], features)
                 features = layer_forward(self._config, self._state.layer, x, self._cache, 0, blocks[step - 1])
-            torch.argmax(functional.linear(features, self._target.head), dim=-1, out=drafts[:, step])
-        return drafts
+            logits = functional.linear(features, self._target.head)
+            shares = torch.softmax(logits, dim=-1)
+            if batch.sampler is None:
+                share, token = shares.max(dim=-1)
+            else:
+                token = batch.sampler(logits, step)
+                share = shares.gather(1, token[:, None])[:, 0]
+            tokens.append(token)
+            scores.append(share if not step else scores[-1] * share)
+            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+                break
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+
+    def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
+        """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
+        count = len(batch.slots)
+        bases = torch.tensor(batch.lengths, device=self._device) - 1
+        known = features[:, None]
+        seen = torch.zeros(count, 1, 0, dtype=torch.bool, device=self._device)
+
+        def expand(beam: Beam) -> Tensor:
+            nonlocal known, seen
+            width = beam.tokens.shape[1]
+            rows = torch.arange(count, device=self._device)[:, None]
+            own = torch.eye(width, dtype=torch.bool, device=self._device).expand(count, width, width)
+            seen = torch.cat((seen[rows, beam.sources], own), dim=2)
+            block = self._beam_block(batch, bases, beam, seen)
+            x = self._inputs(beam.tokens.flatten(), known[rows, beam.sources].flatten(0, 1))
+            known = layer_forward(self._config, self._state.layer, x, self._cache, 0, block).view(count, width, -1)
+            return self._logprobs(known)
+
+        return grow_tree(self._logprobs(features), expand, shape)
+
+    def _logprobs(self, features: Tensor) -> Tensor:
+        return torch.log_softmax(functional.linear(features, self._target.head).float(), dim=-1)
+
+    def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
+        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees, its own included."""
+        width, drafted = beam.tokens.shape[1], seen.shape[2]
+        length = max(batch.lengths) - 1 + drafted
+        stored = bases[:, None] + torch.arange(drafted - width, drafted, device=self._device)
+        positions = (bases + beam.level - 1)[:, None].expand_as(stored)
+        layout = Layout(stored, tree_visible(bases, seen, length))
+        return make_block(
+            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, layout, masked=True
+        )
 
     def catch_up(self, batch: DraftBatch) -> None:
         """Slots that lack more than LAG_ROWS rows get them."""

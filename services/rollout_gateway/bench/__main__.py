@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from paceline.bench.__main__ import main
 
-BENCHES = {"bandit": "rollout_gateway.bench.bandit", "sglang": "rollout_gateway.bench.sglang"}
+BENCHES = {
+    "bandit": "rollout_gateway.bench.bandit",
+    "engine": "rollout_gateway.bench.engine",
+    "sglang": "rollout_gateway.bench.sglang",
+}
 
 if __name__ == "__main__":
     main(BENCHES, "rollout_gateway.bench")

@@ -7,7 +7,7 @@ calls and what `step` returns into WorkerEvents. An engine never blocks on Redis
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,7 @@ class Capability(StrEnum):
     PAUSE_RETRACT = "pause_retract"
     PAUSE_ABORT = "pause_abort"
     TOP_LOGPROBS = "top_logprobs"
+    PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
     RELEASE_MEMORY = "release_memory"
 
 
@@ -40,6 +41,7 @@ SETTINGS = {
     Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
     Capability.DRAFTER_UPDATE: "gateway.drafter=eagle or a drafter checkpoint",
+    Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
 }
 """What to set to have a capability that engines may lack."""
 
@@ -49,6 +51,10 @@ def missing(engine: str, capability: Capability) -> MissingCapability:
     return MissingCapability(
         f"the {engine} engine lacks the capability {capability}", seen=engine, allowed=SETTINGS.get(capability)
     )
+
+
+MAX_BIASED_TOKENS = 300
+"""Entries of a request's logit bias at most."""
 
 
 class PauseMode(StrEnum):
@@ -97,6 +103,20 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), token ids ascending and distinct
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the draw depends on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether anything changes the logits before the draw."""
+        return self.penalised or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +161,27 @@ class ArmReport:
     mean_accept_length: float
 
 
+@dataclass(slots=True)
+class RoundSplit:
+    """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it waits."""
+
+    rounds: int = 0
+    nodes: int = 0  # tokens that the target verified: one per row and its drafts
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    forward_s: float = 0.0  # the target's forward and its head
+    sample_s: float = 0.0  # draws, verification, ends of requests
+    keep_s: float = 0.0  # states, tokens and cache of what was accepted; hidden rows
+
+    def __add__(self, other: RoundSplit) -> RoundSplit:
+        """Both together."""
+        return RoundSplit(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+
+    def __sub__(self, earlier: RoundSplit) -> RoundSplit:
+        """What came since."""
+        return RoundSplit(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Load and statistics since start."""
@@ -152,9 +193,8 @@ class Load:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
-    evidence: Evidence = field(
-        default_factory=Evidence
-    )  # of this engine's own rounds; empty when its bandit does not share
+    split: RoundSplit = field(default_factory=RoundSplit)
+    evidence: Evidence = field(default_factory=Evidence)  # of its own rounds; empty when its bandit does not share
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset(Capability) - {Capability.RELEASE_MEMORY},
+            frozenset(Capability) - {Capability.RELEASE_MEMORY, Capability.PENALTIES},
             RowLayout.last(spec.hidden_size),
         )
 
@@ -132,6 +132,8 @@ class ScriptedEngine:
             raise InvalidInput("a prompt token is out of range", seen=max(request.prompt), allowed=spec.vocab_size - 1)
         if request.sampling.stop and self._tokenizer is None:
             raise InvalidInput("stop strings need the setting `tokenizer`", seen=request.sampling.stop)
+        if request.sampling.adjusted:
+            raise missing("scripted", Capability.PENALTIES)
         self._check_arm(request.forced_arm)
         response = scripted_response(spec, request.prompt, request.sampling.seed)
         self._waiting.append(_Running(request, response, enqueued_s=self._clock.now()))

@@ -129,23 +129,31 @@ def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[Ver
     return tuple(merged)
 
 
+def sampling_from(message: tpb.SamplingParams) -> Sampling:
+    """What is left out gets the value that switches it off."""
+    return Sampling(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        top_logprobs=message.top_logprobs,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+    )
+
+
 def request_from(message: pb.EngineRequest) -> Request:
-    sampling = message.sampling
     return Request(
         request_id=message.request_id,
         prompt=tuple(message.prompt_token_ids),
-        sampling=Sampling(
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p or 1.0,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop=tuple(sampling.stop),
-            stop_token_ids=tuple(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            top_logprobs=sampling.top_logprobs,
-        ),
+        sampling=sampling_from(message.sampling),
         stream=message.stream,
         capture=message.capture,
         forced_arm=message.forced_arm,

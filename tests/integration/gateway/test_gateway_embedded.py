@@ -61,6 +61,24 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
         assert [worker.health.versions.policy for worker in status.workers] == [1, 1]
 
 
+async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: Any) -> None:
+    engine = {"kind": "embedded", "workers": 1, "max_sequence_tokens": 128}
+    async with serve_gateway(model=str(POLICY), drafter="eagle", engine=engine) as served:
+
+        async def said(**options: Any) -> list[int]:
+            body = {"prompt": "12:8=", "max_tokens": 12, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+            response = await served.http.post("/v1/completions", json={**body, **options})
+            assert response.status_code == 200, response.text
+            return list(response.json()["choices"][0]["token_ids"])
+
+        assert await said(logit_bias={"40": 100}) == [40] * 12
+        assert 40 not in await said(logit_bias={"40": -100, "41": 30, "42": 30})
+        assert await said(repetition_penalty=10) != await said()
+        chat = {"messages": [{"role": "user", "content": "12:8="}], "max_tokens": 4, "logit_bias": {"40": 100}}
+        answer = await served.http.post("/v1/chat/completions", json={**chat, "return_token_ids": True})
+        assert answer.json()["choices"][0]["token_ids"] == [40] * 4
+
+
 @pytest.mark.parametrize("drafter", ["off", "ngram", "eagle"])
 def test_the_gateways_settings_are_the_engines(drafter: str) -> None:
     config = GatewayConfig(model=str(POLICY), drafter=drafter)

@@ -90,6 +90,13 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [5] * 600}, "prompt"),
     ({"prompt": "1", "echo": True}, "echo"),
     ({"prompt": "1", "stop": [""]}, "stop"),
+    ({"prompt": "1", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "1", "frequency_penalty": "much"}, "frequency_penalty"),
+    ({"prompt": "1", "repetition_penalty": 0}, "repetition_penalty"),
+    ({"prompt": "1", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "1", "logit_bias": {"five": 1}}, "logit_bias"),
+    ({"prompt": "1", "logit_bias": {"320": 1}}, "logit_bias"),
+    ({"prompt": "1", "logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
     ({}, "prompt"),
 ]
 
@@ -109,6 +116,18 @@ async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None
         assert unknown.status_code == 200
         missing = await served.http.post("/v1/chat/completions", json={"messages": []})
         assert missing.json()["error"]["param"] == "messages"
+
+
+async def test_penalties_of_an_engine_without_them_are_refused_by_capability_and_setting(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        for asked in ({"presence_penalty": 1}, {"repetition_penalty": 1.2}, {"logit_bias": {"5": 1}}):
+            response = await served.http.post("/v1/completions", json={"prompt": "1", **asked})
+            assert response.status_code == 409, (asked, response.text)
+            message = response.json()["error"]["message"]
+            assert "capability penalties" in message
+            assert "engine.kind=embedded" in message
+        off = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": None}
+        assert (await complete(served.http, **off))["choices"]
 
 
 async def test_models_and_health(serve_gateway: Any) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from paceline.bench.paired import paired_ratio
-from paceline.bench.result import BenchResult, Goal
+from paceline.bench.result import BenchResult, Goal, Row
 from paceline.errors import InvalidInput
 
 
@@ -56,3 +58,16 @@ def test_json_holds_rows_goals_machine_versions_and_date(tmp_path: Path) -> None
     assert facts["goals"][0] == {"name": "fast", "goal": 0.4, "value": 0.5, "met": True}
     assert "cores" in facts["machine"]
     assert {"python", "grpcio"} <= facts["versions"].keys()
+
+
+def test_rows_of_one_section_stand_in_a_table_under_its_name() -> None:
+    rows: list[Row] = [
+        {"section": "first", "a": 1.5},
+        {"section": "second", "b": "words"},
+        {"section": "first", "a": 2.5},
+    ]
+    console = Console(width=80, record=True, file=io.StringIO())
+    BenchResult("whole", rows, []).print(console)
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert [line for line in lines if line in ("whole", "first", "second")] == ["whole", "first", "second"]
+    assert sum("1.500" in line or "2.500" in line for line in lines[: lines.index("second")]) == 2

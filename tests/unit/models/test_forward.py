@@ -33,7 +33,8 @@ def forward_in_pieces(weights: DecoderWeights, ids: torch.Tensor, slots: list[in
         block = make_block(
             weights.config, weights.rotation, cache, cache_rows(slots), positions[:, start:end].contiguous(), end
         )
-        parts.append(forward_hidden(weights, cache, ids[:, start:end], block))
+        hidden = forward_hidden(weights, cache, ids[:, start:end], block)
+        parts.append(hidden.view(len(slots), end - start, -1))
     return torch.cat(parts, dim=1)
 
 
@@ -64,7 +65,7 @@ def test_rows_at_different_positions_do_not_see_each_other(tmp_path: Path) -> No
         positions = torch.tensor(lengths)[:, None] + torch.arange(4)
         tokens = ids.gather(1, positions)
         block = make_block(weights.config, weights.rotation, cache, slice(0, 2), positions, 35)
-        logits = head_logits(weights, forward_hidden(weights, cache, tokens, block))
+        logits = head_logits(weights, forward_hidden(weights, cache, tokens, block)).view(*tokens.shape, -1)
         for row, length in enumerate(lengths):
             expected = model(ids[row : row + 1, : length + 4]).logits[0, length:]
             torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=0)

@@ -7,17 +7,41 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.sampling import DrawParams, behavior_logprobs, draw, gumbel_noise, uniform
+from paceline.models.sampling import (
+    DrawParams,
+    Stream,
+    behavior_logprobs,
+    draw,
+    gumbel_noise,
+    top_alternatives,
+    uniform,
+    uniform_of,
+)
 
 CHI2_999 = {7: 24.32, 63: 103.4}  # critical values at alpha 1e-3
 
 
-def test_noise_is_the_documented_function() -> None:
+@pytest.mark.parametrize("stream", Stream)
+def test_noise_is_the_documented_function(stream: Stream) -> None:
     seeds, positions = torch.tensor([0, 7, (1 << 63) - 1]), torch.tensor([0, 511, 131_071])
-    got = uniform(seeds, positions, 50)
+    got = uniform(seeds, positions, 50, stream)
     for row in range(3):
         for token in (0, 1, 49):
-            assert got[row, token].item() == gumbel_oracle.uniform(int(seeds[row]), int(positions[row]), token)
+            expected = gumbel_oracle.uniform(int(seeds[row]), int(positions[row]), token, stream)
+            assert got[row, token].item() == expected
+            one = torch.tensor([token])
+            assert uniform_of(seeds[row : row + 1], positions[row : row + 1], one, stream).item() == expected
+
+
+def test_noise_of_the_target_keeps_its_values() -> None:
+    """Sequences that were drawn once can be drawn again: these numbers never change."""
+    got = uniform(torch.tensor([0, 7, -3]), torch.tensor([0, 511, 5]), 2)
+    pinned = [
+        ("0x1.5a2a6c2c68b01p-2", "0x1.1396e2c51fbddp-2"),
+        ("0x1.1831a19d366e0p-1", "0x1.6007cfd9525f6p-1"),
+        ("0x1.a4940c251b032p-1", "0x1.e0a7fb02ee8f8p-1"),
+    ]
+    assert got.tolist() == [[float.fromhex(value) for value in row] for row in pinned]
 
 
 def test_noise_is_bitwise_the_same_in_any_batch() -> None:
@@ -47,6 +71,17 @@ def test_neighbouring_positions_and_tokens_are_independent() -> None:
         table = np.histogram2d(first, second, bins=8, range=[[0, 1], [0, 1]])[0]
         chi2 = ((table - len(first) / 64) ** 2 / (len(first) / 64)).sum()
         assert chi2 < CHI2_999[63]
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_streams_are_independent_at_the_same_and_at_neighbouring_tokens(one: int, other: int, shift: int) -> None:
+    n = 40_000
+    seeds, positions = torch.full((n,), 5), torch.arange(n)
+    first = uniform(seeds, positions, 3, Stream(one))[:, 1].numpy()
+    second = uniform(seeds, positions, 3, Stream(other))[:, 1 + shift].numpy()
+    table = np.histogram2d(first, second, bins=8, range=[[0, 1], [0, 1]])[0]
+    assert ((table - n / 64) ** 2 / (n / 64)).sum() < CHI2_999[63]
 
 
 def test_temperature_zero_is_argmax_and_reports_plain_logprobs() -> None:
@@ -96,3 +131,29 @@ def test_the_gap_is_between_the_two_best_perturbed_scores() -> None:
     for row in range(20):
         scores = np.sort(logits[row].double().numpy() + gumbel_oracle.gumbel(row, row, 11))
         assert got.gaps[row].item() == pytest.approx(scores[-1] - scores[-2], abs=1e-6)
+
+
+def test_adjusted_logits_decide_the_token_and_raw_logits_the_logprob() -> None:
+    generator = torch.Generator().manual_seed(5)
+    raw, adjusted = torch.randn(64, 30, generator=generator), torch.randn(64, 30, generator=generator) * 3
+    params = DrawParams.of(list(range(64)), [0.8] * 64, top_k=[4] * 64)
+    positions = torch.arange(64)
+    got = draw(raw, positions, params, adjusted)
+    as_given = draw(adjusted, positions, params)
+    assert torch.equal(got.tokens, as_given.tokens)
+    assert torch.equal(got.gaps, as_given.gaps)
+    assert not torch.equal(got.tokens, draw(raw, positions, params).tokens)
+    assert (adjusted.topk(4, dim=-1).indices == got.tokens[:, None]).any(dim=-1).all()  # masks see adjusted logits
+    expected = (raw / 0.8).log_softmax(-1).gather(1, got.tokens[:, None])[:, 0]
+    torch.testing.assert_close(got.logprobs, expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_alternatives_are_the_likeliest_tokens_in_order(temperature: float) -> None:
+    logits = torch.tensor([[0.1, 2.0, -1.0, 1.0], [3.0, 0.0, 1.0, -4.0]])
+    expected = (logits.double() / (temperature or 1.0)).log_softmax(-1)
+    for row, order in zip(top_alternatives(logits, temperature, 3), ([1, 3, 0], [0, 2, 1]), strict=True):
+        assert [token for token, _ in row] == order
+    for found, exact in zip(top_alternatives(logits, temperature, 9), expected, strict=True):
+        assert [value for _, value in found] == pytest.approx(sorted(exact.tolist(), reverse=True), abs=1e-6)
+        assert len(found) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -97,14 +98,31 @@ def test_endings() -> None:
         unscored.score(1.0)
 
 
-@pytest.mark.parametrize("change", [{"top_p": 0.9}, {"top_k": 3}, {"min_p": 0.1}, {"temperature": 0.0}])
-def test_sampling_that_cannot_be_trained_is_named(change: dict[str, float]) -> None:
-    sampling = tpb.SamplingParams(temperature=1.0, max_tokens=8)
-    for name, value in change.items():
-        setattr(sampling, name, value)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"temperature": 0.0},
+        {"presence_penalty": -0.5},
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {7: 0.0}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_sampling_that_cannot_be_trained_is_named(change: dict[str, Any]) -> None:
+    sampling = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **change})
     with pytest.raises(TrainabilityError, match=next(iter(change))):
         Session("s", Assignment("run")).begin([1], sampling)
     assert Session("s", Assignment("run", trainable=False)).begin([1], sampling)
+
+
+@pytest.mark.parametrize("repetition_penalty", [0.0, 1.0])
+def test_a_repetition_penalty_that_is_off_can_be_trained(repetition_penalty: float) -> None:
+    sampling = tpb.SamplingParams(temperature=1.0, max_tokens=8, repetition_penalty=repetition_penalty)
+    assert Session("s", Assignment("run")).begin([1], sampling)
 
 
 def test_a_trained_session_keeps_one_temperature() -> None:

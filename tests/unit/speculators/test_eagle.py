@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
-from paceline.speculators import DraftBatch, SpeculatorSetup
+from paceline.speculators import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle import EagleNet, chain_features
 from paceline.speculators.eagle_checkpoint import export_tensors, load_eagle, load_tensors, save_eagle
 from paceline.speculators.eagle_drafter import EagleDrafter
@@ -70,15 +70,47 @@ def test_engine_drafts_what_the_trainers_chain_predicts(family: str, fc_bias: bo
     known[1:3], states[1:3] = tokens, hidden
     with torch.inference_mode():
         # First at a short length, then after a pause in which the sequences grew by different amounts.
-        drafter.propose(DraftBatch([1, 2], [5, 9], known, states), 4)
+        drafter.propose(DraftBatch([1, 2], [5, 9], known, states), DraftShape(4))
         lengths = [TOKENS, TOKENS - 7]
-        drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), 5)
+        drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(5)).tokens
         for row, n in enumerate(lengths):
             sequence = torch.cat((tokens[row, :n], drafts[row]))[None]
             positions = torch.arange(n + 4)[None]
             chain = chain_features(net, hidden[row : row + 1, : n + 4], sequence[:, 1:], positions, 5)
             expected = [int(net.logits(features)[0, n - 2].argmax()) for features in chain]
             assert drafts[row].tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_node_of_a_tree_scores_as_its_path_alone(family: str, tmp_path: Path) -> None:
+    """Oracle: the trainer's chain over each path, one by one."""
+    save_random(tmp_path, family)
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights)
+    save_eagle(net, tmp_path / "drafter")
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
+    tokens, hidden = rows()
+    known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
+    known[1:3], states[1:3] = tokens, hidden
+    lengths = [TOKENS, TOKENS - 7]
+    with torch.inference_mode():
+        drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(4, 3, 12))
+    assert drafts.parents is not None
+    for row, n in enumerate(lengths):
+        for node in range(12):
+            path, above = [], node + 1
+            while above:
+                path.insert(0, int(drafts.tokens[row, above - 1]))
+                above = int(drafts.parents[row, above - 1])
+            sequence = torch.cat((tokens[row, :n], torch.tensor(path)))[None]
+            count = n - 1 + len(path)
+            with torch.no_grad():
+                chain = chain_features(
+                    net, hidden[row : row + 1, :count], sequence[:, 1:], torch.arange(count)[None], len(path)
+                )
+                steps = [torch.log_softmax(net.logits(features)[0, n - 2], dim=-1) for features in chain]
+            expected = sum(float(step[token]) for step, token in zip(steps, path, strict=True))
+            assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -> None:

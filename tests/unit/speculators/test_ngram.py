@@ -1,17 +1,23 @@
-"""The n-gram speculator continues the latest earlier occurrence of the longest suffix."""
+"""The n-gram speculator continues the longest suffix as it most often went on, here or in earlier sequences."""
 
 from __future__ import annotations
 
 import torch
 
-from paceline.speculators.base import DraftBatch, SpeculatorSetup
-from paceline.speculators.ngram import NgramSpeculator
+from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.ngram import CONTEXTS, ContextTable, NgramSpeculator
+
+
+def drafts_of(speculator: NgramSpeculator, tokens: list[int], shape: DraftShape, slot: int = 0) -> Drafts:
+    known = torch.zeros(2, 64, dtype=torch.int64)
+    known[slot, : len(tokens)] = torch.tensor(tokens)
+    return speculator.propose(DraftBatch([slot], [len(tokens)], known, torch.empty(2, 64, 0)), shape)
 
 
 def propose(speculator: NgramSpeculator, tokens: list[int], steps: int = 4, slot: int = 0) -> list[int]:
-    known = torch.zeros(2, 64, dtype=torch.int64)
-    known[slot, : len(tokens)] = torch.tensor(tokens)
-    return speculator.propose(DraftBatch([slot], [len(tokens)], known, torch.empty(2, 64, 0)), steps)[0].tolist()
+    drafts = drafts_of(speculator, tokens, DraftShape(steps), slot)
+    assert drafts.parents is None
+    return drafts.tokens[0].tolist()
 
 
 def fresh() -> NgramSpeculator:
@@ -43,10 +49,46 @@ def test_growing_step_by_step_equals_starting_anew() -> None:
         assert propose(growing, tokens[:end]) == propose(fresh(), tokens[:end])
 
 
-def test_a_freed_slot_forgets_and_a_moved_one_remembers() -> None:
+def test_the_more_frequent_continuation_wins_and_ties_go_to_the_newer() -> None:
+    assert propose(fresh(), [1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2], steps=1) == [3]
+    assert propose(fresh(), [1, 2, 3, 9, 8, 1, 2, 4, 1, 2], steps=1) == [4]
+
+
+def test_an_ended_sequence_drafts_for_the_next_one() -> None:
+    speculator = fresh()
+    known = torch.tensor([[1, 2, 3, 4, 5], [0] * 5])
+    speculator.ended(DraftBatch([0], [5], known, torch.empty(2, 5, 0)))
+    speculator.free(0)
+    assert propose(speculator, [9, 1, 2], steps=3, slot=1) == [3, 4, 5]
+
+
+def test_a_moved_slot_goes_on_where_it_was() -> None:
     speculator = fresh()
     propose(speculator, [1, 2, 3, 1, 2])
     speculator.move(0, 1, 5)
     assert propose(speculator, [1, 2, 3, 1, 2], slot=1) == [3, 1, 2, 3]
-    speculator.free(1)
-    assert propose(speculator, [7, 8, 1, 2], slot=1) == [-1] * 4
+
+
+def test_a_tree_holds_the_likeliest_continuations_with_their_shares() -> None:
+    # After (1, 2): 3 twice, 4 once; after (2, 3): 5 once, 6 once; one count of "something else" each.
+    drafts = drafts_of(fresh(), [1, 2, 3, 5, 1, 2, 3, 6, 1, 2, 4, 1, 2], DraftShape(2, 2, 4))
+    assert drafts.parents is not None
+    assert drafts.tokens[0].tolist() == [3, 4, 6, 5]
+    assert drafts.parents[0].tolist() == [0, 0, 1, 1]
+    torch.testing.assert_close(drafts.scores[0], torch.tensor([2 / 4, 1 / 4, 1 / 6, 1 / 6]))
+
+
+def test_nothing_below_the_floor_is_proposed() -> None:
+    drafts = drafts_of(fresh(), [1, 2, 3, 1, 2], DraftShape(4, floor=0.2))
+    assert drafts.tokens[0].tolist() == [3, 1, -1, -1]
+
+
+def test_the_table_keeps_at_most_its_capacity_and_drops_the_oldest() -> None:
+    table = ContextTable(capacity=40)
+    for start in range(0, 4000, 10):
+        table.learn(list(range(start, start + 10)), 0)
+        assert len(table) <= 40
+    newest = list(range(3990, 3999))
+    assert table.follow(newest) == {3999: 1}
+    assert table.follow(list(range(8))) == {}
+    assert CONTEXTS[0] == 8

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from paceline.speculators import DraftBatch
+from paceline.models.sampling import DrawParams
+from paceline.speculators import DraftBatch, DraftShape
 from rollout_gateway.bench.sglang import demo_folder
 from rollout_gateway.bench.traces import Step
 from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.embedded.speculative import DraftPart
 from rollout_gateway.text import TextCodec
 
 STEPS = {"eagle": 7, "ngram": 4}
@@ -33,8 +35,8 @@ class Listener:
         self._engine = engine
         self.proposals: dict[tuple[str, int, int], list[int]] = {}  # speculator, request, response token -> drafts
 
-    def draft(self, parts: Any, rows: int) -> Tensor:
-        """No drafts [B, 0]."""
+    def draft(self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams) -> tuple[Nodes, list[DraftPart]]:
+        """The roots alone."""
         engine = self._engine
         slots = engine._scheduler.ready()
         running = [engine._scheduler.running[slot] for slot in slots]
@@ -42,9 +44,10 @@ class Listener:
         batch = DraftBatch(slots, [one.length for one in running], store.token_ids, store.hidden)
         for name, speculator in engine._speculation.speculators.items():
             speculator.catch_up(batch)
-            for one, drafts in zip(running, speculator.propose(batch, STEPS[name]).tolist(), strict=True):
+            proposed = speculator.propose(batch, DraftShape(STEPS[name])).tokens.tolist()
+            for one, drafts in zip(running, proposed, strict=True):
                 self.proposals[name, one.request.request_id, len(one.tokens)] = drafts
-        return torch.empty(rows, 0, dtype=torch.int64)
+        return Nodes(last), []
 
 
 def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -> Step:

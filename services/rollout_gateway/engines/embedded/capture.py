@@ -27,6 +27,10 @@ class Capture:
         """True when there is somewhere to write."""
         return self._sink is not None
 
+    def wanted(self, sequences: Sequence[RunningSequence]) -> bool:
+        """True when rows of one of these requests would be written."""
+        return self._sink is not None and self.enabled and any(one.request.capture for one in sequences)
+
     def write(
         self,
         sequences: Sequence[RunningSequence],

@@ -1,25 +1,20 @@
-"""The embedded PyTorch engine: the round loop over scheduler, speculators, forward, verification and capture.
+"""The embedded PyTorch engine: requests, control and the loop admit, prefill, decode, emit.
 
-Owns the order of things and the contract of engines/base.py; each part's rule is in its own file.
-
-A slot with n known tokens has n - 1 of them cached. A round forwards token n - 1 and the drafts after it, which gives
-the draws for positions n, n + 1, ...; the first draw of a request is an ordinary round after its prompt is cached.
+Owns the order of things and the contract of engines/base.py; each part's rule is in its own file, the decode round's in
+decode.py.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.errors import FailedPrecondition
-from paceline.models.cache import cache_rows
-from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
-from paceline.models.sampling import DrawParams, behavior_logprobs
-from paceline.trajectory import SpeculationStats, VersionSet
+from paceline.trajectory import VersionSet
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import (
     Capability,
@@ -35,11 +30,11 @@ from rollout_gateway.engines.base import (
     missing,
 )
 from rollout_gateway.engines.embedded.capture import Capture
+from rollout_gateway.engines.embedded.decode import Decoder
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
@@ -66,15 +61,10 @@ class EmbeddedEngine:
         self._store = store
         self._capture = capture
         self._prefill = Prefill(scheduler, store, weights, capture)
+        self._decoder = Decoder(weights, speculation, store, capture)
         self._admission = admission
-        self._params: tuple[tuple[int, ...], int, DrawParams] | None = None
-        # One thread's CPU time is what a round costs even while other processes take the core away; with more
-        # threads only the wall clock sees how well they ran together.
-        self._clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self._paused = False
-        self._tokens_emitted = 0
         self._busy_s = 0.0
-        self._stats = SpeculationStats()
 
     # ---- the round
 
@@ -83,91 +73,21 @@ class EmbeddedEngine:
         """One round; see Engine.step."""
         started = time.perf_counter()
         self._admit()
+        prefilling = self._decoder.clock()
         self._prefill.run()
+        self._decoder.split.prefill_s += self._decoder.clock() - prefilling
         slots = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in slots]
-        news: list[Chunk] = []
         if rows:
             draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
-            plan = self._speculation.choose(rows, draining=draining)
-            parts = self._speculation.parts(plan, slots, rows, self._store)
-            decoding = self._clock()
-            drafts = self._speculation.draft(parts, len(rows))
-            block, positions, hidden, tokens_in = self._forward(slots, rows, drafts)
-            logits = head_logits(self._weights.policy, hidden)
-            verdict = verify(logits, drafts, positions + 1, self._draw_params(rows, positions.shape[1]))
-            self._store.keep_hidden(block, hidden)
-            self._store.keep_tokens(block, verdict.tokens)
-            taken = self._accept(rows, verdict, drafts, logits)
-            self._speculation.observe(plan, taken, self._clock() - decoding)
-            self._capture.write(rows, taken, positions, tokens_in, hidden, self._weights.versions.policy)
-            news = self._emit(rows)
+            self._decoder.round(slots, rows, draining=draining)
+        news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
         return news
 
     def _admit(self) -> None:
         for slot in self._scheduler.admit():
             self._store.start(slot, self._scheduler.running[slot].request.prompt)
-
-    def _forward(
-        self, slots: Sequence[int], rows: Sequence[RunningSequence], drafts: Tensor
-    ) -> tuple[Block, Tensor, Tensor, Tensor]:
-        """Block, positions [B, Q], hidden [B, Q, H] and token ids [B, Q] of the last token and the drafts."""
-        lengths = [sequence.length for sequence in rows]
-        nodes, device = drafts.shape[1] + 1, self._store.token_ids.device
-        positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(-1, nodes - 1, device=device)
-        block = self._block(slots, positions, max(lengths) + nodes - 1)
-        last = self._store.token_ids.view(-1).index_select(0, block.index[::nodes])[:, None]
-        token_ids = torch.cat((last, drafts.clamp(min=0)), dim=1) if nodes > 1 else last
-        return block, positions, forward_hidden(self._weights.policy, self._store.kv, token_ids, block), token_ids
-
-    def _block(self, slots: Sequence[int], positions: Tensor, length: int) -> Block:
-        policy = self._weights.policy
-        return make_block(policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length)
-
-    def _draw_params(self, rows: Sequence[RunningSequence], nodes: int) -> DrawParams:
-        key = tuple(id(sequence) for sequence in rows)
-        if self._params is None or self._params[:2] != (key, nodes):
-            sampling = [sequence.request.sampling for sequence in rows for _ in range(nodes)]
-            params = DrawParams.of(
-                [one.seed for one in sampling],
-                [one.temperature for one in sampling],
-                top_k=[one.top_k for one in sampling],
-                top_p=[one.top_p for one in sampling],
-                min_p=[one.min_p for one in sampling],
-            )
-            self._params = (key, nodes, params)
-        return self._params[2]
-
-    def _accept(self, rows: Sequence[RunningSequence], verdict: Verdict, drafts: Tensor, logits: Tensor) -> list[int]:
-        """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop or limit)."""
-        tokens, logprobs, gaps = verdict.tokens.tolist(), verdict.logprobs.tolist(), verdict.gaps.tolist()
-        drafted = (drafts >= 0).sum(dim=1).tolist()
-        version, taken = self._weights.versions.policy, []
-        for row, accepted in enumerate(verdict.accepted.tolist()):
-            sequence, end = rows[row], accepted + 1
-            count = sequence.take(tokens[row][:end], logprobs[row][:end], gaps[row][:end], version)
-            sequence.count(drafted[row], count)
-            if sequence.request.sampling.top_logprobs:
-                self._add_alternatives(sequence, logits[row, :count])
-            taken.append(count)
-        self._count(drafted, taken)
-        return taken
-
-    def _add_alternatives(self, sequence: RunningSequence, logits: Tensor) -> None:
-        sampling = sequence.request.sampling
-        logprobs = behavior_logprobs(logits, torch.full((len(logits),), sampling.temperature, device=logits.device))
-        top = logprobs.topk(min(sampling.top_logprobs, logits.shape[-1]), dim=-1)
-        for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True):
-            sequence.alternatives.append(tuple(zip(ids, values, strict=True)))
-
-    def _count(self, drafted: Sequence[int], taken: Sequence[int]) -> None:
-        pairs = [(proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed]
-        tokens = sum(count for _, count in pairs)
-        self._tokens_emitted += sum(taken)
-        self._stats += SpeculationStats(
-            len(taken), sum(proposed for proposed, _ in pairs), tokens - len(pairs), tokens, len(pairs)
-        )
 
     def _emit(self, rows: Sequence[RunningSequence]) -> list[Chunk]:
         ended = [sequence for sequence in rows if sequence.finish is not None]
@@ -178,7 +98,9 @@ class EmbeddedEngine:
     def _release(self, ended: Sequence[RunningSequence]) -> None:
         if not ended:
             return
-        self._params = None
+        slots = [slot for slot, sequence in enumerate(self._scheduler.running) if sequence.finish is not None]
+        self._speculation.ended(slots, [self._scheduler.running[slot] for slot in slots], self._store)
+        self._decoder.changed(ended)
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)
@@ -270,9 +192,10 @@ class EmbeddedEngine:
         raise missing("embedded", Capability.RELEASE_MEMORY)
 
     def flush_cache(self) -> None:
-        """See Engine.flush_cache; prefixes are shared between requests that run, none is kept."""
+        """See Engine.flush_cache; drafters that learn from text forget it as well."""
         if self.has_work:
             raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
+        self._speculation.flush()
 
     def set_capture(self, enabled: bool) -> None:
         """See Engine.set_capture."""
@@ -320,10 +243,11 @@ class EmbeddedEngine:
         return Load(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
-            tokens_emitted=self._tokens_emitted,
+            tokens_emitted=self._decoder.tokens_emitted,
             busy_s=self._busy_s,
-            speculation=self._stats,
+            speculation=self._decoder.stats,
             arms=self._speculation.reports(),
             evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
+            split=replace(self._decoder.split),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.cache import StaticCache
-from paceline.models.decoder import Block, DecoderWeights
+from paceline.models.decoder import DecoderWeights
 
 
 class SlotStore:
@@ -31,14 +31,25 @@ class SlotStore:
         """Take in the tokens of a new request."""
         self.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
 
-    def keep_hidden(self, block: Block, hidden: Tensor) -> None:
-        """Store hidden states [B, Q, H] at the block's positions, for drafters that catch up later."""
-        if self.hidden.shape[-1]:
-            self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, block.index, hidden.view(-1, hidden.shape[-1]))
+    def cells(self, slots: Tensor, roots: Tensor, count: int) -> Tensor:
+        """Flat token cells int64 [B * count] of positions roots .. roots + count - 1 of slots [B]."""
+        steps = torch.arange(count, device=roots.device)
+        return ((slots * self.kv.capacity + roots)[:, None] + steps).view(-1)
 
-    def keep_tokens(self, block: Block, tokens: Tensor) -> None:
-        """Store draws [B, Q], each one position behind its node's; those not emitted are garbage nobody reads."""
-        self.token_ids.view(-1).index_copy_(0, block.index + 1, tokens.reshape(-1))
+    def keep_hidden(self, cells: Tensor, hidden: Tensor) -> None:
+        """Store hidden states [N, H] at token cells [N], for drafters that catch up later and for capture."""
+        if self.hidden.shape[-1]:
+            self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, cells, hidden)
+
+    def keep_tokens(self, cells: Tensor, tokens: Tensor) -> None:
+        """Store draws [B, P], each one position behind its node's cell; those not emitted are garbage nobody reads."""
+        self.token_ids.view(-1).index_copy_(0, cells + 1, tokens.reshape(-1))
+
+    def keep_path(self, slots: Tensor, roots: Tensor, path: Tensor) -> None:
+        """Nodes [B, P] of a tree kept behind roots [B] become a run of tokens, root first."""
+        if path.shape[1] > 1:
+            steps = torch.arange(path.shape[1], device=path.device)
+            self.kv.reorder(slots, roots[:, None] + path, roots[:, None] + steps)
 
     def move(self, source: int, destination: int, length: int) -> None:
         """A sequence of `length` known tokens goes to another slot."""

@@ -76,8 +76,8 @@ class Prefill:
         length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
         block = make_block(policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length)
         hidden = forward_hidden(policy, self._store.kv, token_ids, block)
-        self._store.keep_hidden(block, hidden)
-        return positions, token_ids, hidden
+        self._store.keep_hidden(block.index, hidden)
+        return positions, token_ids, hidden.view(*token_ids.shape, -1)
 
     def _copy(
         self,

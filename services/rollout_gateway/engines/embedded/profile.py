@@ -13,6 +13,8 @@ from rollout_gateway.engines.base import Engine, Request, Sampling
 SIZES = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = 8
 WARM_UPS, ROUNDS = 2, 3
+PROFILE_S = 5.0
+"""No further size is begun after this long, so that a large model starts as well; what is missing is learned later."""
 
 
 def profile(engine: Engine, max_batch: int) -> Sequence[CostSample]:
@@ -23,9 +25,12 @@ def profile(engine: Engine, max_batch: int) -> Sequence[CostSample]:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sizes = sorted({min(size, max_batch) for size in SIZES})
     samples: list[CostSample] = []
-    for arm in engine.info.arms:
-        engine.force_arm(arm)
-        for size in sizes:
+    began = time.perf_counter()
+    for size in sizes:
+        for arm in engine.info.arms:
+            if time.perf_counter() - began > PROFILE_S:
+                break
+            engine.force_arm(arm)
             samples += [CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size, clock)]
     engine.force_arm("")
     return samples

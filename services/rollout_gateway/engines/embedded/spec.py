@@ -20,11 +20,22 @@ class EmbeddedSpec(BaseModel):
     model_dir: str  # Hugging Face checkpoint directory
     drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE checkpoint
     dtype: Literal["float32", "bfloat16"] = "float32"
+    # Of the layers' matrices, every version at its Prepare (models/int8.py). int8 needs the extra `int8`. Draws follow
+    # the rounded weights: same seed, same tokens holds in float32 as without it, in bfloat16 not between batch shapes.
+    quantize: Literal["", "int8"] = ""
+    # torch.compile of each layer after its attention (models/compiled.py): 10-30 s at the first steps, a C++ compiler,
+    # and on the CPU measured no gain. Never the default.
+    compile: bool = False
     threads: int = Field(1, ge=1)
     max_batch: int = Field(64, ge=1)  # requests decoding at once
     max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context
     prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one round, padding included
     arms: tuple[str, ...] = ()  # empty: the drafter's default
+    speculate_rows: int = Field(0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
+    verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
+    # "same_draw": a seed's tokens do not depend on drafts. "rejection": chains drawn from the drafter, accepted with
+    # min(1, p/q): more is accepted at high temperatures, and a seed's tokens depend on the arm.
+    verification: Literal["same_draw", "rejection"] = "same_draw"
     bandit: BanditSettings = Field(default_factory=BanditSettings)
     seed: int = 0
     features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
@@ -38,6 +49,11 @@ class EmbeddedSpec(BaseModel):
     def drafter_dir(self) -> str:
         """Directory of the drafter's checkpoint; empty when there is none."""
         return "" if self.drafter in ("off", "ngram", "eagle") else self.drafter
+
+    @property
+    def speculators(self) -> tuple[str, ...]:
+        """Names that arms may use."""
+        return {"off": (), "ngram": ("ngram",)}.get(self.drafter, ("eagle", "ngram"))
 
     @property
     def arm_names(self) -> tuple[str, ...]:

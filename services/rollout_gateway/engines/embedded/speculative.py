@@ -1,56 +1,33 @@
-"""Arms and drafters of the embedded engine: which arm a round uses, what it proposes, what the bandit learns.
+"""Drafting in the embedded engine: which arm a round uses, what is proposed, what bandit and budget learn of it.
 
-Owns the speculators and the choice; not verification. Arm syntax `<speculator>:<steps>_<topk>_<draft tokens>`; this
-engine drafts chains, so topk is 1 and draft tokens = steps + 1 (the root counts).
+Owns the speculators and the choice; not verification.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
-from paceline.speculators import SPECULATORS, DraftBatch, Speculator, SpeculatorSetup
+from paceline.models.sampling import DrawParams
+from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
+from rollout_gateway.engines.embedded.arms import OFF, Arm
+from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
+from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.embedded.verify import Verdict
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
-
-OFF = "off"
-MAX_STEPS = 15
-_ARM = re.compile(r"(?P<speculator>[a-z]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to draft."""
-
-    name: str
-    speculator: str  # empty: off
-    steps: int  # drafts per round
-
-
-def parse_arm(name: str, speculators: Sequence[str]) -> Arm:
-    """An arm from its name. Raises ConfigError naming what this engine can do."""
-    if name == OFF:
-        return Arm(OFF, "", 0)
-    found = _ARM.fullmatch(name)
-    if found is None:
-        raise ConfigError("not an arm", seen=name, allowed="off or <speculator>:<steps>_1_<steps + 1>")
-    steps = int(found["steps"])
-    if found["speculator"] not in speculators:
-        raise ConfigError(f"arm {name} needs a speculator that is not loaded", seen=name, allowed=list(speculators))
-    if not 1 <= steps <= MAX_STEPS or int(found["topk"]) != 1 or int(found["tokens"]) != steps + 1:
-        raise ConfigError("this engine drafts chains", seen=name, allowed=f"steps 1-{MAX_STEPS}, topk 1, steps + 1")
-    return Arm(name, found["speculator"], steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,29 +46,38 @@ class RoundPlan:
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
-    """Rows that draft with one arm."""
+    """Rows that draft with one arm, and what they verify."""
 
     members: list[int]
     arm: Arm
     speculator: Speculator
     batch: DraftBatch
+    drafts: Drafts | None = None
 
 
 class Speculation:
     """Speculators, arms and the bandit of one engine."""
 
-    def __init__(self, spec: EmbeddedSpec, target: DecoderWeights, slots: int, capacity: int) -> None:
-        names = {"off": (), "ngram": ("ngram",)}.get(spec.drafter, ("eagle", "ngram"))
-        self.arms = {name: parse_arm(name, names) for name in spec.arm_names}
-        used = {arm.speculator for arm in self.arms.values() if arm.speculator}
+    def __init__(
+        self, spec: EmbeddedSpec, arms: dict[str, Arm], target: DecoderWeights, slots: int, capacity: int
+    ) -> None:
+        self.arms = arms
         directory = Path(spec.drafter_dir) if spec.drafter_dir else None
         setup = SpeculatorSetup(target, slots, capacity, target.head.dtype, spec.seed, directory)
-        self.speculators: dict[str, Speculator] = {name: SPECULATORS[name](setup) for name in names if name in used}
+        used = {arm.speculator for arm in arms.values() if arm.speculator}
+        self.speculators: dict[str, Speculator] = {
+            name: SPECULATORS[name](setup) for name in spec.speculators if name in used
+        }
         if spec.drafter_path:
             trained = self.trained
             trained.commit_state(trained.load_state(Path(spec.drafter_path)))
-        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(self.arms), spec.seed)
+        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
         self._bandit = self._build_bandit()
+        self._most_rows = spec.speculate_rows or slots
+        self.rejection = spec.verification == "rejection"
+        # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
+        self.budget = Budget() if spec.verify_budget and not self.rejection else None
+        self.measuring = False  # rounds of made-up requests: they teach costs and nothing else
         self.forced = ""
 
     @property
@@ -120,7 +106,8 @@ class Speculation:
     def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        draining: no request waits for a slot or for its prefill.
+        draining: no request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not asked
+        and nothing is drafted; from one round to the next, either way, since nothing is lost by drafting or not.
         """
         facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
         situation = Situation(facts, max(one.length for one in rows), draining)
@@ -131,6 +118,9 @@ class Speculation:
             arms.setdefault(sequence.request.forced_arm, []).append(row)
         free = arms.pop("", [])
         if not free:
+            return RoundPlan(arms, situation)
+        if len(rows) > self._most_rows:
+            arms.setdefault(OFF, []).extend(free)
             return RoundPlan(arms, situation)
         choice = self._bandit.choose(situation)
         arms.setdefault(choice.arm, []).extend(free)
@@ -143,27 +133,58 @@ class Speculation:
         parts = []
         for name, members in plan.arms.items():
             arm = self.arms[name]
-            if arm.steps:
-                lengths = [rows[row].length for row in members]
-                batch = DraftBatch([slots[row] for row in members], lengths, store.token_ids, store.hidden)
+            if arm.speculator:
+                batch = _draft_batch([slots[row] for row in members], [rows[row] for row in members], store)
                 speculator = self.speculators[arm.speculator]
                 speculator.catch_up(batch)
                 parts.append(DraftPart(members, arm, speculator, batch))
         return parts
 
-    def draft(self, parts: Sequence[DraftPart], rows: int) -> Tensor:
-        """Drafts int64 [B, K] for B = rows, -1 where a row has fewer; K = 0 when nobody proposes anything."""
-        proposals = [part.speculator.propose(part.batch, part.arm.steps) for part in parts]
-        if not proposals:
-            return torch.empty(rows, 0, dtype=torch.int64)
-        if len(parts) == 1 and len(parts[0].members) == rows:
-            drafts = proposals[0]
-        else:
-            steps = max(proposal.shape[1] for proposal in proposals)
-            drafts = torch.full((rows, steps), -1, dtype=torch.int64, device=proposals[0].device)
-            for part, proposal in zip(parts, proposals, strict=True):
-                drafts[part.members, : proposal.shape[1]] = proposal
-        return drafts if bool((drafts[:, 0] >= 0).any()) else drafts[:, :0]
+    def draft(self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams) -> tuple[Nodes, list[DraftPart]]:
+        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known tokens.
+
+        params: B rows, how requests draw.
+        """
+        if self.rejection:
+            parts = [_sampling(part, params, last.device) for part in parts]
+        drafted = [replace(part, drafts=self._propose(part)) for part in parts]
+        drafts = merge_drafts(len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None])
+        if drafts is None or not bool((drafts.tokens >= 0).any()):
+            return Nodes(last), []
+        return arrange(last, drafts, whole=self.rejection), drafted
+
+    def draft_probs(self, parts: Sequence[DraftPart], nodes: Nodes, vocab: int) -> Tensor:
+        """What the drafts of a round were drawn from, see sampled.draft_probs."""
+        drawn = [
+            (part.members, part.drafts, part.batch.sampler if isinstance(part.batch.sampler, ChainSampler) else None)
+            for part in parts
+            if part.drafts is not None
+        ]
+        return draft_probs(nodes, drawn, vocab)
+
+    def _propose(self, part: DraftPart) -> Drafts:
+        arm, budget = part.arm, self.budget
+        if budget is None or self.measuring:
+            return part.speculator.propose(part.batch, arm.shape)
+        proposed = part.speculator.propose(part.batch, replace(arm.shape, floor=budget.floor(arm.name)))
+        return budget.prune(proposed, arm.speculator, arm.name)
+
+    def learn_drafts(self, parts: Sequence[DraftPart], nodes: Nodes, verdict: Verdict) -> None:
+        """Which drafts were followed, for the budget's calibration."""
+        if self.budget is None or self.measuring or not parts:
+            return
+        reached = _followed(nodes, verdict)
+        for part in parts:
+            if part.drafts is not None and part.drafts.tokens.shape[1]:
+                mine = reached[part.members, : part.drafts.tokens.shape[1]]
+                self.budget.learn(part.arm.speculator, part.drafts, mine)
+
+    def learn_costs(self, plan: RoundPlan, nodes: int, forward_s: float, other_s: float) -> None:
+        """Seconds of a round's forward over `nodes` tokens, and of all else in the round."""
+        if self.budget is not None:
+            self.budget.cost.learn(nodes, forward_s)
+            if plan.single:
+                self.budget.spend(plan.single, other_s)
 
     def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
         """Tell the bandit of a round: tokens of each row. One with several arms teaches nothing about any."""
@@ -180,10 +201,23 @@ class Speculation:
         """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
         self._bandit = self._build_bandit()
         self._bandit.prime(costs)
+        self.flush()
+        self.measuring = False
 
     def reports(self) -> tuple[ArmReport, ...]:
         """Statistics of the arms."""
         return tuple(self._bandit.reports())
+
+    def ended(self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> None:
+        """These sequences are complete; speculators that learn from text read them."""
+        batch = _draft_batch(slots, rows, store)
+        for speculator in self.speculators.values():
+            speculator.ended(batch)
+
+    def flush(self) -> None:
+        """Forget what earlier sequences taught the speculators."""
+        for speculator in self.speculators.values():
+            speculator.flush()
 
     def evidence(self) -> Evidence:
         """What the bandit has learned, for other engines."""
@@ -208,3 +242,25 @@ class Speculation:
         for speculator in self.speculators.values():
             speculator.bind(target)
         self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
+
+
+def _draft_batch(slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> DraftBatch:
+    return DraftBatch(slots, [sequence.length for sequence in rows], store.token_ids, store.hidden)
+
+
+def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> DraftPart:
+    """The part, its drafts to be drawn as its requests draw."""
+    members = torch.tensor(part.members, device=device)
+    sampler = ChainSampler(params.rows(members), torch.tensor(part.batch.lengths, device=device))
+    return replace(part, batch=replace(part.batch, sampler=sampler))
+
+
+def _followed(nodes: Nodes, verdict: Verdict) -> np.typing.NDArray[np.bool_]:
+    """bool [B, Q - 1]: drafts whose tokens were drawn."""
+    accepted = verdict.accepted.cpu().numpy()[:, None]
+    if verdict.path is None:
+        return np.asarray(np.arange(nodes.width - 1) < accepted)
+    path = verdict.path.cpu().numpy()
+    reached = np.zeros((len(path), nodes.width), dtype=np.bool_)
+    np.put_along_axis(reached, np.where(np.arange(path.shape[1]) <= accepted, path, 0), True, axis=1)
+    return reached[:, 1:]

@@ -1,8 +1,8 @@
-"""Verification of a chain: pure functions from logits, drafts, seeds and positions to what is emitted.
+"""Verification of chains and trees: pure functions from logits, drafts, seeds and positions to what is emitted.
 
-Rule (DESIGN 2.2): at every node draw x from the target with the request's own noise for that position; follow the draft
-while it equals x; the first x that differs is emitted and ends the round; if all drafts were followed, the draw after
-the last one is emitted too. So every emitted token is the draw that decoding without drafts makes.
+Rule (DESIGN 2.2): at every node draw x from the target with the request's own noise for that position; follow the child
+that equals x; the first x that no child equals is emitted and ends the round. So every emitted token is the draw that
+decoding without drafts makes, whatever is drafted, as long as the drafts do not depend on the draws.
 """
 
 from __future__ import annotations
@@ -13,34 +13,40 @@ import torch
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, draw
+from rollout_gateway.engines.embedded.nodes import Nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Outcome of one round; Q = drafts + 1."""
+    """Outcome of one round; P nodes on the longest path that can be taken, the root included."""
 
     tokens: Tensor
-    """int64 [B, Q]: the draw at every node; row b emits the first accepted[b] + 1."""
+    """int64 [B, P]: the draw at every node of the path; row b emits the first accepted[b] + 1."""
     accepted: Tensor
-    """int64 [B]: drafts followed, 0 .. Q - 1."""
+    """int64 [B]: drafts followed, 0 .. P - 1."""
     logprobs: Tensor
-    """float32 [B, Q]: behavior log-probs of the draws."""
+    """float32 [B, P]: behavior log-probs of the draws."""
     gaps: Tensor
-    """float64 [B, Q]: perturbed top-two gaps."""
+    """float64 [B, P]: perturbed top-two gaps."""
+    path: Tensor | None
+    """int64 [B, P]: node at each step of the path, the root repeated behind its end. None: node p at step p."""
 
 
-def verify(logits: Tensor, drafts: Tensor, positions: Tensor, params: DrawParams) -> Verdict:
+def verify(
+    logits: Tensor, nodes: Nodes, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
+) -> Verdict:
     """Draw at every node and follow the drafts.
 
-    logits [B, Q, V]: those of node q were computed with the drafts before it as context; drafts int64 [B, Q - 1], -1
-    where there is none; positions int64 [B, Q]: absolute position of the token drawn at each node; params: B Q rows.
+    logits [N, V] of the forwarded nodes, each computed with its ancestors as context; positions int64 [B, Q]: absolute
+    position of the token drawn at each node; params: N rows; adjusted [N, V]: what is drawn from instead, see `draw`.
     """
-    batch, nodes, vocab = logits.shape
-    drawn = draw(logits.reshape(batch * nodes, vocab), positions.reshape(-1), params)
-    tokens = drawn.tokens.view(batch, nodes)
-    return Verdict(
-        tokens, accepted_drafts(tokens, drafts), drawn.logprobs.view(batch, nodes), drawn.gaps.view(batch, nodes)
-    )
+    drawn = draw(logits, nodes.compute(positions), params, adjusted)
+    tokens, logprobs, gaps = (nodes.spread(part) for part in (drawn.tokens, drawn.logprobs, drawn.gaps))
+    if nodes.parents is None:
+        return Verdict(tokens, accepted_drafts(tokens, nodes.tokens[:, 1:]), logprobs, gaps, None)
+    path, accepted = follow(tokens, nodes.tokens, nodes.parents)
+    tokens, logprobs, gaps = (part.gather(1, path) for part in (tokens, logprobs, gaps))
+    return Verdict(tokens, accepted, logprobs, gaps, path)
 
 
 def accepted_drafts(drawn: Tensor, drafts: Tensor) -> Tensor:
@@ -48,3 +54,23 @@ def accepted_drafts(drawn: Tensor, drafts: Tensor) -> Tensor:
     if drafts.shape[1] == 0:
         return torch.zeros(len(drawn), dtype=torch.int64, device=drawn.device)
     return (drawn[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
+
+
+def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
+    """Path [B, P] and drafts followed [B] in trees whose parents stand before their children.
+
+    drawn, tokens, parents int64 [B, Q]: the draw at each node, the token it stands for, its parent (root: itself).
+    """
+    reached = tokens == drawn.gather(1, parents)
+    reached[:, 0] = True
+    above = parents
+    # Each turn doubles the number of ancestors that are known to be reached.
+    for _ in range(max(tokens.shape[1] - 1, 1).bit_length()):
+        reached = reached & reached.gather(1, above)
+        above = above.gather(1, above)
+    # Siblings differ, so the reached nodes are one path, and they ascend: a node's rank is its depth.
+    accepted = reached.sum(dim=1) - 1
+    ranks = reached.long().cumsum(dim=1) - 1
+    path = torch.zeros_like(tokens)
+    path.scatter_add_(1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0))
+    return path[:, : int(accepted.max()) + 1], accepted

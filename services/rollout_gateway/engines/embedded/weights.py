@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from paceline.errors import WeightsError
-from paceline.models.config import ModelConfig
 from paceline.models.decoder import DecoderWeights
-from paceline.models.loading import build_weights, read_tensors
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.embedded.speculative import Speculation
@@ -22,19 +19,24 @@ class EngineWeights:
     """Serving, previous drafter and prepared weights of one engine."""
 
     def __init__(
-        self, policy: DecoderWeights, speculation: Speculation, versions: VersionSet, *, capacity: int
+        self,
+        policy: DecoderWeights,
+        speculation: Speculation,
+        versions: VersionSet,
+        load_policy: Callable[[Path], DecoderWeights],
     ) -> None:
+        """load_policy reads another version of the policy, as the engine serves it."""
         self.policy = policy
         self.versions = versions
         self._speculation = speculation
-        self._capacity = capacity
+        self._load_policy = load_policy
         self._prepared: dict[Target, dict[int, object]] = {Target.POLICY: {}, Target.DRAFTER: {}}
 
     def prepare(self, target: Target, version: int, path: Path) -> None:
         """Load and check a version. Raises WeightsError, DataLoss, InvalidInput or MissingCapability."""
         state: object
         if target is Target.POLICY:
-            state = load_policy(path, self.policy.config, self.policy.head.dtype, self._capacity)
+            state = self._load_policy(path)
         else:
             state = self._speculation.trained.load_state(path)
         prepared = self._prepared[target]
@@ -71,8 +73,3 @@ class EngineWeights:
         raise WeightsError(
             f"this {target} version is not prepared", seen=version, allowed=allowed, reason="WEIGHTS_NOT_PREPARED"
         )
-
-
-def load_policy(path: Path, config: ModelConfig, dtype: torch.dtype, positions: int) -> DecoderWeights:
-    """A version's tensors as weights of a known model. Raises WeightsError, DataLoss or InvalidInput."""
-    return build_weights(config, read_tensors(path), dtype=dtype, positions=positions)

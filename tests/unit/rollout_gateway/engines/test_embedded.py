@@ -22,6 +22,7 @@ from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request,
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1_5", "ngram:4_3_9")
 DEMO = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 12}
 
 
@@ -92,11 +93,14 @@ def test_same_seed_same_tokens_with_any_arm_and_batch(
     assert gap > NEAR_TIE_GAP, "choose other seeds: a near-tie may flip"
     for arm, options in (
         ("eagle:3_1_4", {}),
-        ("eagle:5_1_6", {"max_batch": 3}),
+        ("eagle:5_1_6", {"max_batch": 3, "verify_budget": False}),
+        ("eagle:4_3_10", {"verify_budget": False}),
+        ("eagle:6_4_16", {"max_batch": 5}),
         ("ngram:4_1_5", {"max_batch": 16}),
+        ("ngram:4_3_9", {"verify_budget": False}),
         ("", {"prefill_tokens": 16, "bandit": {"epsilon": 1.0}}),
     ):
-        engine = build(tmp_path, **options)
+        engine = build(tmp_path, arms=ARMS, **options)
         engine.force_arm(arm)
         assert generate(engine, batch)[0] == expected, arm
 
@@ -107,7 +111,7 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
     batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=60, ignore_eos=True)) for i in range(8)]
     accepted = {}
     for early in ("off", "ngram:4_1_5", "eagle:3_1_4"):
-        engine = build(tmp_path)
+        engine = build(tmp_path, verify_budget=False)
         for one in batch:
             engine.enqueue(one)
         for number in range(20):
@@ -120,7 +124,7 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
             engine.step()
         after = engine.load.speculation
         accepted[early] = (after.accepted_tokens - before.accepted_tokens) / (480 - position)
-    steady = build(tmp_path)
+    steady = build(tmp_path, verify_budget=False)
     steady.force_arm("eagle:5_1_6")
     generate(steady, batch)
     always = steady.load.speculation.accepted_tokens / 480
@@ -223,7 +227,9 @@ def test_an_engine_without_weights_to_swap_says_so(tmp_path: Path) -> None:
     [
         ({"model_dir": "/nowhere"}, InvalidInput, "/nowhere"),
         ({"drafter": "/nowhere"}, InvalidInput, "/nowhere"),
-        ({"arms": ("eagle:8_4_48",)}, ConfigError, "eagle:8_4_48"),
+        ({"arms": ("eagle:8_4_99",)}, ConfigError, "2-64 draft tokens"),
+        ({"arms": ("eagle:3_1_5",)}, ConfigError, "4 draft tokens"),
+        ({"arms": ("eagle:16_1_17",)}, ConfigError, "steps 1-15"),
         ({"arms": ("medusa:3_1_4",)}, ConfigError, "medusa"),
         ({"drafter": "ngram", "arms": ("eagle:3_1_4",)}, ConfigError, "eagle"),
         ({"arms": ("fast",)}, ConfigError, "fast"),

@@ -17,6 +17,7 @@ from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, RowLayout
+from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
@@ -63,6 +64,7 @@ class Plugin:
         self.batch: Any = None  # of the target's forward that runs now
         self._pending: list[PendingDraws] = []
         self._table = DrawTable()
+        self._penalties = Penalties()
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
         self._busy_s = 0.0
@@ -115,16 +117,38 @@ class Plugin:
     # ---- draws
 
     def draw(
-        self, reqs: Sequence[Any], logits: Tensor, positions: Tensor, *, nodes: int
+        self, reqs: Sequence[Any], logits: Tensor, positions: Tensor, token_ids: Tensor, parents: Tensor | None = None
     ) -> tuple[Draw, list[Tracked | None]]:
-        """The tokens AT `positions` [B * nodes] from logits [B * nodes, V], and whose they are [B]."""
+        """The tokens AT `positions` [B * N] from logits [B * N, V], and whose they are [B].
+
+        token_ids int64 [B, N] and parents: the nodes whose logits they are, see models.penalties.node_counts.
+        """
         tracked = [self.requests.get(req.rid) for req in reqs]
         sampling = [
             one.request.sampling if one is not None else foreign_sampling(req)
             for one, req in zip(tracked, reqs, strict=True)
         ]
-        params = self._table.params([req.rid for req in reqs], sampling, nodes, logits.device)
-        return draw(logits, positions.long(), params), tracked
+        params = self._table.params([req.rid for req in reqs], sampling, token_ids.shape[1], logits.device)
+        adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
+        return draw(logits, positions.long(), params, adjusted), tracked
+
+    def _adjusted(
+        self,
+        tracked: Sequence[Tracked | None],
+        logits: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        parents: Tensor | None,
+    ) -> Tensor | None:
+        """Logits after penalties and bias; None when no request asks, and then nothing waits for the device."""
+        if not any(one is not None and one.request.sampling.adjusted for one in tracked):
+            return None
+        self.settle()  # a device that runs ahead has drawn tokens that no request holds yet
+        firsts = positions.view(token_ids.shape)[:, 0].tolist()
+        ahead = {row: one.ahead(firsts[row]) for row, one in enumerate(tracked) if one is not None}
+        rows = [one.sequence if one is not None else None for one in tracked]
+        adjusted = self._penalties.adjust(rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead)
+        return adjusted.view(logits.shape) if adjusted is not None else None
 
     def keep(self, pending: PendingDraws) -> None:
         """Draws of a round, until SGLang takes the round's tokens."""
@@ -155,6 +179,7 @@ class Plugin:
     def end(self, rid: str, finish: Finish | None = None, error: str = "") -> None:
         """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""
         tracked = self.requests.pop(rid)
+        self._penalties.drop([tracked.sequence])
         self.tell(tracked.end(finish, error) if finish else tracked.sequence.chunk())
         self._ended += tracked.sequence.speculation
 

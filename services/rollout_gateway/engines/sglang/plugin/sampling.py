@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.models.sampling import Draw, DrawParams, behavior_logprobs
+from paceline.models.sampling import Draw, DrawParams, top_alternatives
 from rollout_gateway.engines.base import Sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
 
@@ -30,14 +30,12 @@ class Accepted:
     """int64 [B]: nodes of the path, the root included: tokens emitted."""
 
 
-def follow(drawn: Tensor, candidates: Tensor, next_token: Tensor, next_sibling: Tensor, depth: int) -> Accepted:
+def follow(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
     """Follow, from the root, the child whose token equals the draw at its parent.
 
-    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the root); next_token,
-    next_sibling [B, N]: local node of the first child and of the next sibling, -1 for none. A parent has a smaller
-    index than its children. depth: longest path allowed, the root included.
+    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the root); parents
+    [B, N]: see parents_of. depth: longest path allowed, the root included.
     """
-    parents = parents_of(next_token, next_sibling)
     safe = parents.clamp(min=0)
     fits = (parents >= 0) & (candidates == drawn.gather(1, safe))
     fits[:, 0] = True
@@ -55,7 +53,11 @@ def follow(drawn: Tensor, candidates: Tensor, next_token: Tensor, next_sibling: 
 
 
 def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
-    """Local parent of each node [B, N], -1 for the root and for nodes no child list holds."""
+    """Local parent of each node [B, N], -1 for the root and for nodes no child list holds.
+
+    next_token, next_sibling [B, N]: local node of the first child and of the next sibling, -1 for none. A parent has a
+    smaller index than its children.
+    """
     batch, nodes = next_token.shape
     # One column more takes the writes of lists that have ended.
     parents = torch.full((batch, nodes + 1), -1, dtype=torch.int64, device=next_token.device)
@@ -168,13 +170,7 @@ def _alternatives(
         if not wanted or tracked is None:
             continue
         chosen = logits[flat[row, : int(lengths[row])]]
-        temperature = tracked.request.sampling.temperature
-        logprobs = behavior_logprobs(chosen, torch.full((len(chosen),), temperature, device=chosen.device))
-        top = logprobs.topk(min(wanted, logits.shape[-1]), dim=-1)
-        found[row] = [
-            tuple(zip(ids, values, strict=True))
-            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        ]
+        found[row] = top_alternatives(chosen, tracked.request.sampling.temperature, wanted)
     return found
 
 
@@ -196,7 +192,9 @@ def sample_hook(
         return original(  # a draft model's own sampling, or a caller of SGLang's own API
             sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
         )
-    drawn, tracked = plugin.draw(batch.reqs, sampler._preprocess_logits(logits, sampling_info), positions + 1, nodes=1)
+    ready = sampler._preprocess_logits(logits, sampling_info)
+    roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)  # the request's last token
+    drawn, tracked = plugin.draw(batch.reqs, ready, positions + 1, roots)
     lengths = torch.ones(len(tracked), dtype=torch.int64, device=logits.device)
     accepted = Accepted(torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths)
     plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.versions.policy))
@@ -222,14 +220,12 @@ def verify_hook(
     if grammar_mask is not None:
         grammar_mask.apply(logits)
     positions = verify_input.positions.long()
-    drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, nodes=nodes)
-    accepted = follow(
-        drawn.tokens.view(size, nodes),
-        verify_input.draft_token.view(size, nodes).long(),
-        verify_input.retrieve_next_token.view(size, nodes),
-        verify_input.retrieve_next_sibling.view(size, nodes),
-        verify_input.max_tree_depth,
+    candidates = verify_input.draft_token.view(size, nodes).long()
+    parents = parents_of(
+        verify_input.retrieve_next_token.view(size, nodes), verify_input.retrieve_next_sibling.view(size, nodes)
     )
+    drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)
+    accepted = follow(drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth)
     predict, lengths, index = as_sglang(drawn.tokens, accepted, nodes)
     if plugin.tp_group is not None:
         for part in (predict, lengths, index):  # ranks must take the same path even if a near-tie rounds differently

@@ -48,6 +48,10 @@ class Tracked:
         if index >= len(self.sequence.tokens):
             self.draws[index] = drawn
 
+    def ahead(self, position: int) -> list[int]:
+        """Tokens drawn before an absolute position and not taken by SGLang yet; none for a draw that repeats one."""
+        return [self.draws[i].token for i in range(len(self.sequence.tokens), position - len(self.request.prompt))]
+
     def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
         """SGLang's response tokens from the first on; those after the end of the request are not taken.
 

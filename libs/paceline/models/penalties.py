@@ -1,0 +1,89 @@
+"""Logits adjusted by what was said before: repetition, frequency and presence penalty, and logit bias. Pure functions.
+
+For a token v that the prompt or the response holds, with c(v) its count in the response alone:
+  1. repetition r (Keskar et al. 2019, CTRL, section 4.1; sign rule of transformers): l / r where l > 0, else l * r,
+     for tokens of prompt and response
+  2. frequency f and presence p (OpenAI API reference):  l - f * c(v) - p * [c(v) > 0],  for tokens of the response
+  3. bias b (OpenAI API reference):  l + b(v)
+All act before the temperature, hence before top_k, top_p and min_p. Log-probs are reported of the raw logits
+(models/sampling.py). A neutral value (r = 1, f = p = 0) leaves every bit of a float32 logit as it is.
+
+Under speculation the response at a draft node is what was emitted, followed by the drafts on the path to the node. So
+each node has counts of its own, and the adjusted logits are those that decoding without drafts would see there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyParams:
+    """Strengths of B rows, float32 [B] each."""
+
+    repetition: Tensor
+    """r > 0; 1 = off"""
+    frequency: Tensor
+    """f; 0 = off"""
+    presence: Tensor
+    """p; 0 = off"""
+
+    @classmethod
+    def of(
+        cls,
+        repetition: Sequence[float],
+        frequency: Sequence[float],
+        presence: Sequence[float],
+        device: torch.device | None = None,
+    ) -> PenaltyParams:
+        """Rows from plain numbers."""
+        return cls(
+            *(torch.tensor(one, dtype=torch.float32, device=device) for one in (repetition, frequency, presence))
+        )
+
+
+def node_counts(base: Tensor, token_ids: Tensor, parents: Tensor | None = None) -> Tensor:
+    """Counts of the response's tokens at every node of a draft chain or tree.
+
+    base [B, V]: counts at the root, the root's own token included; token_ids int64 [B, Q]: column 0 is the root, -1
+    where there is no node; parents int64 [B, Q]: column of each node's parent, smaller than its own, -1 for the root
+    and where there is no node; None: a chain, node i hangs under i - 1. Returns base's dtype [B, Q, V]. Where there is
+    no node, the counts are those of the parent, or of the root.
+    """
+    batch, nodes = token_ids.shape
+    if parents is None:
+        parents = torch.arange(-1, nodes - 1, device=base.device).expand(batch, nodes)
+    added = ((token_ids >= 0) & (parents >= 0)).to(base.dtype)
+    parents, token_ids = parents.clamp(min=0), token_ids.clamp(min=0)
+    counts = base[:, None].repeat(1, nodes, 1)
+    rows = torch.arange(batch, device=base.device)
+    for node in range(1, nodes):
+        counts[:, node] = counts[rows, parents[:, node]]
+        counts[rows, node, token_ids[:, node]] += added[:, node]
+    return counts
+
+
+def penalised(logits: Tensor, prompt_holds: Tensor, counts: Tensor, params: PenaltyParams) -> Tensor:
+    """Steps 1 and 2 of the module docstring.
+
+    logits [B, Q, V]; prompt_holds bool [B, V]; counts [B, Q, V] of the response's tokens. Returns float32 [B, Q, V].
+    """
+    repetition, frequency, presence = (
+        one[:, None, None] for one in (params.repetition, params.frequency, params.presence)
+    )
+    logits, said = logits.float(), counts > 0
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(said | prompt_holds[:, None], repeated, logits)
+    return logits - frequency * counts - presence * said
+
+
+def add_bias_(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """Step 3 of the module docstring, in place.
+
+    logits [Q, V] of one request; token_ids int64 [K], all different; values [K].
+    """
+    logits[:, token_ids] += values

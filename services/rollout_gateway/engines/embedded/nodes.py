@@ -1,0 +1,138 @@
+"""What one round forwards: per row the last known token and the drafts under it. Pure functions on tensors.
+
+Owns the arrangement of chains, trees and rows of unequal size in one block; not what is drafted and not verification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.models.decoder import Layout, tree_visible
+from paceline.speculators import Drafts
+
+DENSE = 0.8
+"""A block is forwarded whole when this share of its nodes exists: leaving some out costs two copies a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """B rows of Q nodes: node 0 is the last known token, the root; the others are drafts, parents before children."""
+
+    tokens: Tensor
+    """int64 [B, Q]; -1 where there is no node."""
+    parents: Tensor | None = None
+    """int64 [B, Q], 0 for the root itself. None: each node is the child of the one before it."""
+    depths: Tensor | None = None
+    """int64 [B, Q]: edges from the root; None: the node's index."""
+    kept: Tensor | None = None
+    """int64 [N]: indices of the flattened nodes that are forwarded; None: all."""
+
+    @property
+    def width(self) -> int:
+        """Q"""
+        return self.tokens.shape[1]
+
+    @property
+    def drafted(self) -> Tensor:
+        """int64 [B]: drafts of each row."""
+        return (self.tokens[:, 1:] >= 0).sum(dim=1)
+
+    @property
+    def levels(self) -> Tensor:
+        """int64 [B]: levels of drafts of each row."""
+        if self.depths is None:
+            return self.drafted
+        return torch.where(self.tokens >= 0, self.depths, 0).amax(dim=1)
+
+    def compute(self, whole: Tensor) -> Tensor:
+        """Of values [B, Q] or [B, Q, ...] of all nodes those that are forwarded, [N, ...]."""
+        flat = whole.flatten(0, 1)
+        return flat if self.kept is None else flat.index_select(0, self.kept)
+
+    def spread(self, computed: Tensor) -> Tensor:
+        """Values [N, ...] of the forwarded nodes as [B, Q, ...], 0 elsewhere."""
+        shape = (*self.tokens.shape, *computed.shape[1:])
+        if self.kept is None:
+            return computed.view(shape)
+        whole = computed.new_zeros(self.tokens.numel(), *computed.shape[1:])
+        return whole.index_copy_(0, self.kept, computed).view(shape)
+
+    def positions(self, roots: Tensor) -> Tensor:
+        """int64 [B, Q]: sequence position of each node when the roots stand at int64 [B]."""
+        depths = torch.arange(self.width, device=roots.device) if self.depths is None else self.depths
+        return roots[:, None] + depths
+
+    def layout(self, roots: Tensor, length: int) -> Layout:
+        """Where nodes are kept and what they see; roots int64 [B]: positions of the roots."""
+        if self.parents is None:
+            return Layout(kept=self.kept)
+        stored = roots[:, None] + torch.arange(self.width, device=roots.device)
+        return Layout(stored, tree_visible(roots, ancestors(self.parents, self.deepest), length), self.kept)
+
+    @property
+    def deepest(self) -> int:
+        """Edges from the root to the deepest node."""
+        return self.width - 1 if self.depths is None else int(self.depths.max())
+
+
+def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
+    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape allows.
+
+    whole: forward also what is absent.
+    """
+    tokens = torch.cat((last, drafts.tokens), dim=1)
+    kept = None
+    present = tokens >= 0
+    if not whole and int(present.sum()) < DENSE * tokens.numel():
+        kept = present.flatten().nonzero()[:, 0]
+    if drafts.parents is None:
+        return Nodes(tokens, kept=kept)
+    parents = torch.cat((torch.zeros_like(last), drafts.parents), dim=1)
+    return Nodes(tokens, parents, node_depths(parents), kept)
+
+
+def node_depths(parents: Tensor) -> Tensor:
+    """Edges from the root, int64 [B, Q]; parents int64 [B, Q] with the root its own parent."""
+    depths, above = torch.zeros_like(parents), parents
+    nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    while True:
+        climbing = nodes > 0
+        if not bool(climbing.any()):
+            return depths
+        depths += climbing
+        nodes, above = above, parents.gather(1, above)
+
+
+def ancestors(parents: Tensor, deepest: int) -> Tensor:
+    """bool [B, Q, Q]: true where the second node is the first one or stands above it."""
+    batch, width = parents.shape
+    seen = torch.eye(width, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    above = parents
+    for _ in range(deepest):
+        seen.scatter_(2, above[:, :, None], True)
+        above = parents.gather(1, above)
+    return seen
+
+
+def merge_drafts(rows: int, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Drafts | None:
+    """Drafts of all rows from those of some, each [members, N]; None when there are none."""
+    if not parts:
+        return None
+    if len(parts) == 1 and len(parts[0][0]) == rows:
+        return parts[0][1]
+    width = max(drafts.tokens.shape[1] for _, drafts in parts)
+    first = parts[0][1].tokens
+    tokens = torch.full((rows, width), -1, dtype=torch.int64, device=first.device)
+    scores = torch.ones(rows, width, device=first.device)
+    chain = torch.arange(width, device=first.device)
+    parents = chain.repeat(rows, 1)
+    for members, drafts in parts:
+        count = drafts.tokens.shape[1]
+        tokens[members, :count], scores[members, :count] = drafts.tokens, drafts.scores
+        parents[members, :count] = chain[:count] if drafts.parents is None else drafts.parents
+    chains = all(drafts.parents is None for _, drafts in parts)
+    return Drafts(tokens, scores, None if chains else parents)
