@@ -49,7 +49,7 @@ async def test_a_quick_run_has_a_row_per_trace_and_a_column_per_chooser() -> Non
 
 def test_the_committed_traces_are_read_and_have_all_families() -> None:
     traces = read_traces()
-    families = {"stationary", "drifting", "draining", "dead", "shifting", "mixed", "recorded"}
+    families = {"stationary", "drifting", "draining", "dead", "shifting", "mixed", "recorded", "growing", "wandering"}
     assert {one.family for one in traces} == families
     for one in traces:
         assert one.arms[0] == "off"
