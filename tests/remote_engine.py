@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from rollout_gateway.engines.base import (
     Load,
     MemoryTag,
     PauseMode,
+    PrefixStats,
     Request,
     RowSink,
     Target,
@@ -309,7 +310,13 @@ class RemoteEngine:
                 for a in health.arms
             ),
             health.rows_dropped,
-            wire.evidence_from(health.evidence),
+            evidence=wire.evidence_from(health.evidence),
+            prefixes=PrefixStats(
+                *(
+                    getattr(health.prefixes, counter.name) - getattr(before.prefixes, counter.name)
+                    for counter in fields(PrefixStats)
+                )
+            ),
         )
 
     def close(self) -> None:

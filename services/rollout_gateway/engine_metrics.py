@@ -40,7 +40,12 @@ class EngineMetrics:
         self._proposed = instruments.create_counter("paceline.engine.drafts_proposed", unit="{draft}")
         self._taken = instruments.create_counter("paceline.engine.drafts_accepted", unit="{draft}")
         self._rounds = instruments.create_counter("paceline.engine.arm_rounds", unit="{round}")
-        self._seen: dict[tuple[int, str, int], int] = {}
+        self._prompts = instruments.create_counter("paceline.engine.prompt_tokens", unit="{token}")
+        self._hits = instruments.create_counter("paceline.engine.kv_hit_tokens", unit="{token}")
+        self._hit_rate = instruments.create_gauge("paceline.engine.kv_hit_rate", unit="1")
+        self._lookups = instruments.create_counter("paceline.engine.kv_lookups", unit="{lookup}")
+        self._access = instruments.create_counter("paceline.engine.kv_access_time", unit="s")
+        self._seen: dict[tuple[int | str, ...], float] = {}
 
     def ended(self, generation: Generation, seconds: float) -> None:
         """A request has ended `seconds` after it was queued."""
@@ -61,12 +66,29 @@ class EngineMetrics:
     def arms(self, worker_index: int, stats: Iterable[pb.ArmStats]) -> None:
         """Rounds by arm and batch-size group since the last look; a restarted worker counts from 0."""
         for one in stats:
-            key = (worker_index, one.arm, one.batch_group)
-            before = self._seen.get(key, 0)
-            new = one.pulls - before if one.pulls >= before else one.pulls
-            self._seen[key] = one.pulls
+            new = int(self._new(one.pulls, worker_index, one.arm, one.batch_group))
             if new:
                 self._rounds.add(new, {**self._labels, "arm": one.arm, "batch_group": one.batch_group})
+
+    def prefixes(self, worker_index: int, stats: pb.PrefixStats) -> None:
+        """Reuse of cached prompts since the last look; the hit rate is that of the worker since it started.
+
+        Access time has two parts: "lookup" finds what is cached, "copy" brings it where it is read.
+        """
+        if not stats.prompt_tokens:
+            return
+        self._prompts.add(int(self._new(stats.prompt_tokens, worker_index, "prompt")), self._labels)
+        self._hits.add(int(self._new(stats.reused_tokens, worker_index, "hit")), self._labels)
+        self._lookups.add(int(self._new(stats.lookups, worker_index, "lookups")), self._labels)
+        for part, seconds in (("lookup", stats.lookup_s), ("copy", stats.copy_s)):
+            self._access.add(self._new(seconds, worker_index, part), {**self._labels, "part": part})
+        self._hit_rate.set(stats.reused_tokens / stats.prompt_tokens, {**self._labels, "worker": worker_index})
+
+    def _new(self, value: float, *key: int | str) -> float:
+        """What a counter of a worker has grown by since the last look; all of it when the worker began anew."""
+        before = self._seen.get(key, 0)
+        self._seen[key] = value
+        return value - before if value >= before else value
 
 
 def describe(span: Span, whole: pb.TokenChunk) -> None:

@@ -176,6 +176,7 @@ class Router:
         found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
         for index, health in found.items():
             self.metrics.arms(index, health.arms)
+            self.metrics.prefixes(index, health.prefixes)
         self.evidence.spread(processes, found)
         return found
 

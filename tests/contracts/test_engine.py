@@ -23,6 +23,7 @@ from rollout_gateway.engines.base import (
     Finish,
     MemoryTag,
     PauseMode,
+    PrefixStats,
     Request,
     RowSink,
     Sampling,
@@ -72,6 +73,7 @@ class Case:
     build: Callable[[RowSink | None], Engine]
     weights: Path  # what a prepared policy version is read from
     row_bytes: int
+    reuses: bool = True  # keys and values of ended requests serve prompts that begin alike
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         return
     if request.param == "scripted":
         spec = ScriptedSpec(tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4)
-        yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size)
+        yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False)
         return
     embedded = EmbeddedSpec(model_dir=str(model_dir), drafter="eagle", max_sequence_tokens=128, max_batch=4)
     yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
@@ -499,3 +501,24 @@ def test_a_cache_is_flushed_when_nothing_runs_and_changes_no_token(case: Case) -
     engine.flush_cache()
     engine.enqueue(request(1))
     assert tokens_of(drain(engine)[1]) == expected[1]
+
+
+def test_a_second_turn_reuses_its_prefix_and_says_what_it_says_alone(case: Case) -> None:
+    prompt = tuple(3 + i * i % 300 for i in range(40))
+    engine = case.build(None)
+    engine.flush_cache()
+    assert engine.load.prefixes == PrefixStats()
+    engine.enqueue(Request(0, prompt, Sampling(seed=5, max_tokens=20, ignore_eos=True)))
+    said = tokens_of(drain(engine)[0])
+    second = Request(1, (*prompt, *said, 7, 8, 9), Sampling(seed=6, max_tokens=20, ignore_eos=True))
+    engine.enqueue(second)
+    (chunk,) = drain(engine)[1]
+    # The last token of a response is never cached, and engines may round down to their blocks.
+    assert chunk.cached_prompt_tokens in (range(len(prompt), len(prompt) + 20) if case.reuses else range(1))
+    prefixes = engine.load.prefixes
+    assert prefixes.reused_tokens == chunk.cached_prompt_tokens
+    assert not case.reuses or prefixes.prompt_tokens == len(prompt) + len(second.prompt)
+    fresh = case.build(None)
+    fresh.flush_cache()
+    fresh.enqueue(second)
+    assert tokens_of(drain(fresh)[1]) == list(chunk.token_ids)

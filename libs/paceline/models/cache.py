@@ -44,9 +44,9 @@ class StaticCache:
         seen = self.data[layer, :, :, :length].index_select(0, rows)
         return seen[:, : self._heads], seen[:, self._heads :]
 
-    def copy(self, sources: list[int], destinations: list[int], length: int) -> None:
-        """What slots hold of their first `length` tokens goes to other slots as well."""
-        self.data[:, destinations, :, :length] = self.data[:, sources, :, :length]
+    def copy(self, source: int, destination: int, start: int, stop: int) -> None:
+        """What a slot holds of tokens start .. stop - 1 goes to another slot as well."""
+        self.data[:, destination, :, start:stop] = self.data[:, source, :, start:stop]
 
     def reorder(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
         """Tokens of slots [B] at positions `sources` [B, P] go to positions `destinations` [B, P] as well."""
@@ -55,8 +55,8 @@ class StaticCache:
         layers.index_copy_(1, self.cells(slots, destinations).view(-1), moved)
 
     def move(self, source: int, destination: int, length: int) -> None:
-        """As `copy`, for one slot."""
-        self.data[:, destination, :, :length] = self.data[:, source, :, :length]
+        """As `copy`, for the first `length` tokens."""
+        self.copy(source, destination, 0, length)
 
 
 def cache_rows(slots: Sequence[int]) -> slice | Tensor:

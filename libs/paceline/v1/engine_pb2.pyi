@@ -338,8 +338,40 @@ class MergeEvidence(_message.Message):
     evidence: BanditEvidence
     def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ...) -> None: ...
 
+class RoundSplit(_message.Message):
+    __slots__ = ("rounds", "nodes", "prefill_s", "draft_s", "forward_s", "sample_s", "keep_s")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_S_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_S_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
+    rounds: int
+    nodes: int
+    prefill_s: float
+    draft_s: float
+    forward_s: float
+    sample_s: float
+    keep_s: float
+    def __init__(self, rounds: _Optional[int] = ..., nodes: _Optional[int] = ..., prefill_s: _Optional[float] = ..., draft_s: _Optional[float] = ..., forward_s: _Optional[float] = ..., sample_s: _Optional[float] = ..., keep_s: _Optional[float] = ...) -> None: ...
+
+class PrefixStats(_message.Message):
+    __slots__ = ("prompt_tokens", "reused_tokens", "lookups", "lookup_s", "copy_s")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_S_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    reused_tokens: int
+    lookups: int
+    lookup_s: float
+    copy_s: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., lookups: _Optional[int] = ..., lookup_s: _Optional[float] = ..., copy_s: _Optional[float] = ...) -> None: ...
+
 class WorkerHealth(_message.Message):
-    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence")
+    __slots__ = ("running", "waiting", "versions", "tokens_emitted", "busy_s", "speculation", "arms", "rows_dropped", "evidence", "prefixes", "split")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -349,6 +381,8 @@ class WorkerHealth(_message.Message):
     ARMS_FIELD_NUMBER: _ClassVar[int]
     ROWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     EVIDENCE_FIELD_NUMBER: _ClassVar[int]
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     versions: _trajectory_pb2.VersionSet
@@ -358,4 +392,6 @@ class WorkerHealth(_message.Message):
     arms: _containers.RepeatedCompositeFieldContainer[ArmStats]
     rows_dropped: int
     evidence: BanditEvidence
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ...) -> None: ...
+    prefixes: PrefixStats
+    split: RoundSplit
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., tokens_emitted: _Optional[int] = ..., busy_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[ArmStats, _Mapping]]] = ..., rows_dropped: _Optional[int] = ..., evidence: _Optional[_Union[BanditEvidence, _Mapping]] = ..., prefixes: _Optional[_Union[PrefixStats, _Mapping]] = ..., split: _Optional[_Union[RoundSplit, _Mapping]] = ...) -> None: ...

@@ -183,6 +183,17 @@ class RoundSplit:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixStats:
+    """Counters of prompts whose beginning was cached already; see proto PrefixStats."""
+
+    prompt_tokens: int = 0  # of requests that have ended
+    reused_tokens: int = 0  # those of them that were not computed
+    lookups: int = 0
+    lookup_s: float = 0.0  # finding what is cached
+    copy_s: float = 0.0  # copying it, in and out of the cache
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Load and statistics since start."""
 
@@ -195,6 +206,7 @@ class Load:
     rows_dropped: int = 0
     split: RoundSplit = field(default_factory=RoundSplit)
     evidence: Evidence = field(default_factory=Evidence)  # of its own rounds; empty when its bandit does not share
+    prefixes: PrefixStats = field(default_factory=PrefixStats)
 
 
 @dataclass(frozen=True, slots=True)

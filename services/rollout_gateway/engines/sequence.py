@@ -44,7 +44,8 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     spans: list[VersionSpan] = field(default_factory=list)
-    copied: int = 0  # prompt tokens whose cache came from a sibling
+    copied: int = 0  # prompt tokens whose cache came from another sequence
+    stale: bool = False  # some of what is cached was computed under an earlier policy
     told: int = 0  # response tokens already reported
     smallest_gap: float = float("inf")
     finish: Finish | None = None
@@ -116,7 +117,8 @@ class RunningSequence:
 
     def retract(self) -> None:
         """Forget what was cached: everything is prefilled again."""
-        self.cached = 0
+        self.cached = self.copied = 0
+        self.stale = False
 
     def chunk(self) -> Chunk:
         """News since the last chunk."""

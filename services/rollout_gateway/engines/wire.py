@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from paceline.errors import InvalidInput
@@ -16,7 +17,9 @@ from rollout_gateway.engines.base import (
     Load,
     MemoryTag,
     PauseMode,
+    PrefixStats,
     Request,
+    RoundSplit,
     RowLayout,
     Sampling,
     Target,
@@ -219,6 +222,20 @@ def evidence_from(message: pb.BanditEvidence) -> Evidence:
     )
 
 
+def split_to(split: RoundSplit) -> pb.RoundSplit:
+    return pb.RoundSplit(**dataclasses.asdict(split))
+
+
+def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
+    return pb.PrefixStats(
+        prompt_tokens=stats.prompt_tokens,
+        reused_tokens=stats.reused_tokens,
+        lookups=stats.lookups,
+        lookup_s=stats.lookup_s,
+        copy_s=stats.copy_s,
+    )
+
+
 def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
     return pb.WorkerHealth(
         running=load.running,
@@ -230,4 +247,6 @@ def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
         arms=[arm_to(report) for report in load.arms],
         rows_dropped=load.rows_dropped,
         evidence=evidence_to(load.evidence),
+        prefixes=prefixes_to(load.prefixes),
+        split=split_to(load.split),
     )

@@ -8,10 +8,13 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
+from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway import engine_metrics
 from rollout_gateway.engine_metrics import EngineMetrics
+from rollout_gateway.engines import wire
+from rollout_gateway.engines.base import Load, PrefixStats
 from rollout_gateway.generation import Generation
 
 
@@ -68,3 +71,32 @@ def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(reader:
     (point,) = points(reader)["paceline.engine.arm_rounds"]
     assert point.value == 17
     assert dict(point.attributes) == {"engine": "embedded", "arm": "off", "batch_group": 5}
+
+
+def health(stats: PrefixStats) -> pb.WorkerHealth:
+    load = Load(
+        running=0, waiting=0, tokens_emitted=0, busy_s=0, speculation=SpeculationStats(), arms=(), prefixes=stats
+    )
+    return wire.health_to(load, VersionSet())
+
+
+def test_reuse_of_prompts_is_counted_once_and_from_zero_after_a_restart(reader: InMemoryMetricReader) -> None:
+    metrics = EngineMetrics("embedded")
+    metrics.prefixes(1, health(PrefixStats()).prefixes)  # nothing has ended: no rate
+    for stats in (
+        PrefixStats(100, 20, 4, 0.5, 1.0),
+        PrefixStats(100, 20, 4, 0.5, 1.0),
+        PrefixStats(300, 80, 6, 0.75, 1.5),
+        PrefixStats(40, 30, 1, 0.25, 0.5),  # a new process
+    ):
+        metrics.prefixes(0, health(stats).prefixes)
+    found = points(reader)
+    sums = {
+        name: found[f"paceline.engine.{name}"][0].value for name in ("prompt_tokens", "kv_hit_tokens", "kv_lookups")
+    }
+    assert sums == {"prompt_tokens": 340, "kv_hit_tokens": 110, "kv_lookups": 7}
+    access = {point.attributes["part"]: point.value for point in found["paceline.engine.kv_access_time"]}
+    assert access == {"lookup": 1.0, "copy": 2.0}
+    (rate,) = found["paceline.engine.kv_hit_rate"]
+    assert rate.value == 0.75
+    assert dict(rate.attributes) == {"engine": "embedded", "worker": 0}

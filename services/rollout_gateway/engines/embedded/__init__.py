@@ -19,6 +19,7 @@ from rollout_gateway.engines.embedded.arms import parse_arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.profile import profile
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -50,13 +51,21 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     policy = load(source)
     with torch.inference_mode():
         speculation = Speculation(spec, arms, policy, spec.max_batch, capacity)
-        store = SlotStore(policy, spec.max_batch, capacity, keep_hidden=speculation.needs_hidden)
-    versions = VersionSet(spec.seq, spec.policy_version, spec.drafter_version)
-    weights = EngineWeights(policy, speculation, versions, load)
+        # A captured prompt that is reused takes its rows from kept states.
+        keep_hidden = speculation.needs_hidden or (sink is not None and spec.prefix_slots > 0)
+        store = SlotStore(policy, spec.max_batch + spec.prefix_slots, capacity, keep_hidden=keep_hidden)
+    weights = EngineWeights(policy, speculation, VersionSet(spec.seq, spec.policy_version, spec.drafter_version), load)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
-        scheduler = Scheduler(spec.max_batch, spec.prefill_tokens)
-        return EmbeddedEngine(weights, speculation, scheduler, store, Capture(rows, spec.features_dtype), admission)
+        return EmbeddedEngine(
+            weights,
+            speculation,
+            Scheduler(spec.max_batch, spec.prefill_tokens),
+            store,
+            PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store),
+            Capture(rows, spec.features_dtype),
+            admission,
+        )
 
     if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:
         speculation.measuring = True

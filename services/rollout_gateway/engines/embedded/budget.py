@@ -11,26 +11,27 @@ and F those of drafting and everything else. Since p falls along a path, the cho
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from paceline.speculators import Drafts
+from rollout_gateway.bandits.base import speculator_of
 
-Floats = npt.NDArray[np.float64]
-
-BIN_EDGES = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98])
+BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Inner edges of the bins of a drafter's probability of one node."""
-_EDGES = np.concatenate(([0.0], BIN_EDGES, [1.0]))
-BIN_CENTERS = (_EDGES[1:] + _EDGES[:-1]) / 2
 PRIOR_TRIALS = 8.0
 """Trials by which a bin's own probability is believed at first."""
 MEMORY = 4000.0
-"""Trials of a bin that count; older ones fade."""
+"""Trials after which a bin forgets half."""
 COST_SHARE = 0.1
 """Weight of a new measurement of a forward; one of 3 times what was expected counts as 3 times."""
+PROBE_EVERY = 64
+"""Every so many rounds of an arm everything is verified: what is never tried would be believed useless for ever."""
 FLOOR_SHARE = 0.5
 """A node below this share of the last round's least likely verified one is not drafted on."""
 
@@ -39,21 +40,25 @@ class Calibration:
     """How often a draft is the target's draw, by the drafter's own probability of it, given its parent was drawn."""
 
     def __init__(self) -> None:
-        self._hits = BIN_CENTERS * PRIOR_TRIALS
-        self._trials = np.full(len(BIN_CENTERS), PRIOR_TRIALS)
+        edges = (0.0, *BIN_EDGES, 1.0)
+        centers = [(low + high) / 2 for low, high in pairwise(edges)]
+        self._hits = [center * PRIOR_TRIALS for center in centers]
+        self._trials = [PRIOR_TRIALS] * len(centers)
+        self._chances = centers
 
-    def chance(self, shares: Floats) -> Floats:
-        """Probability of being drawn, for nodes to which the drafter gives `shares`."""
-        return (self._hits / self._trials)[np.searchsorted(BIN_EDGES, shares)]
+    def chance(self, share: float) -> float:
+        """Probability that a node is drawn to which the drafter gives `share`."""
+        return self._chances[bisect_left(BIN_EDGES, share)]
 
-    def learn(self, shares: Floats, drawn: npt.NDArray[np.bool_]) -> None:
-        """Nodes [n] whose parents were drawn, and whether they were."""
-        bins = np.searchsorted(BIN_EDGES, shares)
-        self._hits += np.bincount(bins, weights=drawn, minlength=len(BIN_CENTERS))
-        self._trials += np.bincount(bins, minlength=len(BIN_CENTERS))
-        fade = np.minimum(MEMORY / self._trials, 1.0)
-        self._hits *= fade
-        self._trials *= fade
+    def learn(self, share: float, drawn: bool) -> None:
+        """A node whose parent was drawn, and whether it was."""
+        place = bisect_left(BIN_EDGES, share)
+        if self._trials[place] >= MEMORY:
+            self._hits[place] *= 0.5
+            self._trials[place] *= 0.5
+        self._hits[place] += drawn
+        self._trials[place] += 1.0
+        self._chances[place] = self._hits[place] / self._trials[place]
 
 
 class ForwardCost:
@@ -80,23 +85,35 @@ class ForwardCost:
         self._sizes = np.insert(self._sizes, at, tokens)
         self._seconds = np.insert(self._seconds, at, seconds)
 
-    def seconds(self, tokens: Floats) -> Floats:
-        """Expected seconds; more tokens never cost less. Beyond the largest size, in proportion."""
-        rising = np.maximum.accumulate(self._seconds)
-        inside = np.interp(tokens, self._sizes, rising)
-        return inside * np.maximum(tokens / self._sizes[-1], 1.0)
+    def seconds(self, rows: int, drafts: int) -> list[float]:
+        """Expected seconds of a forward of rows, rows + 1, ... rows + drafts tokens; more never cost less.
+
+        Beyond the largest size that was measured, in proportion.
+        """
+        tokens = np.arange(rows, rows + drafts + 1, dtype=np.float64)
+        inside = np.interp(tokens, self._sizes, np.maximum.accumulate(self._seconds))
+        found: list[float] = (inside * np.maximum(tokens / self._sizes[-1], 1.0)).tolist()
+        return found
 
 
 @dataclass(slots=True)
 class _Overhead:
-    """Of one arm: seconds of a round besides the forward, and its last threshold."""
+    """Of one arm: seconds of a round besides the forward, its last threshold, and rounds until the next probe."""
 
     seconds: float = 0.0
     floor: float = 0.0
+    until_probe: int = PROBE_EVERY
+
+
+Node = tuple[float, int, int]
+"""A draft that may be verified: minus its chance, row, index; so that they sort by falling chance, parents first."""
 
 
 class Budget:
-    """Chooses the nodes of rounds and learns from what became of them."""
+    """Chooses the nodes of rounds and learns from what became of them.
+
+    Plain numbers throughout: a round has tens of nodes, and an array operation costs as much as a loop over them.
+    """
 
     def __init__(self) -> None:
         self.cost = ForwardCost()
@@ -105,67 +122,67 @@ class Budget:
 
     def floor(self, arm: str) -> float:
         """Probability below which the arm need not draft on."""
-        return self._overhead(arm).floor
+        overhead = self._overhead(arm)
+        return overhead.floor if overhead.until_probe > 1 else 0.0
+
+    def forget(self, speculator: str) -> None:
+        """The drafter has new weights: what its probabilities are worth is not known; seconds stay as known."""
+        self._calibrations.pop(speculator, None)
+        for arm, overhead in self._overheads.items():
+            if speculator_of(arm) == speculator:
+                overhead.floor = 0.0
+
+    def _probes(self, arm: str) -> bool:
+        overhead = self._overhead(arm)
+        overhead.until_probe = (overhead.until_probe - 1) or PROBE_EVERY
+        return overhead.until_probe == PROBE_EVERY
 
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
         """The drafts that pay, every row's moved to its front; all of them while costs are not known."""
-        if not self.cost.known:
+        if not self.cost.known or self._probes(arm):
             return drafts
-        tokens = drafts.tokens.cpu().numpy()
-        parents = None if drafts.parents is None else drafts.parents.cpu().numpy()
-        chances = self._chances(drafts, tokens, parents, speculator)
-        keep = self._worth(chances, arm)
-        width = int(keep.sum(axis=1).max(initial=0))
-        order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
-        kept = np.take_along_axis(keep, order, axis=1)
-        device = drafts.tokens.device
-        chosen = torch.from_numpy(np.where(kept, np.take_along_axis(tokens, order, axis=1), -1)).to(device)
-        scores = drafts.scores.gather(1, torch.from_numpy(order).to(device))
-        if parents is None:
-            return Drafts(chosen, scores)
-        names = np.concatenate((np.zeros((len(keep), 1), dtype=np.int64), np.cumsum(keep, axis=1)), axis=1)
-        renamed = np.take_along_axis(names, np.take_along_axis(parents, order, axis=1), axis=1)
-        return Drafts(chosen, scores, torch.from_numpy(np.where(kept, renamed, 0)).to(device))
+        nodes = self._nodes(drafts, self._calibrations.setdefault(speculator, Calibration()))
+        chosen = nodes[: self._worth(nodes, len(drafts.tokens), arm)]
+        if len(chosen) == drafts.tokens.numel():
+            return drafts
+        return _only(drafts, chosen)
 
-    def _chances(
-        self, drafts: Drafts, tokens: npt.NDArray[np.int64], parents: npt.NDArray[np.int64] | None, speculator: str
-    ) -> Floats:
-        """Probability [B, N] that a node is accepted, 0 where there is none."""
-        own = self._calibration(speculator).chance(node_shares(drafts.scores.cpu().numpy(), parents))
-        if parents is None:
-            reached = own.cumprod(axis=1)
-        else:
-            reached = np.ones((len(own), own.shape[1] + 1))
-            for node in range(own.shape[1]):
-                reached[:, node + 1] = own[:, node] * np.take_along_axis(reached, parents[:, node : node + 1], 1)[:, 0]
-            reached = reached[:, 1:]
-        return np.where(tokens >= 0, reached, 0.0)
+    def _nodes(self, drafts: Drafts, calibration: Calibration) -> list[Node]:
+        """All drafts by falling chance of being accepted."""
+        nodes: list[Node] = []
+        chance = calibration.chance
+        for row, (tokens, scores, parents) in enumerate(_rows(drafts)):
+            reached, score_of = [1.0], [1.0, *scores]
+            for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
+                here = reached[above] * chance(scores[index] / score_of[above]) if token >= 0 else 0.0
+                reached.append(here)
+                if here > 0.0:
+                    nodes.append((-here, row, index))
+        nodes.sort()
+        return nodes
 
-    def _worth(self, chances: Floats, arm: str) -> npt.NDArray[np.bool_]:
-        """bool [B, N]: nodes of the best rate; ties go to the node that stands first, which is the parent."""
-        rows = len(chances)
-        flat = chances.ravel()
-        order = np.argsort(-flat, kind="stable")
-        gains = rows + np.concatenate(([0.0], np.cumsum(flat[order])))
+    def _worth(self, nodes: Sequence[Node], rows: int, arm: str) -> int:
+        """How many of the likeliest nodes give the best rate."""
         overhead = self._overhead(arm)
-        rates = gains / (overhead.seconds + self.cost.seconds(rows + np.arange(len(gains), dtype=np.float64)))
-        count = int(np.argmax(rates))
-        while count and flat[order[count - 1]] <= 0.0:
-            count -= 1
-        overhead.floor = FLOOR_SHARE * float(flat[order[count - 1]]) if count else 0.0
-        keep = np.zeros(len(flat), dtype=np.bool_)
-        keep[order[:count]] = True
-        return keep.reshape(chances.shape)
+        costs = self.cost.seconds(rows, len(nodes))
+        gain, count = float(rows), 0
+        best = gain / (overhead.seconds + costs[0])
+        for number, (negative, _, _) in enumerate(nodes, 1):
+            gain -= negative
+            rate = gain / (overhead.seconds + costs[number])
+            if rate > best:
+                best, count = rate, number
+        overhead.floor = -FLOOR_SHARE * nodes[count - 1][0] if count else 0.0
+        return count
 
-    def learn(self, speculator: str, drafts: Drafts, reached: npt.NDArray[np.bool_]) -> None:
-        """What became of a round's drafts: reached bool [B, N]."""
-        tokens = drafts.tokens.cpu().numpy()
-        parents = None if drafts.parents is None else drafts.parents.cpu().numpy()
-        shares = node_shares(drafts.scores.cpu().numpy(), parents)
-        rooted = np.concatenate((np.ones((len(reached), 1), dtype=np.bool_), reached), axis=1)
-        tried = rooted[:, :-1] if parents is None else np.take_along_axis(rooted, parents, axis=1)
-        tried = tried & (tokens >= 0)
-        self._calibration(speculator).learn(shares[tried], reached[tried])
+    def learn(self, speculator: str, drafts: Drafts, reached: Sequence[Set[int]]) -> None:
+        """What became of a round's drafts: of each row the nodes that were drawn, 0 for its root, i + 1 for draft i."""
+        calibration = self._calibrations.setdefault(speculator, Calibration())
+        for drawn, (tokens, scores, parents) in zip(reached, _rows(drafts), strict=True):
+            score_of = [1.0, *scores]
+            for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
+                if token >= 0 and above in drawn:
+                    calibration.learn(scores[index] / score_of[above], index + 1 in drawn)
 
     def spend(self, arm: str, seconds: float) -> None:
         """Seconds of a round of the arm besides its forward."""
@@ -173,15 +190,35 @@ class Budget:
         before = overhead.seconds or seconds
         overhead.seconds = before + COST_SHARE * (min(seconds, 3 * before) - before)
 
-    def _calibration(self, speculator: str) -> Calibration:
-        return self._calibrations.setdefault(speculator, Calibration())
-
     def _overhead(self, arm: str) -> _Overhead:
         return self._overheads.setdefault(arm, _Overhead())
 
 
-def node_shares(scores: npt.NDArray[np.float32], parents: npt.NDArray[np.int64] | None) -> Floats:
-    """The drafter's probability [B, N] of each node given its parent, from those of whole paths."""
-    rooted = np.concatenate((np.ones((len(scores), 1)), scores), axis=1)
-    above = rooted[:, :-1] if parents is None else np.take_along_axis(rooted, parents, axis=1)
-    return np.asarray(np.clip(rooted[:, 1:] / np.maximum(above, 1e-12), 0.0, 1.0))
+def _rows(drafts: Drafts) -> Iterator[tuple[list[int], list[float], Sequence[int]]]:
+    """Tokens, scores and parents of each row."""
+    tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
+    parents = [range(drafts.tokens.shape[1])] * len(tokens) if drafts.parents is None else drafts.parents.tolist()
+    return zip(tokens, scores, parents, strict=True)
+
+
+def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
+    """The chosen nodes, which hold the parents of each."""
+    kept: list[list[int]] = [[] for _ in range(len(drafts.tokens))]
+    for _, row, index in chosen:
+        kept[row].append(index)
+    width = max(map(len, kept))
+    rows: tuple[list[list[int]], list[list[float]], list[list[int]]] = ([], [], [])
+    for indices, (tokens, scores, parents) in zip(kept, _rows(drafts), strict=True):
+        indices.sort()
+        names = {index + 1: name for name, index in enumerate(indices, 1)} | {0: 0}
+        rest = width - len(indices)
+        rows[0].append([tokens[index] for index in indices] + [-1] * rest)
+        rows[1].append([scores[index] for index in indices] + [1.0] * rest)
+        rows[2].append([names[parents[index]] for index in indices] + [0] * rest)
+    device = drafts.tokens.device
+    shape = (len(kept), width)
+    return Drafts(
+        torch.tensor(rows[0], dtype=torch.int64, device=device).view(shape),
+        torch.tensor(rows[1], dtype=torch.float32, device=device).view(shape),
+        None if drafts.parents is None else torch.tensor(rows[2], dtype=torch.int64, device=device).view(shape),
+    )

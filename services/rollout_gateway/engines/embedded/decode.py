@@ -68,7 +68,7 @@ class Decoder:
         taken = self._accept(rows, verdict, nodes, logits, block)
         verified = self.clock()
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
-        self._speculation.learn_drafts(parts, nodes, verdict)
+        self._speculation.learn_drafts(parts, verdict)
         ended = self.clock()
         self._speculation.observe(plan, taken, ended - began)
         self._speculation.learn_costs(plan, len(hidden), verified - drafted, ended - verified + drafted - began)

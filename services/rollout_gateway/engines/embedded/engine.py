@@ -33,6 +33,7 @@ from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.decode import Decoder
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.weights import EngineWeights
@@ -52,6 +53,7 @@ class EmbeddedEngine:
         speculation: Speculation,
         scheduler: Scheduler,
         store: SlotStore,
+        prefixes: PrefixCache,
         capture: Capture,
         admission: Admission,
     ) -> None:
@@ -59,8 +61,9 @@ class EmbeddedEngine:
         self._speculation = speculation
         self._scheduler = scheduler
         self._store = store
+        self._prefixes = prefixes
         self._capture = capture
-        self._prefill = Prefill(scheduler, store, weights, capture)
+        self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
         self._decoder = Decoder(weights, speculation, store, capture)
         self._admission = admission
         self._paused = False
@@ -99,12 +102,16 @@ class EmbeddedEngine:
         if not ended:
             return
         slots = [slot for slot, sequence in enumerate(self._scheduler.running) if sequence.finish is not None]
-        self._speculation.ended(slots, [self._scheduler.running[slot] for slot in slots], self._store)
+        rows = [self._scheduler.running[slot] for slot in slots]
+        self._speculation.ended(slots, rows, self._store)
         self._decoder.changed(ended)
+        for slot, sequence in zip(slots, rows, strict=True):
+            self._prefixes.retain(slot, sequence)
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)
             self._speculation.move(move.source, move.destination, move.sequence.length)
+            self._prefixes.move(move.source, move.destination)
         for slot in freed:
             self._speculation.free(slot)
 
@@ -158,6 +165,7 @@ class EmbeddedEngine:
         if mode is PauseMode.RETRACT:
             for slot, sequence in enumerate(self._scheduler.running):
                 sequence.retract()
+                self._prefixes.withdraw(slot)
                 self._speculation.free(slot)
         return []
 
@@ -168,7 +176,12 @@ class EmbeddedEngine:
     @torch.inference_mode()
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """See Engine.commit_weights; the mode concerns a change of the policy only."""
-        return self._apply(mode) if self._weights.commit(versions) else []
+        if not self._weights.commit(versions):
+            return []
+        self._prefixes.forget()
+        for sequence in self._scheduler.running:
+            sequence.stale = sequence.cached > 0
+        return self._apply(mode)
 
     def abort_weights(self, target: Target, version: int) -> None:
         """See Engine.abort_weights."""
@@ -195,6 +208,7 @@ class EmbeddedEngine:
         """See Engine.flush_cache; drafters that learn from text forget it as well."""
         if self.has_work:
             raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
+        self._prefixes.forget()
         self._speculation.flush()
 
     def set_capture(self, enabled: bool) -> None:
@@ -250,4 +264,5 @@ class EmbeddedEngine:
             evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
             split=replace(self._decoder.split),
+            prefixes=self._prefixes.stats,
         )

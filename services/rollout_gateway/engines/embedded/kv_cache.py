@@ -1,7 +1,8 @@
 """Everything the engine remembers per slot, in tensors allocated once: keys and values, token ids, hidden states.
 
-Owns memory only; which request sits in which slot is the scheduler's. Peak: max_batch * capacity * (layers * kv_width *
-item + 8 + H * item) bytes, the last term only for a speculator that reads hidden states.
+Owns memory only; which request sits in which slot is the scheduler's, and what the slots behind the running ones keep
+the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers * kv_width * item + 8 + H * item) bytes, the
+last term only where a speculator or the capture of reused prompts reads hidden states.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class SlotStore:
         """int64 [S, C]: known tokens, garbage behind them."""
         width = config.hidden_size if keep_hidden else 0
         self.hidden = torch.zeros(slots, capacity, width, dtype=dtype, device=device)
-        """[S, C, H]: true hidden states of cached tokens; width 0 when no speculator reads them."""
+        """[S, C, H]: true hidden states of cached tokens; width 0 when nobody reads them."""
 
     def start(self, slot: int, prompt: tuple[int, ...]) -> None:
         """Take in the tokens of a new request."""
@@ -58,8 +59,8 @@ class SlotStore:
         if self.hidden.shape[-1]:
             self.hidden[destination, :length] = self.hidden[source, :length]
 
-    def copy(self, sources: list[int], destinations: list[int], length: int) -> None:
-        """What is cached of the first `length` tokens goes to other slots as well."""
-        self.kv.copy(sources, destinations, length)
+    def copy(self, source: int, destination: int, start: int, stop: int) -> None:
+        """What is cached of tokens start .. stop - 1 of one slot goes to another as well."""
+        self.kv.copy(source, destination, start, stop)
         if self.hidden.shape[-1]:
-            self.hidden[destinations, :length] = self.hidden[sources, :length]
+            self.hidden[destination, start:stop] = self.hidden[source, start:stop]

@@ -1,6 +1,7 @@
-"""Caching prompts: padded batches within the budget, and one computation for siblings with the same prompt.
+"""Caching prompts: what another slot holds is copied, the rest computed, once for siblings with the same prompt.
 
-Owns the forward over known tokens; not who gets a slot, and not decoding.
+Owns the forward over known tokens, in padded batches within the budget; not who gets a slot, not which prefixes are
+known, and not decoding.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from paceline.models.cache import cache_rows
 from paceline.models.decoder import forward_hidden, make_block
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.sequence import RunningSequence
@@ -22,14 +24,15 @@ from rollout_gateway.engines.sequence import RunningSequence
 def leaders_of(rows: Sequence[RunningSequence], counts: Sequence[int]) -> tuple[list[int], list[int]]:
     """Rows to compute, and for every row the index of its leader among those.
 
-    Rows share a leader when both start at position 0 with the same tokens, as the samples of one task do.
+    Rows share a leader when they have the same tokens cached and go on with the same, as the samples of one task do.
     """
     leaders: list[int] = []
     leader_of_row: list[int] = []
-    seen: dict[tuple[int, ...], int] = {}
+    seen: dict[tuple[int, tuple[int, ...]], int] = {}
     for row, (sequence, count) in enumerate(zip(rows, counts, strict=True)):
-        starts_alike = sequence.cached == 0 and count <= len(sequence.request.prompt)
-        key = sequence.request.prompt[:count] if starts_alike else (-1, row)
+        end = sequence.cached + count
+        shares = not sequence.stale and end <= len(sequence.request.prompt)
+        key = (sequence.cached, sequence.request.prompt[:end]) if shares else (-1, (row,))
         if key not in seen:
             seen[key] = len(leaders)
             leaders.append(row)
@@ -40,14 +43,19 @@ def leaders_of(rows: Sequence[RunningSequence], counts: Sequence[int]) -> tuple[
 class Prefill:
     """Brings sequences to where they can decode: all known tokens but the last are cached."""
 
-    def __init__(self, scheduler: Scheduler, store: SlotStore, weights: EngineWeights, capture: Capture) -> None:
+    def __init__(
+        self, scheduler: Scheduler, prefixes: PrefixCache, store: SlotStore, weights: EngineWeights, capture: Capture
+    ) -> None:
         self._scheduler = scheduler
+        self._prefixes = prefixes
         self._store = store
         self._weights = weights
         self._capture = capture
 
     def run(self) -> None:
         """Caches the next piece of prompts that lack some, oldest first."""
+        if self._prefixes.enabled:
+            self._reuse()
         plan = self._scheduler.prefill_plan()
         if not plan:
             return
@@ -63,6 +71,21 @@ class Prefill:
         for sequence, count in zip(rows, counts, strict=True):
             sequence.cached += count
         self._capture.write(rows, counts, positions, token_ids, hidden, self._weights.versions.policy)
+
+    def _reuse(self) -> None:
+        """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured from kept states."""
+        running = self._scheduler.running
+        fresh = [slot for slot, sequence in enumerate(running) if sequence.cached == 0 and sequence.lacking > 0]
+        if not fresh:
+            return
+        self._prefixes.offer(running)
+        for slot in fresh:
+            count = self._prefixes.reuse(slot, running[slot])
+            if count:
+                token_ids, hidden = self._store.token_ids[slot, None, :count], self._store.hidden[slot, None, :count]
+                positions = torch.arange(count)[None]
+                version = self._weights.versions.policy
+                self._capture.write([running[slot]], [count], positions, token_ids, hidden, version)
 
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
@@ -88,7 +111,7 @@ class Prefill:
         rows: Sequence[RunningSequence],
     ) -> None:
         followers = [row for row in range(len(slots)) if leaders[leader_of_row[row]] != row]
-        sources = [slots[leaders[leader_of_row[row]]] for row in followers]
-        self._store.copy(sources, [slots[row] for row in followers], max(counts[row] for row in followers))
         for row in followers:
+            start = rows[row].cached
+            self._store.copy(slots[leaders[leader_of_row[row]]], slots[row], start, start + counts[row])
             rows[row].copied += counts[row]

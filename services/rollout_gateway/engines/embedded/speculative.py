@@ -5,11 +5,10 @@ Owns the speculators and the choice; not verification.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -169,15 +168,14 @@ class Speculation:
         proposed = part.speculator.propose(part.batch, replace(arm.shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
-    def learn_drafts(self, parts: Sequence[DraftPart], nodes: Nodes, verdict: Verdict) -> None:
+    def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
         """Which drafts were followed, for the budget's calibration."""
         if self.budget is None or self.measuring or not parts:
             return
-        reached = _followed(nodes, verdict)
+        reached = _followed(verdict)
         for part in parts:
-            if part.drafts is not None and part.drafts.tokens.shape[1]:
-                mine = reached[part.members, : part.drafts.tokens.shape[1]]
-                self.budget.learn(part.arm.speculator, part.drafts, mine)
+            if part.drafts is not None:
+                self.budget.learn(part.arm.speculator, part.drafts, [reached[row] for row in part.members])
 
     def learn_costs(self, plan: RoundPlan, nodes: int, forward_s: float, other_s: float) -> None:
         """Seconds of a round's forward over `nodes` tokens, and of all else in the round."""
@@ -194,6 +192,8 @@ class Speculation:
     def serve_drafter(self, state: object) -> None:
         """Draft with new weights from the next round on; the bandit tries their arms anew."""
         self.trained.commit_state(state)
+        if self.budget is not None:
+            self.budget.forget(self.trained.name)
         trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
         self._bandit.forget(trained, Target.DRAFTER)
 
@@ -255,12 +255,9 @@ def _sampling(part: DraftPart, params: DrawParams, device: torch.device) -> Draf
     return replace(part, batch=replace(part.batch, sampler=sampler))
 
 
-def _followed(nodes: Nodes, verdict: Verdict) -> np.typing.NDArray[np.bool_]:
-    """bool [B, Q - 1]: drafts whose tokens were drawn."""
-    accepted = verdict.accepted.cpu().numpy()[:, None]
+def _followed(verdict: Verdict) -> list[Set[int]]:
+    """Of each row the nodes that were drawn, its root included."""
+    accepted = verdict.accepted.tolist()
     if verdict.path is None:
-        return np.asarray(np.arange(nodes.width - 1) < accepted)
-    path = verdict.path.cpu().numpy()
-    reached = np.zeros((len(path), nodes.width), dtype=np.bool_)
-    np.put_along_axis(reached, np.where(np.arange(path.shape[1]) <= accepted, path, 0), True, axis=1)
-    return reached[:, 1:]
+        return [set(range(count + 1)) for count in accepted]
+    return [set(path[: count + 1]) for path, count in zip(verdict.path.tolist(), accepted, strict=True)]

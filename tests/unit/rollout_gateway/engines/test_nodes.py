@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.models.loading import load_model
 from paceline.speculators import Drafts
-from rollout_gateway.engines.embedded.budget import Budget, Calibration, ForwardCost, node_shares
+from rollout_gateway.engines.embedded.budget import PROBE_EVERY, Budget, Calibration, ForwardCost
 from rollout_gateway.engines.embedded.nodes import Nodes, ancestors, arrange, merge_drafts, node_depths
 
 trees = st.integers(1, 12).flatmap(lambda count: st.tuples(*(st.integers(0, node) for node in range(count))).map(list))
@@ -154,14 +155,37 @@ def test_everything_is_verified_while_costs_are_unknown_and_nothing_when_nothing
     assert measured({1: 1.0, 2: 2.0, 3: 3.0}).prune(drafts, "eagle", "a").tokens.shape == (1, 0)
 
 
+def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once() -> None:
+    budget = measured({1: 0.011, 100: 0.110})
+    drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.9, 0.9 * 0.9]]))
+    for _ in range(300):
+        budget.learn("eagle", drafts, [{0}])
+    kept = [budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.shape[1] for _ in range(2 * PROBE_EVERY)]
+    assert (kept.count(2), kept.count(0)) == (2, 2 * PROBE_EVERY - 2)
+    budget.forget("eagle")
+    assert budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.tolist() == [[5, 6]]
+
+
 def test_calibration_follows_what_is_drawn() -> None:
     calibration = Calibration()
-    generator = np.random.default_rng(0)
+    generator = random.Random(0)
+    for _ in range(2000):
+        calibration.learn(generator.uniform(0.8, 0.9), generator.random() < 0.3)
+    assert calibration.chance(0.85) == pytest.approx(0.3, abs=0.03)
+    assert calibration.chance(0.15) == pytest.approx(0.15)
+    for _ in range(8000):
+        calibration.learn(0.85, drawn=True)
+    assert calibration.chance(0.85) > 0.8
+
+
+def test_only_drafts_whose_parents_were_drawn_teach() -> None:
+    budget = measured({1: 0.011, 100: 0.110})
+    drafts = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[0.85, 0.45 * 0.85, 0.35]]), torch.tensor([[0, 1, 0]]))
     for _ in range(200):
-        shares = generator.uniform(0.8, 0.9, 10)
-        calibration.learn(shares, generator.random(10) < 0.3)
-    assert calibration.chance(np.array([0.85]))[0] == pytest.approx(0.3, abs=0.03)
-    assert calibration.chance(np.array([0.15]))[0] == pytest.approx(0.15)
+        budget.learn("eagle", drafts, [{0, 3}])  # the root, then its second child
+    # Node 0 never, node 2 always drawn; node 1 hangs under node 0, so that nothing is known of it.
+    assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [True, False]
+    assert budget._calibrations["eagle"].chance(0.35) > 0.95
 
 
 def test_costs_are_interpolated_and_an_outlier_moves_little() -> None:
@@ -169,12 +193,7 @@ def test_costs_are_interpolated_and_an_outlier_moves_little() -> None:
     assert not cost.known
     cost.learn(8, 0.008)
     cost.learn(48, 0.024)
-    assert cost.seconds(np.array([8.0, 28.0, 48.0, 96.0])).tolist() == pytest.approx([0.008, 0.016, 0.024, 0.048])
+    seconds = cost.seconds(8, 88)
+    assert [seconds[tokens - 8] for tokens in (8, 28, 48, 96)] == pytest.approx([0.008, 0.016, 0.024, 0.048])
     cost.learn(48, 2.4)
-    assert cost.seconds(np.array([48.0]))[0] == pytest.approx(0.024 * 1.2)
-
-
-def test_a_nodes_own_share_is_its_score_over_its_parents() -> None:
-    scores = np.array([[0.5, 0.2, 0.4]], dtype=np.float32)
-    assert node_shares(scores, None)[0].tolist() == pytest.approx([0.5, 0.4, 1.0])
-    assert node_shares(scores, np.array([[0, 0, 1]]))[0].tolist() == pytest.approx([0.5, 0.2, 0.8])
+    assert cost.seconds(48, 0) == pytest.approx([0.024 * 1.2])

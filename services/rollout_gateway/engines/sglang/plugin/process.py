@@ -16,7 +16,7 @@ from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import Admission
-from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, RowLayout
+from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, PrefixStats, RowLayout
 from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
@@ -67,6 +67,7 @@ class Plugin:
         self._penalties = Penalties()
         self._tokens_emitted = 0
         self._ended = SpeculationStats()
+        self._prompt_tokens = self._reused_tokens = 0
         self._busy_s = 0.0
         self._busy_since: float | None = None
 
@@ -182,6 +183,8 @@ class Plugin:
         self._penalties.drop([tracked.sequence])
         self.tell(tracked.end(finish, error) if finish else tracked.sequence.chunk())
         self._ended += tracked.sequence.speculation
+        self._prompt_tokens += len(tracked.request.prompt)
+        self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
     def tell(self, chunk: Chunk) -> None:
         """News for the gateway, sent between two rounds."""
@@ -235,4 +238,5 @@ class Plugin:
             arms=self.arms.reports(),
             evidence=self.arms.evidence(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
+            prefixes=PrefixStats(self._prompt_tokens, self._reused_tokens),
         )

@@ -1,0 +1,228 @@
+"""Which cached sequence a prompt begins like: an index by blocks of tokens, and what stays when requests end.
+
+Owns token ids and the order of eviction, no tensor: the slot store copies. Everything in here was computed under the
+policy that serves; whoever changes the policy calls `forget`.
+
+A sequence is cut into blocks of BLOCK tokens. A block's key hashes its tokens and the key before it, so one key stands
+for everything up to there (vLLM's automatic prefix caching; Kwon et al. 2023, arXiv 2309.06180). A lookup follows the
+keys of a prompt as far as somebody has them, then compares tokens: a collision of hashes costs a hit, never a token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_gateway.engines.base import PrefixStats
+from rollout_gateway.engines.sequence import RunningSequence
+
+BLOCK = 16
+MIN_PREFIX = BLOCK
+"""Tokens; shorter beginnings are computed again."""
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The first `length` tokens of the sequence in a slot are those looked for."""
+
+    slot: int
+    length: int
+
+
+def block_keys(tokens: TokenArray) -> list[int]:
+    """One key for every full block of tokens [n]."""
+    raw, size = tokens.tobytes(), BLOCK * tokens.itemsize
+    keys: list[int] = []
+    key = 0
+    for start in range(0, len(raw) - size + 1, size):
+        key = hash((key, raw[start : start + size]))
+        keys.append(key)
+    return keys
+
+
+class PrefixIndex:
+    """Sequences by slot, found by what they begin with."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self._tokens = np.zeros((slots, capacity), dtype=np.int32)
+        self._lengths = np.zeros(slots, dtype=np.int64)
+        self._keys: dict[int, list[int]] = {}  # slot -> keys of its blocks
+        self._slots: dict[int, set[int]] = {}  # key -> slots whose sequence has it
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._keys
+
+    def length(self, slot: int) -> int:
+        """Tokens of the sequence in a slot; 0 when there is none."""
+        return int(self._lengths[slot])
+
+    def add(self, slot: int, tokens: TokenArray, keys: list[int]) -> None:
+        """Put tokens [n], n <= capacity, with their block keys in an empty slot."""
+        self._tokens[slot, : len(tokens)] = tokens
+        self._lengths[slot] = len(tokens)
+        self._keys[slot] = keys
+        for key in keys:
+            self._slots.setdefault(key, set()).add(slot)
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot; an empty one stays so."""
+        self._lengths[slot] = 0
+        for key in self._keys.pop(slot, ()):
+            holders = self._slots[key]
+            holders.discard(slot)
+            if not holders:
+                del self._slots[key]
+
+    def move(self, source: int, destination: int) -> None:
+        """A sequence, if there is one, goes to another slot, which is empty afterwards if there was none."""
+        self.remove(destination)
+        if source in self._keys:
+            tokens, keys = self._tokens[source, : self._lengths[source]], self._keys[source]
+            self.add(destination, tokens, keys)
+            self.remove(source)
+
+    def clear(self) -> None:
+        """Empty all slots."""
+        self._lengths[:] = 0
+        self._keys.clear()
+        self._slots.clear()
+
+    def longest(self, tokens: TokenArray, keys: Sequence[int]) -> Match | None:
+        """The longest common beginning with tokens [n] of at least MIN_PREFIX; the lowest slot among equals."""
+        holders: set[int] = set()
+        blocks = 0
+        for key in keys:
+            found = self._slots.get(key)
+            if found is None:
+                break
+            holders, blocks = found, blocks + 1
+        if not holders:
+            return None
+        # All of them share these blocks and none shares the next: they differ in less than one block.
+        slots = np.array(sorted(holders))
+        start = blocks * BLOCK
+        stop = min(start + BLOCK, len(tokens), self._tokens.shape[1])
+        same = self._tokens[slots, start:stop] == tokens[start:stop]
+        same &= np.arange(start, stop) < self._lengths[slots, None]
+        shared = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        best = int(shared.argmax())
+        slot, length = int(slots[best]), start + int(shared[best])
+        differs = np.flatnonzero(self._tokens[slot, :length] != tokens[:length])
+        length = int(differs[0]) if len(differs) else length
+        return Match(slot, length) if length >= MIN_PREFIX else None
+
+
+class SlotCopies(Protocol):
+    """What copies cached tokens between slots; engines/embedded/kv_cache.py."""
+
+    def copy(self, source: int, destination: int, start: int, stop: int) -> None:
+        """What is cached of tokens start .. stop - 1 of one slot goes to another as well."""
+        ...
+
+
+class PrefixCache:
+    """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep requests that ended.
+
+    Nothing retained is the beginning of something else retained. The least recently used makes room. With
+    retained = 0 nothing is looked up.
+    """
+
+    def __init__(self, running: int, retained: int, capacity: int, store: SlotCopies) -> None:
+        self.enabled = retained > 0
+        self._store = store
+        self._first_retained = running
+        self._running = PrefixIndex(running, capacity)
+        self._retained = PrefixIndex(retained, capacity)
+        self._by_use = dict.fromkeys(range(retained))  # retained slots, least recently used first
+        self._prompt_tokens = self._reused_tokens = self._lookups = 0
+        self._lookup_s = self._copy_s = 0.0
+
+    def offer(self, running: Sequence[RunningSequence]) -> None:
+        """Prompts of running requests that are cached under the serving policy serve others from now on."""
+        for slot, sequence in enumerate(running):
+            if sequence.lacking <= 0 and not sequence.stale and slot not in self._running:
+                tokens = np.array(sequence.request.prompt[:-1], dtype=np.int32)
+                self._running.add(slot, tokens, block_keys(tokens))
+
+    def reuse(self, slot: int, sequence: RunningSequence) -> int:
+        """Copies the longest known beginning of a prompt to the prompt's slot; returns how many tokens it has.
+
+        The last token of a prompt is always computed: decoding begins with it.
+        """
+        started = time.perf_counter()
+        tokens = np.array(sequence.request.prompt[:-1], dtype=np.int32)
+        source = self._find(tokens)
+        found = time.perf_counter()
+        self._lookups += 1
+        self._lookup_s += found - started
+        if source is None:
+            return 0
+        self._store.copy(source.slot, slot, 0, source.length)
+        self._copy_s += time.perf_counter() - found
+        sequence.cached = source.length
+        sequence.copied += source.length
+        return source.length
+
+    def _find(self, tokens: TokenArray) -> Match | None:
+        keys = block_keys(tokens)
+        running, retained = self._running.longest(tokens, keys), self._retained.longest(tokens, keys)
+        if retained is None or (running is not None and running.length > retained.length):
+            return running
+        self._use(retained.slot)
+        return Match(self._first_retained + retained.slot, retained.length)
+
+    def retain(self, slot: int, sequence: RunningSequence) -> None:
+        """The request in a slot ends: keep what is cached of it, unless that belongs to an earlier policy."""
+        self._prompt_tokens += len(sequence.request.prompt)
+        self._reused_tokens += sequence.copied
+        self.withdraw(slot)
+        if not self.enabled or sequence.stale or sequence.cached < MIN_PREFIX:
+            return
+        started = time.perf_counter()
+        tokens = np.array((*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32)
+        keys = block_keys(tokens)
+        place = self._place(tokens, keys)
+        if place is not None:
+            self._store.copy(slot, self._first_retained + place, 0, len(tokens))
+            self._retained.add(place, tokens, keys)
+            self._use(place)
+        self._copy_s += time.perf_counter() - started
+
+    def _place(self, tokens: TokenArray, keys: Sequence[int]) -> int | None:
+        """An empty slot for a sequence; None when all of it is retained already."""
+        match = self._retained.longest(tokens, keys)
+        if match is not None and match.length == len(tokens):
+            self._use(match.slot)
+            return None
+        grows = match is not None and match.length == self._retained.length(match.slot)
+        place = match.slot if match is not None and grows else next(iter(self._by_use))
+        self._retained.remove(place)
+        return place
+
+    def _use(self, retained: int) -> None:
+        del self._by_use[retained]
+        self._by_use[retained] = None
+
+    def withdraw(self, slot: int) -> None:
+        """What a running request has cached serves nobody any more."""
+        self._running.remove(slot)
+
+    def move(self, source: int, destination: int) -> None:
+        """A running request changes its slot."""
+        self._running.move(source, destination)
+
+    def forget(self) -> None:
+        """Nothing cached so far serves anybody; running requests may be offered again."""
+        self._running.clear()
+        self._retained.clear()
+
+    @property
+    def stats(self) -> PrefixStats:
+        """Counters since start."""
+        return PrefixStats(self._prompt_tokens, self._reused_tokens, self._lookups, self._lookup_s, self._copy_s)
