@@ -38,7 +38,7 @@ BOUND_Z = 0.5  # standard deviations of the optimistic chance
 IDLE_SHARE = 0.2  # of the window: rounds in which evidence that is not renewed fades to 1 / e
 FIRST_SLOTS = 64
 TRIAL_ROWS = 4  # after which a drafter is no longer new
-POOL_ROUNDS = 8  # rounds after which the sums over groups are taken anew
+OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
 _ARM = re.compile(r"(?P<speculator>[^:]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
@@ -108,9 +108,9 @@ class Acceptance:
         self._idle_keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
         self._window = float(window)
         self._beliefs: list[Beliefs | None] = [None] * len(groups)
-        self._pool: tuple[list[float], list[float]] | None = None
-        self._rounds = 0
-        self._seen = dict.fromkeys(self._families, 0)  # rows of rounds since the start or the last new drafter
+        self._pool = np.zeros((2, positions))  # accepted and trials of all groups; fades with the rounds of every group
+        # Rows of rounds by group and family, since the start, the last new drafter or the last `doubt`.
+        self._seen = [dict.fromkeys(self._families, 0) for _ in groups]
         self.rows = RowAcceptance(positions, self._spans)
 
     def beliefs(self, group: int) -> Beliefs:
@@ -120,10 +120,26 @@ class Acceptance:
             known = self._beliefs[group] = self._believe(group)
         return known
 
-    def is_new(self, arm: int) -> bool:
-        """True while hardly any row of a round has shown what this arm's drafter is worth."""
+    def family(self, arm: int) -> str:
+        """The family of an arm; empty for one that drafts nothing."""
         span = self._spans[arm]
-        return span is not None and self._seen[span.family] < TRIAL_ROWS
+        return span.family if span is not None else ""
+
+    def is_new(self, group: int, arm: int) -> bool:
+        """True while hardly any row of the group's rounds has shown what this arm's drafter is worth."""
+        span = self._spans[arm]
+        return span is not None and self._seen[group][span.family] < TRIAL_ROWS
+
+    def doubt(self, group: int, family: str) -> None:
+        """What was known of a family is old: it is new to this group again, and a few rows outweigh the past of all."""
+        self._seen[group][family] = 0
+        span = self._families[family]
+        for trials, accepted in ((self._trials, self._accepted), (self._pool[1], self._pool[0])):
+            trials, accepted = trials[..., span.first : span.end], accepted[..., span.first : span.end]
+            scale = OLD_TRIALS / np.maximum(trials, OLD_TRIALS)
+            trials *= scale
+            accepted *= scale
+        self._changed()
 
     def follow(self, rows: Sequence[RowFacts], group: int) -> tuple[Counts, list[int]]:
         """Slots [B] of the requests that run now, and the lengths of those that do not any more: these are dropped."""
@@ -132,32 +148,30 @@ class Acceptance:
     def observe(self, group: int, arm: str, slots: Counts, accepted: Counts, more: Flags) -> None:
         """A round: drafts accepted of each row [B]; more: the row's response goes on, so a draft was refused."""
         span = self._spans[self._index[arm]]
-        keep = np.full_like(self._trials[:, group], self._idle_keep)
+        keep = np.full_like(self._trials, self._idle_keep)
         if span is not None:
             accepted = np.minimum(accepted, span.steps)
             reached = np.bincount(accepted, minlength=span.steps + 1)[::-1].cumsum()[::-1]
             fresh = reached[:-1] if more.all() else reached[:-1] - _ends(accepted, more, span.steps)
-            keep[0, span.first : span.end][fresh > 0] = 1.0
-        self._trials[:, group] *= keep
-        self._accepted[:, group] *= keep
+            keep[0, group, span.first : span.end][fresh > 0] = 1.0
+        self._trials *= keep
+        self._accepted *= keep
+        self._pool *= keep[0, group]
         if span is not None:
-            self._seen[span.family] += len(slots)
+            self._seen[group][span.family] += len(slots)
             own, end = self._trials[0, group], span.end
             own[span.first : end] += fresh
             self._accepted[0, group, span.first : end] += reached[1:]
+            self._pool[0, span.first : end] += reached[1:]
+            self._pool[1, span.first : end] += fresh
             if own.max() > self._window:
                 self._cap(group, self._window)
-        self._beliefs[group] = None
-        self._rounds += 1
-        if self._rounds % POOL_ROUNDS == 0 or self._rounds < POOL_ROUNDS:
-            self._pool = None
+        self._beliefs = [None] * len(self._beliefs)
         if span is not None:
             self.rows.observe(slots, span, accepted, more, self.beliefs(group).chances)
 
     def _believe(self, group: int) -> Beliefs:
-        if self._pool is None:
-            self._pool = self._accepted.sum(axis=(0, 1)).tolist(), self._trials.sum(axis=(0, 1)).tolist()
-        pool_accepted, pool_trials = self._pool
+        pool_accepted, pool_trials = self._pool.tolist()
         accepted, trials = self._accepted[:, group].sum(axis=0).tolist(), self._trials[:, group].sum(axis=0).tolist()
         chances: list[float] = []
         tokens, bounds = [1.0] * (len(trials) + 1), [1.0] * (len(trials) + 1)
@@ -182,10 +196,10 @@ class Acceptance:
         scale = most / np.maximum(self._trials[:, groups], most)
         self._trials[:, groups] *= scale
         self._accepted[:, groups] *= scale
+        self._pool *= most / np.maximum(self._pool[1], most)
 
     def _changed(self) -> None:
         self._beliefs = [None] * len(self._beliefs)
-        self._pool = None
 
     def forget(self, arms: Set[str], changed: Target) -> None:
         """New drafter: nothing is known of its positions. New policy: what is known weighs little."""
@@ -196,7 +210,9 @@ class Acceptance:
             spans = [self._families[family] for family in sorted(touched)]
             for span in spans:
                 self._trials[:, :, span.first : span.end] = self._accepted[:, :, span.first : span.end] = 0.0
-                self._seen[span.family] = 0
+                self._pool[:, span.first : span.end] = 0.0
+                for seen in self._seen:
+                    seen[span.family] = 0
             self._changed()
             for span in spans:
                 self.rows.forget(span, self.beliefs(0).tokens)
@@ -219,6 +235,7 @@ class Acceptance:
     def merge(self, evidence: Sequence[AcceptanceEvidence]) -> None:
         """What other engines' rounds have shown; families and groups that are not served here are left out."""
         self._accepted[1], self._trials[1] = 0.0, 0.0
+        self._pool[:] = self._accepted[0].sum(axis=0), self._trials[0].sum(axis=0)
         for one in evidence:
             span, group = self._families.get(one.family), self._groups.get(one.batch_group)
             if span is None or group is None:
@@ -226,7 +243,9 @@ class Acceptance:
             steps = min(span.steps, len(one.accepted), len(one.trials))
             self._accepted[1, group, span.first : span.first + steps] = one.accepted[:steps]
             self._trials[1, group, span.first : span.first + steps] = one.trials[:steps]
-            self._seen[span.family] = max(self._seen[span.family], TRIAL_ROWS)
+            self._pool[0, span.first : span.first + steps] += one.accepted[:steps]
+            self._pool[1, span.first : span.first + steps] += one.trials[:steps]
+            self._seen[group][span.family] = max(self._seen[group][span.family], TRIAL_ROWS)
         self._cap(slice(None), self._window)
         self._changed()
 

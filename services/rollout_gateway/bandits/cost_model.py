@@ -13,7 +13,8 @@ one row left this is tokens per second again; with many, the rows that will last
 
 Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and
 of its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm
-that seems worse by a factor x is, without any hope, tried once in x windows. A new drafter is tried at once.
+that seems worse by a factor x is, without any hope, tried once in x windows, and the best arm of a drafter that is not
+in use five times as often. A new drafter is tried at once.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.evidence import Evidence
 
 LAST_POWER = 4.0
+RETEST_SHARE = 0.2
+"""Of the window: rounds without a drafter after which it is tried anew, times how much better the best arm seems."""
+OLD_SHARE = 0.05
+"""Of the window: rounds without a drafter after which a group that is new to it trusts its own rounds more."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,6 +53,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         self._lengths = ResponseLengths()
         self._rounds = [0] * len(settings.groups)
         self._used = [[0] * len(arms) for _ in settings.groups]  # round in which an arm was used last
+        self._met = {self._acceptance.family(index): 0 for index in range(len(arms))}  # round, of all, of the last use
         self._ids: list[int] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._allowed: dict[tuple[str, ...], list[int]] = {}
@@ -82,15 +88,23 @@ class CostModel(WindowedBandit[GroupWindow]):
     def _due(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
         """Place in `allowed` of an arm to be tried whatever is believed of it.
 
-        The best one of new drafters; else one unused for a window of rounds, longer the worse it is thought to be.
+        The best one of new drafters; else one that its group has not used for a window of rounds. A drafter that no
+        group has used for a part of a window is new again. The worse an arm is thought to be the longer it waits.
         """
-        new = [place for place, index in enumerate(allowed) if self._acceptance.is_new(index)]
+        acceptance, window, now, used = self._acceptance, self._settings.window, self._rounds[group], self._used[group]
+        new = [place for place, index in enumerate(allowed) if acceptance.is_new(group, index)]
         if new:
-            return max(new, key=believed.__getitem__)
-        now, used = self._rounds[group], self._used[group]
+            place = max(new, key=believed.__getitem__)
+            family = acceptance.family(allowed[place])
+            if sum(self._rounds) - self._met[family] > OLD_SHARE * window:
+                acceptance.doubt(group, family)
+            return place
         for place, index in enumerate(allowed):
-            if (now - used[index]) * believed[place] > self._settings.window * best:
+            worth, family = believed[place] / best, acceptance.family(index)
+            if (now - used[index]) * worth > window:
                 return place
+            if family and (sum(self._rounds) - self._met[family]) * worth > RETEST_SHARE * window:
+                acceptance.doubt(group, family)
         return None
 
     def _tokens(self, situation: Situation, group: int, seconds: list[float]) -> list[float]:
@@ -122,6 +136,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         group = self._at(situation.batch_size)
         self._rounds[group] += 1
         self._used[group][self._index[outcome.arm]] = self._rounds[group]
+        self._met[self._acceptance.family(self._index[outcome.arm])] = sum(self._rounds)
         self._follow(situation.rows, group)
         self._costs.observe(group, outcome.arm, situation.batch_size, situation.context, outcome.seconds)
         taken, slots = np.array(outcome.taken), self._slots

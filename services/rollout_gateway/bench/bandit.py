@@ -29,11 +29,12 @@ QUICK_TRACES, QUICK_STEPS, QUICK_RESPONSES = 3, 2, 24
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One trace: regret of each chooser in percent, mean over seeds, and the median seconds of a choice."""
+    """One trace: regret of each chooser in percent, mean over seeds; median seconds of a choice and of a lesson."""
 
     trace: Trace
     regret: Mapping[str, float]
     choice_s: Mapping[str, float]
+    lesson_s: Mapping[str, float]  # of learning from a round
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +82,7 @@ def score(trace: Trace, seeds: int) -> Score:
     """Every chooser on one trace."""
     regret: dict[str, list[float]] = {}
     choice_s: dict[str, list[float]] = {}
+    lesson_s: dict[str, list[float]] = {}
     for seed in range(seeds):
         world = World(trace, seed)
         best = min(world.play(Truth(stragglers=stragglers)).seconds for stragglers in (False, True))
@@ -90,10 +92,12 @@ def score(trace: Trace, seeds: int) -> Score:
             replay = world.play(make(world, seed))
             regret.setdefault(name, []).append(100 * (replay.seconds / best - 1))
             choice_s.setdefault(name, []).extend(replay.choices_s)
+            lesson_s.setdefault(name, []).extend(replay.lessons_s)
     return Score(
         trace,
         {name: statistics.mean(values) for name, values in regret.items()},
         {name: statistics.median(values) for name, values in choice_s.items()},
+        {name: statistics.median(values) for name, values in lesson_s.items()},
     )
 
 
@@ -101,12 +105,13 @@ def report(scores: Sequence[Score]) -> BenchResult:
     """A row per trace, their mean, the medians of the choices, and the goals."""
     names = [BEST_FIXED, *RIVALS, *OURS]
     means = {name: statistics.mean(one.regret[name] for one in scores) for name in names}
-    choice_us = {
-        name: 1e6 * statistics.median(one.choice_s[name] for one in scores) for name in names if name != BEST_FIXED
-    }
+    timed = names[1:]
+    choice_us = {name: 1e6 * statistics.median(one.choice_s[name] for one in scores) for name in timed}
+    lesson_us = {name: 1e6 * statistics.median(one.lesson_s[name] for one in scores) for name in timed}
     rows: list[Row] = [{"trace": one.trace.name, **_rounded(one.regret, names)} for one in scores]
     rows.append({"trace": "mean regret, %", **_rounded(means, names)})
     rows.append({"trace": "choice p50, us", **_rounded(choice_us, names)})
+    rows.append({"trace": "observe p50, us", **_rounded(lesson_us, names)})
     return BenchResult("Time over the best schedule in hindsight, %", rows, goals_of(scores, means, choice_us[OUR]))
 
 

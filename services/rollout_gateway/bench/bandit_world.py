@@ -82,6 +82,7 @@ class Replay:
     seconds: float = 0.0
     rounds: int = 0
     choices_s: list[float] = field(default_factory=list)  # time of each choice
+    lessons_s: list[float] = field(default_factory=list)  # time of each observation
 
 
 class World:
@@ -146,7 +147,10 @@ class World:
             noise = float(self._noise[replay.rounds % NOISE_ROUNDS])
             replay.seconds += seconds
             replay.rounds += 1
-            chooser.observe(moment, arm, taken.tolist(), seconds * noise)
+            lesson = taken.tolist()
+            began = time.perf_counter()
+            chooser.observe(moment, arm, lesson, seconds * noise)
+            replay.lessons_s.append(time.perf_counter() - began)
             going = generated + taken < rollout.lengths[rows]
             rows, generated = rows[going], (generated + taken)[going]
             room = min(trace.max_batch - len(rows), len(rollout.lengths) - waiting)

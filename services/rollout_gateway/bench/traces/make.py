@@ -2,8 +2,7 @@
 
 The CPU costs are the embedded engine's, measured on one core with the demo's policy; the GPU-like ones follow a
 roofline: reading the weights costs the same for few tokens, each verified token costs more from there on, so that
-speculation loses in large batches. Family `mixed` was generated with the others and not looked at while a bandit was
-tuned.
+speculation loses in large batches. Families `mixed` and `wandering` were not played while a bandit was tuned.
 """
 
 from __future__ import annotations
@@ -168,6 +167,46 @@ def mixed(source: np.random.Generator) -> list[Trace]:
     ]
 
 
+def growing(source: np.random.Generator) -> list[Trace]:
+    """N-grams that begin with nothing to look up and are right more and more often, of which nobody tells."""
+    steps = [
+        Step(
+            lengths=lengths(source, 64, 50, 0.5),
+            drafters={
+                "eagle": scaled(GOOD, 0.9),
+                "ngram": Drafter(positions=tuple(round(one * number / 19, 4) for one in (0.95, 0.97, 0.97, 0.97))),
+            },
+        )
+        for number in range(20)
+    ]
+    return [trace(f"growing-{size}", CPU, size, steps, seed) for size, seed in ((64, 13), (2, 14))]
+
+
+def wandering(source: np.random.Generator) -> list[Trace]:
+    """Both drafters become better and worse at random from step to step; requests differ much."""
+
+    def walk(count: int) -> list[float]:
+        return [float(one) for one in 0.55 + 0.4 * np.sin(np.cumsum(source.normal(0.0, 0.5, count)))]
+
+    def steps(count: int, rows: int) -> list[Step]:
+        return [
+            Step(
+                lengths=lengths(source, rows, 60, 0.7),
+                changed="policy",
+                drafters={
+                    "eagle": Drafter(positions=scaled(GOOD, eagle).positions, spread=0.8),
+                    "ngram": Drafter(positions=scaled((0.7, 0.8, 0.8, 0.8), ngram).positions, spread=0.8),
+                },
+            )
+            for eagle, ngram in zip(walk(count), walk(count), strict=True)
+        ]
+
+    return [
+        trace("wandering-cpu", CPU, 24, steps(20, 64), 15),
+        trace("wandering-gpu", gpu_costs(), 48, steps(20, 96), 16),
+    ]
+
+
 def recorded(source: np.random.Generator) -> list[Trace]:
     """The demo's trained policy and drafter on held-out questions, 16 x 4 responses a step."""
     from rollout_gateway.bench.traces.record import record_step  # loads torch
@@ -185,6 +224,8 @@ FAMILIES: tuple[Callable[[np.random.Generator], list[Trace]], ...] = (
     shifting,
     mixed,
     recorded,
+    growing,
+    wandering,
 )
 
 

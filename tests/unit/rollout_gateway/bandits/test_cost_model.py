@@ -184,8 +184,9 @@ def test_exploring_costs_next_to_nothing_once_the_world_is_known() -> None:
 
 
 def test_a_dead_drafter_is_left_within_a_few_rounds_without_any_watchdog() -> None:
-    chosen = play(make(), 1000, flat(0.0, 0.0))
-    assert chosen["off"] > 980
+    bandit = make()
+    assert play(bandit, 50, flat(0.0, 0.0))["off"] >= 40
+    assert play(bandit, 1000, flat(0.0, 0.0))["off"] > 950
 
 
 def test_a_new_drafter_is_tried_at_once_and_taken_when_it_is_good() -> None:
@@ -202,6 +203,15 @@ def test_a_drafter_that_improves_unannounced_is_found_within_two_windows() -> No
     play(bandit, 1000, flat(0.9, 0.0), batch=2)
     chosen = play(bandit, 200, flat(0.9, 0.0), batch=2)
     assert sum(chosen[arm] for arm in EAGLE) > 190
+
+
+def test_what_a_drafter_has_learned_in_silence_is_found_in_a_group_that_knew_it_as_dead() -> None:
+    """N-grams that had nothing to look up in a full batch, and have when the batch is small."""
+    bandit = make(window=500)
+    play(bandit, 60, flat(0.5, 0.0), batch=16)
+    play(bandit, 600, flat(0.5, 0.95), batch=1)
+    assert play(bandit, 100, flat(0.5, 0.95), batch=1)["ngram:4_1_5"] > 90
+    assert play(bandit, 100, flat(0.5, 0.95), batch=16)["ngram:4_1_5"] > 80
 
 
 def test_a_new_policy_keeps_seconds_and_weakens_what_is_known_of_drafts() -> None:
