@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
@@ -21,7 +23,7 @@ POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 
 @pytest.fixture(autouse=True)
 def _kept() -> Iterator[None]:
-    telemetry.setup("gateway", TelemetryConfig(log_level="error"))
+    telemetry.setup("gateway", TelemetryConfig())
     yield
     telemetry.shutdown()
 
@@ -49,7 +51,8 @@ async def complete(http: Any, count: int) -> None:
 
 
 async def test_the_page_holds_what_requests_and_rounds_gave(serve_gateway: Any, script: dict[str, Any]) -> None:
-    script |= {"arms": ["off", "eagle:3_1_4"], "accept_lengths": {"eagle:3_1_4": 3.0}, "default_cost_s": 0.01}
+    script |= {"arms": ["off", "eagle:3_1_4"], "accept_lengths": {"eagle:3_1_4": 3.0}}
+    script |= {"default_cost_s": 0.01, "costs_s": {}}
     async with serve_gateway(engine={"workers": 1}) as served:
         await complete(served.http, 6)
         found = await scrape(served.http)
@@ -119,8 +122,35 @@ async def test_metrics_need_the_token_when_there_is_one(serve_gateway: Any, monk
 
 
 async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(serve_gateway: Any) -> None:
-    telemetry.setup("gateway", TelemetryConfig(log_level="error", prometheus=False))
+    telemetry.setup("gateway", TelemetryConfig(prometheus=False))
     async with serve_gateway(engine={"workers": 1}) as served:
         response = await served.http.get("/metrics")
     assert response.status_code == 404
     assert "telemetry.prometheus=true" in response.json()["error"]["message"]
+
+
+async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(serve_gateway: Any, tmp_path: Path) -> None:
+    telemetry.setup("gateway", TelemetryConfig(spans_dir=str(tmp_path / "spans")))
+    async with serve_gateway(engine={"workers": 2}) as served:
+        await complete(served.http, 1)
+        request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
+        news = [one async for one in served.stub.RunTasks(request, timeout=20)]
+        again = [one async for one in served.stub.RunTasks(request, timeout=20)]
+    telemetry.shutdown()
+    (path,) = (tmp_path / "spans").glob("gateway-*.jsonl")
+    spans = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [span["attributes"] for span in spans if span["name"] == "engine.request"]
+    assert len(asked) == 9
+    for one in asked:
+        assert one["cached_prompt_tokens"] == 0
+        assert one["time_to_first_token_s"] > 0
+        assert one["time_per_output_token_s"] >= 0
+    first, second = [span["attributes"] for span in spans if span["name"] == "rollout.run_tasks"]
+    finished = [each[-1].finished for each in (news, again)]
+    assert [first["regret"], second["regret"]] == [one.regret for one in finished]
+    for run, steps in ((first, asked), (second, asked[5:])):
+        assert run["rounds"] <= sum(one["target_steps"] for one in steps)
+        assert run["round_time.forward_s"] > 0
+    # Arms are counted since the engines began, the split since the look before.
+    whole = sum(count for name, count in second.items() if name.startswith("arm_rounds."))
+    assert first["rounds"] + second["rounds"] == whole
