@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 
 from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
+from opentelemetry.util.types import AttributeValue
 
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
@@ -35,7 +36,7 @@ class EngineMetrics:
     """Instruments of one gateway; `engine` is the kind and labels every point."""
 
     def __init__(self, engine: str) -> None:
-        self._labels = {"engine": engine}
+        self._labels: dict[str, AttributeValue] = {"engine": engine}
         self._requests = _RequestInstruments(meter())
         self._instruments = _WorkerInstruments(meter())
         self._lives: dict[int, _Life] = {}
@@ -108,9 +109,10 @@ class EngineMetrics:
     def _deaths(self, life: _Life, worker: int, stats: Sequence[pb.ArmStats]) -> None:
         """All arms of a drafter tell of the same deaths."""
         for one in stats:
-            where = {"worker": worker, "speculator": speculator_of(one.arm), "batch_group": one.batch_group}
-            new = int(life.grown(one.drafter_deaths, "deaths", speculator_of(one.arm), one.batch_group))
+            speculator, group = speculator_of(one.arm), one.batch_group
+            new = int(life.grown(one.drafter_deaths, "deaths", speculator, group))
             if new:
+                where: dict[str, int | str] = {"worker": worker, "speculator": speculator, "batch_group": group}
                 self._instruments.deaths.add(new, {**self._labels, **where})
                 log.warning("a drafter's tokens are not accepted; its arms rest", deaths=new, **where)
 

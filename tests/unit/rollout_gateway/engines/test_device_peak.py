@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollout_gateway.engines import device_peak
+from rollout_gateway.engines import device_peak, wire
 from rollout_gateway.engines.device_peak import square_product_tflops
+from rollout_gateway.engines.script import ScriptedSpec
+from rollout_gateway.engines.scripted import build_scripted
 
 CPU = torch.device("cpu")
 
@@ -37,10 +39,7 @@ def test_a_processor_is_measured_once() -> None:
     assert square_product_tflops(CPU, torch.float32) == first
 
 
-def test_the_engine_tells_what_was_measured_and_the_scripted_one_nothing() -> None:
-    from rollout_gateway.engines import wire
-    from rollout_gateway.engines.scripted import ScriptedSpec, build_scripted
-
+def test_the_scripted_engine_has_no_device() -> None:
     engine = build_scripted(ScriptedSpec())
     assert engine.info.device_tflops == 0
     assert wire.ready_to(engine.info, 0, 1, engine.versions, "").device_tflops == 0
