@@ -204,6 +204,7 @@ class RemoteEngine:
             tuple(ready.arms),
             frozenset(Capability(name) for name in ready.capabilities),
             wire.rows_from(ready),
+            ready.device_tflops,
         )
 
     @property
@@ -306,10 +307,19 @@ class RemoteEngine:
             health.busy_s - before.busy_s,
             SpeculationStats(),
             tuple(
-                ArmReport(a.arm, a.batch_group, a.pulls, a.explorations, a.mean_tokens_per_s, a.mean_accept_length)
+                ArmReport(
+                    a.arm,
+                    a.batch_group,
+                    a.pulls,
+                    a.explorations,
+                    a.mean_tokens_per_s,
+                    a.mean_accept_length,
+                    a.drafter_deaths,
+                )
                 for a in health.arms
             ),
             health.rows_dropped,
+            split=wire.split_from(health.split) - wire.split_from(before.split),
             evidence=wire.evidence_from(health.evidence),
             prefixes=PrefixStats(
                 *(

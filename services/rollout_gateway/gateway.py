@@ -27,6 +27,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import ROW_LAYOUTS, wire
 from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray
@@ -143,7 +144,7 @@ class Gateway:
         branch = session.begin(prompt, sampling) if session else None
         generation: Generation | None = None
         try:
-            with self._admitted(), span("engine.request", prompt_tokens=len(prompt)):
+            with self._admitted(), span("engine.request", prompt_tokens=len(prompt)) as current:
                 prefer = session.worker_index if session else None
                 rerun = self.config.engine.kind not in SLOW_STARTERS
                 generation = self.submit(
@@ -156,6 +157,7 @@ class Gateway:
                     news = text.push(chunk.token_ids)
                     if chunk.finish_reason:
                         news += text.finish(chunk.matched_stop)
+                        describe(current, generation)
                     yield Piece(chunk, news)
         finally:
             if generation is not None and not generation.finished:

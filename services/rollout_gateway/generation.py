@@ -20,6 +20,7 @@ class Generation:
         self.worker_index = worker_index if worker_index is not None else 0
         self.rerun = rerun  # when its worker is lost and no other serves: wait for the new one, else end at once
         self.queued_s = time.perf_counter()
+        self.ended_s = 0.0  # when its last chunk came; 0 before
         self.tries = 0
         self._given = 0  # tokens that earlier tries had given out
         self._replayed = 0  # how many of them the present try has drawn again
@@ -31,6 +32,14 @@ class Generation:
     def finished(self) -> bool:
         """True after the last chunk."""
         return self.whole.finish_reason != tpb.FINISH_REASON_UNSPECIFIED
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Mean seconds of a token after the first, as the gateway saw them; None before the end or without any."""
+        count = len(self.whole.token_ids) - 1
+        if not self.finished or count < 1:
+            return None
+        return max(self.ended_s - self.queued_s - self.whole.time_to_first_token_s, 0.0) / count
 
     def accept(self, chunk: pb.TokenChunk) -> None:
         """Take news from the worker; after a restart, tokens given out before must come again and are left out."""
@@ -89,4 +98,6 @@ class Generation:
     def _push(self, chunk: pb.TokenChunk) -> None:
         self.whole.MergeFrom(chunk)
         self._news.MergeFrom(chunk)
+        if self.finished:
+            self.ended_s = time.perf_counter()
         self._wake.set()

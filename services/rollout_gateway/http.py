@@ -1,4 +1,4 @@
-"""OpenAI-shaped HTTP over the gateway: completions, chat completions, models, health. Owns routes, SSE and error shape.
+"""HTTP over the gateway: OpenAI's completions and models, health, Prometheus metrics. Owns routes, SSE and error shape.
 
 Bodies are http_schema.py's, answers http_answers.py's. Any model name is accepted; the served one is reported.
 """
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from paceline import telemetry
 from paceline.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -38,6 +39,8 @@ from rollout_gateway.request_checks import check_request
 MAX_BODY_BYTES = 8 << 20
 MAX_REQUESTS_PER_CALL = 256
 STREAM_QUEUE = 64
+SCRAPE_DEADLINE_S = 5.0
+"""A worker that answers later shows what it said last; Prometheus itself waits 10 s by default."""
 STATUS = (
     (InvalidInput, 400, "invalid_request_error"),
     (NotFound, 404, "not_found_error"),
@@ -74,6 +77,12 @@ class HttpApi:
         self._authorize(request)
         served = {"id": self._gateway.model, "object": "model", "created": 0, "owned_by": "paceline"}
         return JSONResponse({"object": "list", "data": [served]})
+
+    async def metrics(self, request: Request) -> Response:
+        """Every instrument of the process in Prometheus text format; workers are asked for what they know now."""
+        self._authorize(request)
+        await self._gateway.router.healths(SCRAPE_DEADLINE_S)
+        return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
 
     async def completions(self, request: Request) -> Response:
         self._authorize(request)
@@ -173,6 +182,7 @@ def build_app(gateway: Gateway, token: str = "") -> Starlette:
     return Starlette(
         routes=[
             Route("/health", api.health),
+            Route("/metrics", api.metrics),
             Route("/v1/models", api.models),
             Route("/v1/completions", api.completions, methods=["POST"]),
             Route("/v1/chat/completions", api.chat, methods=["POST"]),

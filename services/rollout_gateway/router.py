@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,26 +156,37 @@ class Router:
         else:
             slot.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
 
-    async def ask_all(self, command: pb.WorkerCommand, processes: Iterable[WorkerProcess] | None = None) -> list[Any]:
-        """Ask workers at once (default: all that serve); answers or exceptions, in their order."""
+    async def ask_all(
+        self,
+        command: pb.WorkerCommand,
+        processes: Iterable[WorkerProcess] | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """Ask workers at once (default: all that serve); answers or exceptions, in their order.
+
+        deadline_s: of each answer; None is engine.command_deadline_s.
+        """
         asked = list(self.processes() if processes is None else processes)
         copies = [pb.WorkerCommand() for _ in asked]
         for copy in copies:
             copy.CopyFrom(command)
-        deadline = self._config.command_deadline_s
+        deadline = self._config.command_deadline_s if deadline_s is None else deadline_s
         return await asyncio.gather(
             *(process.ask(copy, deadline) for process, copy in zip(asked, copies, strict=True)),
             return_exceptions=True,
         )
 
-    async def healths(self) -> dict[int, pb.WorkerHealth]:
-        """Load and statistics by worker; those that do not answer are left out. What they learned goes round."""
+    async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
+        """Load and statistics by worker; those that do not answer are left out. What they learned goes round.
+
+        deadline_s: of each answer; None is engine.command_deadline_s.
+        """
         processes = self.processes()
-        answers = await self.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes)
+        answers = await self.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes, deadline_s)
         found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
-        for index, health in found.items():
-            self.metrics.arms(index, health.arms)
-            self.metrics.prefixes(index, health.prefixes)
+        for process in processes:
+            if process.index in found:
+                self.metrics.look(process.ready, found[process.index])
         self.evidence.spread(processes, found)
         return found
 
@@ -221,7 +231,7 @@ class Router:
         generation.accept(chunk)
         if generation.finished:
             del slot.live[chunk.request_id]
-            self.metrics.ended(generation, time.perf_counter() - generation.queued_s)
+            self.metrics.ended(generation)
 
     async def _start_worker(self, slot: _Slot) -> WorkerProcess:
         """A worker that serves the committed versions."""

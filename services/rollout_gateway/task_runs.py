@@ -19,7 +19,8 @@ from paceline.trajectory import BranchKey, SpeculationStats, request_seed, token
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engine_metrics import describe, describe_arms
+from rollout_gateway.bandits.regret import regret
+from rollout_gateway.engine_metrics import describe, describe_rounds
 from rollout_gateway.engines import wire
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import EpisodeTask, Turn
@@ -98,7 +99,7 @@ class _SessionModel:
             )
             self.generations.append(generation)
             whole = await generation.result()
-            describe(current, whole)
+            describe(current, generation)
         self._session.end(branch, prompt, self.sampling, whole)
         if capture:
             gateway.publish_rows(generation, self._session)
@@ -124,6 +125,8 @@ class TaskRuns:
         self._check(request)
         self._gateway.admit()
         started = asyncio.get_running_loop().time()
+        metrics = self._gateway.router.metrics
+        split = metrics.split
         with span("rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task) as current:
             jobs = self._jobs(request)
             records = await self._records(jobs)
@@ -136,7 +139,7 @@ class TaskRuns:
                 if ended is not None:
                     yield rpb.RunTasksResponse(share=ended)
             finished = await self._finished(totals)
-            describe_arms(current, finished.arms)
+            describe_rounds(current, finished, metrics.split - split)
             yield rpb.RunTasksResponse(finished=finished)
 
     def _check(self, request: rpb.RunTasksRequest) -> None:
@@ -233,6 +236,7 @@ class TaskRuns:
         finished = totals.finished
         finished.versions.CopyFrom(wire.versions_to(self._gateway.weights.versions))
         finished.arms.extend(merge_arms(list((await self._gateway.router.healths()).values())))
+        finished.regret = regret(finished.arms)
         return finished
 
 
@@ -267,7 +271,7 @@ class _Totals:
 
 
 def merge_arms(healths: list[pb.WorkerHealth]) -> list[pb.ArmStats]:
-    """Bandit statistics of several workers: pulls summed, means weighted by pulls."""
+    """Bandit statistics of several workers: counts summed, means weighted by pulls."""
     merged: dict[tuple[str, int], pb.ArmStats] = {}
     for stats in (stats for health in healths for stats in health.arms):
         into = merged.setdefault(
@@ -279,6 +283,7 @@ def merge_arms(healths: list[pb.WorkerHealth]) -> list[pb.ArmStats]:
             setattr(into, name, total / pulls if pulls else 0.0)
         into.pulls = pulls
         into.explorations += stats.explorations
+        into.drafter_deaths += stats.drafter_deaths
     return [merged[key] for key in sorted(merged)]
 
 

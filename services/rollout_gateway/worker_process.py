@@ -14,6 +14,7 @@ import zmq.asyncio
 
 from paceline import errors
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.telemetry import inject
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.engines import PROCESSES, WORKER
@@ -89,7 +90,8 @@ class WorkerProcess:
             raise DeadlineExceeded(f"engine worker {self.index} is not ready", seen=f"{deadline_s} s")
 
     def send(self, command: pb.WorkerCommand) -> None:
-        """Send without waiting for an answer."""
+        """Send without waiting for an answer; the command carries the trace of the current span."""
+        command.traceparent = inject().get("traceparent", "")
         self._socket.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:

@@ -190,6 +190,12 @@ def test_every_request_ends_once_with_aligned_tokens_logprobs_and_spans(case: Ca
         assert at == 5 + number
     assert engine.load.running == engine.load.waiting == 0
     assert engine.load.tokens_emitted == sum(5 + number for number in range(9))
+    split = engine.load.split
+    if split.rounds:  # an engine may tell nothing of its rounds
+        assert split.nodes >= engine.load.speculation.target_steps
+        assert split.forward_s > 0
+        assert min(split.prefill_s, split.draft_s, split.sample_s, split.keep_s) >= 0
+    assert 0 <= engine.info.device_tflops < float("inf")
 
 
 def test_a_request_not_streamed_is_told_once(case: Case) -> None:

@@ -54,6 +54,8 @@ class TelemetryConfig(Config):
     """Least severe log line that is written."""
     log_json: bool = False
     """One JSON object per log line instead of console text."""
+    prometheus: bool = True
+    """Keep metrics in memory for GET /metrics; of the services, the gateway has that page."""
 
 
 class SecurityConfig(Config):

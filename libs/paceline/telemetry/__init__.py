@@ -1,4 +1,4 @@
-"""Traces, metrics and logs of a process, and the trace context on the wire. Owns no exporter beyond the local file."""
+"""Traces, metrics and logs of a process, and the trace context on the wire. Owns local file and page only."""
 
 from paceline.telemetry.context import (
     current_trace_id,
@@ -9,10 +9,11 @@ from paceline.telemetry.context import (
     inject_frame,
 )
 from paceline.telemetry.log import get_logger
-from paceline.telemetry.setup import TelemetrySettings, setup, shutdown
+from paceline.telemetry.setup import PROMETHEUS_TYPE, TelemetrySettings, prometheus_page, setup, shutdown
 from paceline.telemetry.trace import mark_failed, meter, span, tracer
 
 __all__ = [
+    "PROMETHEUS_TYPE",
     "TelemetrySettings",
     "current_trace_id",
     "extract",
@@ -23,6 +24,7 @@ __all__ = [
     "inject_frame",
     "mark_failed",
     "meter",
+    "prometheus_page",
     "setup",
     "shutdown",
     "span",

@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from paceline.errors import NotFound
 from paceline.telemetry.log import configure_log
 from paceline.telemetry.trace import use_providers
 
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
+    from prometheus_client import CollectorRegistry
+
+PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Media type of `prometheus_page`."""
 
 
 class TelemetrySettings(Protocol):
@@ -31,25 +36,31 @@ class TelemetrySettings(Protocol):
     def log_json(self) -> bool:
         """JSON lines instead of console text."""
 
+    @property
+    def prometheus(self) -> bool:
+        """Keep metrics for `prometheus_page`."""
+
 
 class _Running:
-    """Providers between `setup` and `shutdown`."""
+    """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
 
     providers: tuple[TracerProvider, MeterProvider] | None = None
+    registry: CollectorRegistry | None = None
 
 
 def setup(service: str, config: TelemetrySettings) -> None:
     """Start logs, spans and metrics of this process; a second call ends the first one's providers.
 
     Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to OTEL_EXPORTER_OTLP_ENDPOINT when
-    that is set (OTLP over gRPC); otherwise they exist for their ids only.
+    that is set (OTLP over gRPC); otherwise they exist for their ids only. Metrics go to the same endpoint, and with
+    `prometheus` to `prometheus_page` as well, which costs nothing until it is asked for.
     """
     from opentelemetry.sdk.resources import Resource
 
     shutdown()
     configure_log(service, config.log_level, config.log_json)
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
-    _Running.providers = (_traces(service, config, resource), _metrics(resource))
+    _Running.providers = (_traces(service, config, resource), _metrics(config, resource))
     use_providers(*_Running.providers)
 
 
@@ -61,10 +72,22 @@ def shutdown() -> None:
     from opentelemetry.trace import NoOpTracerProvider
 
     traces, metrics = _Running.providers
-    _Running.providers = None
+    _Running.providers = _Running.registry = None
     use_providers(NoOpTracerProvider(), NoOpMeterProvider())
     traces.shutdown()
     metrics.shutdown()
+
+
+def prometheus_page() -> bytes:
+    """All metrics of this process in Prometheus text format 0.0.4, names and units as OpenTelemetry maps them.
+
+    Raises NotFound when none are kept.
+    """
+    if _Running.registry is None:
+        raise NotFound("this process keeps no metrics for Prometheus", allowed="telemetry.prometheus=true")
+    from prometheus_client import generate_latest
+
+    return generate_latest(_Running.registry)
 
 
 def _traces(service: str, config: TelemetrySettings, resource: Resource) -> TracerProvider:
@@ -93,7 +116,7 @@ def _traces(service: str, config: TelemetrySettings, resource: Resource) -> Trac
     return provider
 
 
-def _metrics(resource: Resource) -> MeterProvider:
+def _metrics(config: TelemetrySettings, resource: Resource) -> MeterProvider:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 
@@ -102,6 +125,12 @@ def _metrics(resource: Resource) -> MeterProvider:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    if config.prometheus:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+        from prometheus_client import CollectorRegistry
+
+        _Running.registry = CollectorRegistry()
+        readers.append(PrometheusMetricReader(scope_info_enabled=False, registry=_Running.registry))
     return MeterProvider(metric_readers=readers, resource=resource)
 
 

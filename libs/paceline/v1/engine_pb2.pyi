@@ -195,7 +195,7 @@ class FlushCache(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerReady(_message.Message):
-    __slots__ = ("worker_index", "pid", "versions", "vocab_size", "hidden_size", "max_sequence_tokens", "arms", "capabilities", "lm_head_hash", "row_width", "row_layers", "row_convention")
+    __slots__ = ("worker_index", "pid", "versions", "vocab_size", "hidden_size", "max_sequence_tokens", "arms", "capabilities", "lm_head_hash", "row_width", "row_layers", "row_convention", "device_tflops")
     WORKER_INDEX_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +208,7 @@ class WorkerReady(_message.Message):
     ROW_WIDTH_FIELD_NUMBER: _ClassVar[int]
     ROW_LAYERS_FIELD_NUMBER: _ClassVar[int]
     ROW_CONVENTION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TFLOPS_FIELD_NUMBER: _ClassVar[int]
     worker_index: int
     pid: int
     versions: _trajectory_pb2.VersionSet
@@ -220,7 +221,8 @@ class WorkerReady(_message.Message):
     row_width: int
     row_layers: str
     row_convention: str
-    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ..., row_width: _Optional[int] = ..., row_layers: _Optional[str] = ..., row_convention: _Optional[str] = ...) -> None: ...
+    device_tflops: float
+    def __init__(self, worker_index: _Optional[int] = ..., pid: _Optional[int] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., vocab_size: _Optional[int] = ..., hidden_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., arms: _Optional[_Iterable[str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lm_head_hash: _Optional[str] = ..., row_width: _Optional[int] = ..., row_layers: _Optional[str] = ..., row_convention: _Optional[str] = ..., device_tflops: _Optional[float] = ...) -> None: ...
 
 class TokenChunk(_message.Message):
     __slots__ = ("request_id", "token_ids", "behavior_logprobs", "version_spans", "finish_reason", "error", "speculation", "cached_prompt_tokens", "smallest_gap", "top_logprobs", "time_to_first_token_s", "matched_stop")
@@ -283,20 +285,22 @@ class CommandFailed(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class ArmStats(_message.Message):
-    __slots__ = ("arm", "batch_group", "pulls", "explorations", "mean_tokens_per_s", "mean_accept_length")
+    __slots__ = ("arm", "batch_group", "pulls", "explorations", "mean_tokens_per_s", "mean_accept_length", "drafter_deaths")
     ARM_FIELD_NUMBER: _ClassVar[int]
     BATCH_GROUP_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
     EXPLORATIONS_FIELD_NUMBER: _ClassVar[int]
     MEAN_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     MEAN_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_DEATHS_FIELD_NUMBER: _ClassVar[int]
     arm: str
     batch_group: int
     pulls: int
     explorations: int
     mean_tokens_per_s: float
     mean_accept_length: float
-    def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ...) -> None: ...
+    drafter_deaths: int
+    def __init__(self, arm: _Optional[str] = ..., batch_group: _Optional[int] = ..., pulls: _Optional[int] = ..., explorations: _Optional[int] = ..., mean_tokens_per_s: _Optional[float] = ..., mean_accept_length: _Optional[float] = ..., drafter_deaths: _Optional[int] = ...) -> None: ...
 
 class AcceptanceEvidence(_message.Message):
     __slots__ = ("family", "batch_group", "accepted", "trials")

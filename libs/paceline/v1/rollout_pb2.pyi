@@ -216,7 +216,7 @@ class ShareDone(_message.Message):
     def __init__(self, worker_index: _Optional[int] = ..., samples: _Optional[int] = ..., response_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
 class TasksFinished(_message.Message):
-    __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions")
+    __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions", "regret")
     SCORED_FIELD_NUMBER: _ClassVar[int]
     UNSCORED_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class TasksFinished(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     ARMS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    REGRET_FIELD_NUMBER: _ClassVar[int]
     scored: int
     unscored: int
     response_tokens: int
@@ -231,7 +232,8 @@ class TasksFinished(_message.Message):
     speculation: _trajectory_pb2.SpeculationStats
     arms: _containers.RepeatedCompositeFieldContainer[_engine_pb2.ArmStats]
     versions: _trajectory_pb2.VersionSet
-    def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+    regret: float
+    def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., regret: _Optional[float] = ...) -> None: ...
 
 class SetArmRequest(_message.Message):
     __slots__ = ("context", "arm")

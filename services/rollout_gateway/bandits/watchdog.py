@@ -17,10 +17,11 @@ nothing and stays. When no arm would be left, all are.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.telemetry import get_logger, meter
+from paceline.telemetry import get_logger
 from rollout_gateway.bandits.base import (
     BanditSettings,
     Choice,
@@ -96,7 +97,7 @@ class AcceptanceWatchdog:
         self._rests_until: dict[tuple[int, str], int] = {}  # round of the group
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
-        self._deaths = meter().create_counter("paceline.engine.dead_drafters", unit="{drafter}")
+        self._deaths: Counter[tuple[int, str]] = Counter()  # since the start
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """For the inner bandit."""
@@ -130,8 +131,11 @@ class AcceptanceWatchdog:
             self._admit(group)
 
     def reports(self) -> Sequence[ArmReport]:
-        """Statistics of every arm and group that was pulled, dead or not."""
-        return self._inner.reports()
+        """Statistics of every arm and group that was pulled, dead or not, and how often its drafter died there."""
+        return [
+            replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
+            for one in self._inner.reports()
+        ]
 
     def snapshot(self) -> Evidence:
         """The inner bandit's."""
@@ -152,7 +156,7 @@ class AcceptanceWatchdog:
     def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
         self._rests_until[group, speculator] = self._rounds[group] + self._window
         self._admit(group)
-        self._deaths.add(1, {"speculator": speculator, "batch_group": group})
+        self._deaths[group, speculator] += 1
         if speculator not in self._warned:
             self._warned.add(speculator)
             log.warning(

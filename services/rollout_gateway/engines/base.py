@@ -159,6 +159,7 @@ class ArmReport:
     explorations: int
     mean_tokens_per_s: float
     mean_accept_length: float
+    drafter_deaths: int = 0  # how often its drafter was found dead in this group
 
 
 @dataclass(slots=True)
@@ -233,6 +234,7 @@ class EngineInfo:
     arms: tuple[str, ...]
     capabilities: frozenset[Capability]
     rows: RowLayout
+    device_tflops: float = 0.0  # as engines/device_peak.py measures it; 0: not measured
 
 
 class RowSink(Protocol):

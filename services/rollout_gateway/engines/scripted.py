@@ -28,6 +28,7 @@ from rollout_gateway.engines.base import (
     MemoryTag,
     PauseMode,
     Request,
+    RoundSplit,
     RowLayout,
     RowSink,
     Target,
@@ -84,6 +85,7 @@ class ScriptedEngine:
         self._capture = True
         self._tokens = 0
         self._busy_s = 0.0
+        self._split = RoundSplit()
         self._stats = SpeculationStats()
 
     @property
@@ -121,6 +123,7 @@ class ScriptedEngine:
             self._stats,
             tuple(self._bandit.reports()),
             evidence=self._bandit.snapshot(),
+            split=self._split,
         )
 
     def enqueue(self, request: Request) -> None:
@@ -162,6 +165,8 @@ class ScriptedEngine:
         before = [run.emitted for run in batch]
         finishes = {run.request.request_id: self._advance(run, arm) for run in batch}
         self._busy_s += cost
+        # A script knows a round's seconds as a whole.
+        self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + _drafts(arm)), forward_s=cost)
         taken = [run.emitted - known for run, known in zip(batch, before, strict=True)]
         self._bandit.observe(Outcome(arm, situation, taken, cost, explored))
         self._running = [run for run in batch if finishes[run.request.request_id] is None]
@@ -275,7 +280,7 @@ class ScriptedEngine:
             run.versions.append(self._versions.policy)
             taken += 1
             finish = self._finish(run)
-        proposed = int(arm.rpartition("_")[2]) - 1 if drafted else 0
+        proposed = _drafts(arm)
         levels = range(proposed if drafted else 0)
         stats = SpeculationStats(
             1,
@@ -349,6 +354,11 @@ class ScriptedEngine:
             time_to_first_token_s=run.first_token_s,
             matched_stop=run.matched_stop,
         )
+
+
+def _drafts(arm: str) -> int:
+    """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last known token."""
+    return 0 if arm == "off" else int(arm.rpartition("_")[2]) - 1
 
 
 def _alternatives(token: int, count: int) -> tuple[tuple[int, float], ...]:

@@ -89,6 +89,7 @@ def ready_to(info: EngineInfo, worker_index: int, pid: int, versions: VersionSet
         row_width=info.rows.width,
         row_layers=info.rows.layers,
         row_convention=info.rows.convention,
+        device_tflops=info.device_tflops,
     )
 
 
@@ -194,6 +195,7 @@ def arm_to(report: ArmReport) -> pb.ArmStats:
         explorations=report.explorations,
         mean_tokens_per_s=report.mean_tokens_per_s,
         mean_accept_length=report.mean_accept_length,
+        drafter_deaths=report.drafter_deaths,
     )
 
 
@@ -224,6 +226,10 @@ def evidence_from(message: pb.BanditEvidence) -> Evidence:
 
 def split_to(split: RoundSplit) -> pb.RoundSplit:
     return pb.RoundSplit(**dataclasses.asdict(split))
+
+
+def split_from(message: pb.RoundSplit) -> RoundSplit:
+    return RoundSplit(*(getattr(message, one.name) for one in dataclasses.fields(RoundSplit)))
 
 
 def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:

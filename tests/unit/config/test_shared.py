@@ -25,6 +25,7 @@ def test_the_shared_keys_are_these() -> None:
         "security.token_env",
         "telemetry.log_json",
         "telemetry.log_level",
+        "telemetry.prometheus",
         "telemetry.spans_dir",
     ]
 

@@ -11,6 +11,7 @@ import pytest
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
+from paceline.errors import NotFound
 from paceline.telemetry.span_file import SpanFile
 
 
@@ -186,3 +187,27 @@ def test_a_logged_traceback_shows_no_local_variables(capsys: pytest.CaptureFixtu
     assert "KeyError" in shown
     assert "Traceback" in shown
     assert shown.count("hunter2") == 0
+
+
+def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(tmp_path: Path) -> None:
+    start(tmp_path)
+    telemetry.meter().create_counter("paceline.tokens", unit="{token}").add(5, {"arm": "off"})
+    telemetry.meter().create_histogram(
+        "paceline.wait", unit="s", explicit_bucket_boundaries_advisory=[0.015, 0.05]
+    ).record(0.02)
+    lines = telemetry.prometheus_page().decode().splitlines()
+    assert 'paceline_tokens_total{arm="off"} 5.0' in lines
+    buckets = [line for line in lines if line.startswith("paceline_wait_seconds_bucket")]
+    counts = {"0.015": 0.0, "0.05": 1.0, "+Inf": 1.0}
+    assert buckets == [f'paceline_wait_seconds_bucket{{le="{le}"}} {count}' for le, count in counts.items()]
+    start(tmp_path)
+    assert "paceline_tokens" not in telemetry.prometheus_page().decode()
+    telemetry.shutdown()
+    with pytest.raises(NotFound, match="keeps no metrics"):
+        telemetry.prometheus_page()
+
+
+def test_no_page_without_the_setting(tmp_path: Path) -> None:
+    start(tmp_path, prometheus=False)
+    with pytest.raises(NotFound, match=r"telemetry\.prometheus=true"):
+        telemetry.prometheus_page()

@@ -15,6 +15,7 @@ from paceline.trajectory import VersionSet
 from rollout_gateway.bandits import COST_MODEL
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Engine, RowSink
+from rollout_gateway.engines.device_peak import square_product_tflops
 from rollout_gateway.engines.embedded.arms import parse_arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
@@ -65,6 +66,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store),
             Capture(rows, spec.features_dtype),
             admission,
+            square_product_tflops(policy.head.device, policy.head.dtype),
         )
 
     if spec.bandit.kind == COST_MODEL and len(speculation.arms) > 1:

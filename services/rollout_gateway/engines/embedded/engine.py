@@ -56,6 +56,7 @@ class EmbeddedEngine:
         prefixes: PrefixCache,
         capture: Capture,
         admission: Admission,
+        device_tflops: float,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
@@ -66,6 +67,7 @@ class EmbeddedEngine:
         self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
         self._decoder = Decoder(weights, speculation, store, capture)
         self._admission = admission
+        self._device_tflops = device_tflops
         self._paused = False
         self._busy_s = 0.0
 
@@ -239,6 +241,7 @@ class EmbeddedEngine:
             tuple(self._speculation.arms),
             _ALWAYS | {capability for capability, present in extra.items() if present},
             RowLayout.last(config.hidden_size),
+            self._device_tflops,
         )
 
     @property

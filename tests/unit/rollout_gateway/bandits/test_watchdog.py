@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
 from bandit_rounds import batch_of, round_of
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
-from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit, watchdog
+from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
 from rollout_gateway.bandits.watchdog import Pulse
 from rollout_gateway.engines.base import Target
 
@@ -146,32 +143,23 @@ def test_zero_rounds_switch_it_off() -> None:
     assert chosen(bandit) == set(ARMS)
 
 
-def test_a_death_is_logged_once_and_counted_in_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = InMemoryMetricReader()
-    provider = MeterProvider([reader])
-    monkeypatch.setattr(watchdog, "meter", lambda: provider.get_meter("test"))
+def test_a_death_is_logged_once_and_reported_in_each_group() -> None:
     bandit = make()
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=1)
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert [(line["log_level"], line["speculator"], line["batch_group"]) for line in lines] == [("warning", "eagle", 1)]
-    assert counted(reader) == {("eagle", 1): 1, ("eagle", 5): 1}
+    assert deaths(bandit) == {(arm, group): 1 for arm in EAGLE for group in (1, 5)}
     bandit.forget(set(EAGLE), Target.DRAFTER)
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert len(lines) == 1
-    assert counted(reader)["eagle", 5] == 2
+    tell(bandit, ["off"], 1.0)
+    assert deaths(bandit) == {("off", 1): 0} | {(arm, g): g // 5 + 1 for arm in EAGLE for g in (1, 5)}
 
 
-def counted(reader: InMemoryMetricReader) -> dict[tuple[Any, Any], Any]:
-    data = reader.get_metrics_data()
-    assert data is not None
-    (metric,) = data.resource_metrics[0].scope_metrics[0].metrics
-    assert metric.name == "paceline.engine.dead_drafters"
-    return {
-        ((point.attributes or {})["speculator"], (point.attributes or {})["batch_group"]): point.value  # type: ignore[union-attr]
-        for point in metric.data.data_points
-    }
+def deaths(bandit: Bandit) -> dict[tuple[str, int], int]:
+    return {(one.arm, one.batch_group): one.drafter_deaths for one in bandit.reports()}
 
 
 def test_a_dead_drafter_is_tried_again_after_a_window_of_rounds() -> None:

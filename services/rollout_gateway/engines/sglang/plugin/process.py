@@ -8,15 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.models.config import read_config
+from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, PrefixStats, RowLayout
+from rollout_gateway.engines.device_peak import square_product_tflops
 from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.ring import RowRing
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
@@ -98,6 +101,7 @@ class Plugin:
             tuple(self.arms.arms),
             self._capabilities(),
             self.rows or RowLayout.last(config.hidden_size),
+            parallel.tp_size * square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
         )
         if self.rank == 0:
             self.peer = Peer(os.environ[SOCKET_VARIABLE], self.ring)

@@ -1,0 +1,45 @@
+"""What the choice of arms has cost. Owns the estimate, no choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Pulled(Protocol):
+    """Statistics of one arm in one batch-size group: ArmReport, or ArmStats of the wire."""
+
+    @property
+    def batch_group(self) -> int:
+        """Smallest batch size of the group."""
+        ...
+
+    @property
+    def pulls(self) -> int:
+        """Rounds in which the arm was chosen."""
+        ...
+
+    @property
+    def mean_tokens_per_s(self) -> float:
+        """Tokens per second over the window; 0 when it holds no round of the arm."""
+        ...
+
+
+def regret(arms: Iterable[Pulled]) -> float:
+    """Share of tokens per second lost to arms other than the best one in hindsight; 0 to 1, 0 without rounds.
+
+    Of group g with arms a, n_a rounds and mean m_a tokens/s: sum_a n_a (max m - m_a) / max m, summed over the groups
+    and divided by all their rounds. An estimate: each arm is judged by the mean of its own rounds, though those had
+    other batch sizes and contexts than the others', and the mean covers the window while rounds count since the start.
+    An arm that the window holds no round of is left out.
+    """
+    groups: dict[int, list[Pulled]] = {}
+    for one in arms:
+        if one.pulls and one.mean_tokens_per_s > 0:
+            groups.setdefault(one.batch_group, []).append(one)
+    lost, rounds = 0.0, 0
+    for group in groups.values():
+        best = max(one.mean_tokens_per_s for one in group)
+        lost += sum(one.pulls * (best - one.mean_tokens_per_s) / best for one in group)
+        rounds += sum(one.pulls for one in group)
+    return lost / rounds if rounds else 0.0

@@ -1,0 +1,156 @@
+"""GET /metrics of a gateway that serves: what a Prometheus server reads there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline import telemetry
+from paceline.config import TelemetryConfig
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
+
+
+@pytest.fixture(autouse=True)
+def _kept() -> Iterator[None]:
+    telemetry.setup("gateway", TelemetryConfig())
+    yield
+    telemetry.shutdown()
+
+
+async def scrape(http: Any) -> Samples:
+    response = await http.get("/metrics")
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found: Samples = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append((sample.labels, sample.value))
+    return found
+
+
+def by_label(found: Samples, name: str, label: str) -> dict[str, float]:
+    return {labels[label]: value for labels, value in found[f"paceline_engine_{name}"]}
+
+
+async def complete(http: Any, count: int) -> None:
+    for seed in range(count):
+        body = {"prompt": "2+2=", "max_tokens": 24, "ignore_eos": True, "seed": seed}
+        response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+
+
+async def test_the_page_holds_what_requests_and_rounds_gave(serve_gateway: Any, script: dict[str, Any]) -> None:
+    script |= {"arms": ["off", "eagle:3_1_4"], "accept_lengths": {"eagle:3_1_4": 3.0}}
+    script |= {"default_cost_s": 0.01, "costs_s": {}}
+    async with serve_gateway(engine={"workers": 1}) as served:
+        await complete(served.http, 6)
+        found = await scrape(served.http)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    health = status.workers[0].health
+    for name in ("time_to_first_token", "time_per_output_token"):
+        buckets = by_label(found, f"{name}_seconds_bucket", "le")
+        assert {"0.015", "0.05", "+Inf"} <= set(buckets)
+        assert buckets["+Inf"] == 6
+        assert by_label(found, f"{name}_seconds_count", "engine") == {"scripted": 6}
+    pulls = {one.arm: one.pulls for one in health.arms}
+    assert by_label(found, "arm_rounds_total", "arm") == pulls
+    assert set(pulls) == {"off", "eagle:3_1_4"}
+    proposed = by_label(found, "drafts_proposed_total", "position")
+    assert proposed == {str(position): pulls["eagle:3_1_4"] for position in (1, 2, 3)}
+    accepted = by_label(found, "drafts_accepted_total", "position")
+    assert accepted["1"] > accepted["3"] == 0
+    # off gives 100 tokens/s, the chain up to 300; off was chosen, so something was lost.
+    (regret,) = by_label(found, "regret", "worker").values()
+    assert 0 < regret < 2 / 3
+    stages = by_label(found, "round_time_seconds_total", "stage")
+    assert set(stages) == {"prefill", "draft", "forward", "sample", "keep"}
+    assert stages["forward"] == pytest.approx(0.01 * sum(pulls.values()))
+    assert by_label(found, "rounds_total", "engine") == {"scripted": sum(pulls.values())}
+    assert by_label(found, "verified_tokens_total", "engine") == {"scripted": pulls["off"] + 4 * pulls["eagle:3_1_4"]}
+    assert by_label(found, "tokens_total", "worker") == {"0": 6 * 24}
+    assert by_label(found, "busy_time_seconds_total", "worker")["0"] == pytest.approx(0.01 * sum(pulls.values()))
+    assert by_label(found, "tokens_per_second", "worker")["0"] == pytest.approx(144 / stages["forward"])
+    assert not [name for name in found if "tflops" in name]  # a script has no device
+    assert found["paceline_gateway_requests_total"][0][1] == 6
+
+
+async def test_a_lost_worker_is_counted_from_zero_and_the_page_goes_on(serve_gateway: Any) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        await complete(served.http, 2)
+        assert by_label(await scrape(served.http), "tokens_total", "worker") == {"0": 48}
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        os.kill(status.workers[0].pid, signal.SIGKILL)
+        await complete(served.http, 3)
+        found = await scrape(served.http)
+    assert by_label(found, "tokens_total", "worker") == {"0": 120}
+    assert found["paceline_gateway_worker_restarts_total"][0][1] == 1
+
+
+async def test_the_embedded_engine_tells_tokens_per_second_per_tflops(serve_gateway: Any) -> None:
+    engine = {"kind": "embedded", "workers": 1, "max_sequence_tokens": 64}
+    async with serve_gateway(model=str(POLICY), drafter="ngram", engine=engine) as served:
+        await complete(served.http, 2)
+        found = await scrape(served.http)
+    tflops = by_label(found, "device_tflops", "worker")["0"]
+    assert tflops > 0
+    per_second = by_label(found, "tokens_per_second", "worker")["0"]
+    assert by_label(found, "tokens_per_second_per_tflops", "worker")["0"] == pytest.approx(per_second / tflops)
+    stages = by_label(found, "round_time_seconds_total", "stage")
+    assert min(stages["prefill"], stages["forward"], stages["sample"], stages["keep"]) > 0
+    assert 0 <= by_label(found, "kv_hit_rate", "worker")["0"] < 1
+
+
+async def test_metrics_need_the_token_when_there_is_one(serve_gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    async with serve_gateway(engine={"workers": 1}) as served:
+        assert (await served.http.get("/metrics")).status_code == 401
+        wrong = await served.http.get("/metrics", headers={"authorization": "Bearer other"})
+        assert wrong.status_code == 401
+        allowed = await served.http.get("/metrics", headers={"authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+
+
+async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(serve_gateway: Any) -> None:
+    telemetry.setup("gateway", TelemetryConfig(prometheus=False))
+    async with serve_gateway(engine={"workers": 1}) as served:
+        response = await served.http.get("/metrics")
+    assert response.status_code == 404
+    assert "telemetry.prometheus=true" in response.json()["error"]["message"]
+
+
+async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(serve_gateway: Any, tmp_path: Path) -> None:
+    telemetry.setup("gateway", TelemetryConfig(spans_dir=str(tmp_path / "spans")))
+    async with serve_gateway(engine={"workers": 2}) as served:
+        await complete(served.http, 1)
+        request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
+        news = [one async for one in served.stub.RunTasks(request, timeout=20)]
+        again = [one async for one in served.stub.RunTasks(request, timeout=20)]
+    telemetry.shutdown()
+    (path,) = (tmp_path / "spans").glob("gateway-*.jsonl")
+    spans = [json.loads(line) for line in path.read_text().splitlines()]
+    asked = [span["attributes"] for span in spans if span["name"] == "engine.request"]
+    assert len(asked) == 9
+    for one in asked:
+        assert one["cached_prompt_tokens"] == 0
+        assert one["time_to_first_token_s"] > 0
+        assert one["time_per_output_token_s"] >= 0
+    first, second = [span["attributes"] for span in spans if span["name"] == "rollout.run_tasks"]
+    finished = [each[-1].finished for each in (news, again)]
+    assert [first["regret"], second["regret"]] == [one.regret for one in finished]
+    for run, steps in ((first, asked), (second, asked[5:])):
+        assert run["rounds"] <= sum(one["target_steps"] for one in steps)
+        assert run["round_time.forward_s"] > 0
+    # Arms are counted since the engines began, the split since the look before.
+    whole = sum(count for name, count in second.items() if name.startswith("arm_rounds."))
+    assert first["rounds"] + second["rounds"] == whole
