@@ -56,6 +56,7 @@ class Rows:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         n = min(len(request_ids), self.room - len(self.ids))
         self.ids += request_ids[:n].tolist()
