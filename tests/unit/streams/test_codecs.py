@@ -87,7 +87,9 @@ def _rejected(count: int, rows: int, size: int, dtype: str, generator: np.random
         parents.append(int(generator.integers(len(positions))))
         positions.append(positions[parents[-1]] + 1)
     return RejectedRows(
-        NamedTensor("", dtype, (count, size), generator.bytes(count * size * (2 if dtype == "BF16" else 4))),
+        NamedTensor(
+            "rejected_hidden", dtype, (count, size), generator.bytes(count * size * (2 if dtype == "BF16" else 4))
+        ),
         generator.integers(0, 2**31 - 1, count, dtype=np.int32),
         np.array(positions[rows:], np.int32),
         np.array(parents, np.int32),
@@ -173,9 +175,9 @@ def test_rejected_rows_are_views_of_the_payload() -> None:
         ([-1], [2], {}, "parent does not stand before it"),
         ([1, 0], [2, 2], {}, "does not follow its parent"),
         ([1], [2], {"token_ids": np.zeros(2, np.int32)}, "do not fit"),
-        ([1], [2], {"hidden": NamedTensor("", "BF16", (1, 2), bytes(4))}, "another form"),
-        ([1], [2], {"hidden": NamedTensor("", "F32", (1, 3), bytes(12))}, "another form"),
-        ([1], [2], {"hidden": NamedTensor("", "BF16", (2, 3), bytes(12))}, "do not fit"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (1, 2), bytes(4))}, "another form"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "F32", (1, 3), bytes(12))}, "another form"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (2, 3), bytes(12))}, "do not fit"),
     ],
 )
 def test_rejected_rows_that_hang_wrongly_are_refused(
