@@ -18,7 +18,7 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
     Rows whose token is not the one at their position (of an earlier try) and rows of rejected drafts are left out.
     """
     tokens = np.asarray(token_ids)
-    found = np.flatnonzero((rows["parent"] == 0) & (rows["position"] < len(tokens) - 1))
+    found: Indices = np.flatnonzero((rows["parent"] == 0) & (rows["position"] < len(tokens) - 1))
     found = found[rows["token_id"][found] == tokens[rows["position"][found]]]
     if not len(found):
         return found
