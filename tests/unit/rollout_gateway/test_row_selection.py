@@ -87,6 +87,12 @@ def test_a_draft_whose_parent_is_gone_falls_with_its_children() -> None:
     assert hung(whole[2:]) == ([], [])  # nothing of the sequence was kept
 
 
+def test_a_row_of_the_sequence_never_stands_in_for_a_lost_draft_of_its_position() -> None:
+    whole = np.concatenate([rows(0, 1, 2), drafts((2, 1), (3, 2))])  # a sibling of token 2 and its child
+    assert hung(whole) == ([90, 91], [1, 3])
+    assert hung(np.delete(whole, 3)) == ([], [])
+
+
 def test_drafts_under_a_row_that_was_computed_anew_fall() -> None:
     made = np.concatenate([rows(0, 1), drafts((2, 1)), rows(1, version=3)])
     assert hung(made) == ([], [])
@@ -112,6 +118,7 @@ def test_whatever_the_stamps_say_every_kept_draft_stands_behind_its_parent(
     for place, (index, parent) in enumerate(zip(found, parents, strict=True)):
         assert 0 <= parent < len(path) + place
         assert made["position"][order[parent]] + 1 == made["position"][index]
+        assert (made["parent"][index] == 1) == (made["parent"][order[parent]] == 0)
         assert made["parent"][index] > 0
 
 

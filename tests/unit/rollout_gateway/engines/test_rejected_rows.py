@@ -188,7 +188,7 @@ def test_the_capability_needs_the_setting_and_a_ring(model: tuple[Path, PreTrain
     ring = ring_of(tmp_path)
     assert Capability.REJECTED_ROWS in build(model[0], ring, "off").info.capabilities
     assert Capability.REJECTED_ROWS not in build(model[0], ring, "off", rejected_rows=False).info.capabilities
-    spec = EmbeddedSpec(model_dir=str(model[0]), drafter="off", rejected_rows=True)
+    spec = EmbeddedSpec.model_validate({"model_dir": str(model[0]), "drafter": "off", "rejected_rows": True})
     assert Capability.REJECTED_ROWS not in build_embedded(spec).info.capabilities
 
 
