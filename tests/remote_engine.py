@@ -97,7 +97,8 @@ class WorkerClient:
         if self.rows is not None:
             for version in sorted({int(row["policy_version"]) for row in rows}):
                 part = rows[rows["policy_version"] == version]
-                self.rows.write(part["request_id"], part["position"], part["token_id"], version, part["hidden"])
+                fields = (part[name] for name in ("request_id", "position", "token_id"))
+                self.rows.write(*fields, version, part["hidden"], part["parent"])
         self.chunks += [chunk_from(chunk) for chunk in tokens.chunks]
 
     def send(self, **command: Any) -> None:
@@ -161,8 +162,10 @@ class _Shifted:
     def __init__(self, sink: RowSink, first: int) -> None:
         self._sink, self._first = sink, first
 
-    def write(self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any) -> int:
-        return self._sink.write(request_ids - self._first, positions, token_ids, policy_version, hidden)
+    def write(
+        self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any, parents: Any = None
+    ) -> int:
+        return self._sink.write(request_ids - self._first, positions, token_ids, policy_version, hidden, parents)
 
 
 class RemoteEngine:
@@ -319,6 +322,7 @@ class RemoteEngine:
                 for a in health.arms
             ),
             health.rows_dropped,
+            rejected_left_out=health.rejected_left_out,
             split=wire.split_from(health.split) - wire.split_from(before.split),
             evidence=wire.evidence_from(health.evidence),
             prefixes=PrefixStats(

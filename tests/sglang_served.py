@@ -32,7 +32,9 @@ class Kept:
     )  # position -> token, version, bytes
     twice: int = 0
 
-    def write(self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any) -> int:
+    def write(
+        self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any, parents: Any = None
+    ) -> int:
         for number, position, token, row in zip(request_ids, positions, token_ids, hidden, strict=True):
             mine = self.rows.setdefault(int(number), {})
             self.twice += int(position) in mine

@@ -79,6 +79,7 @@ class FeaturesConfig(Config):
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     share: float = Field(default=1.0, gt=0, le=1)  # of the training requests whose rows are captured
+    rejected: bool = False  # also rows of drafts that were verified and rejected, at most 4 per request and round
     ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
     queue_batches: int = Field(default=64, ge=1)  # batches waiting for Redis; more are dropped and counted
     gather_bytes: int = Field(default=128 << 20, ge=1)  # rows held for requests still running
@@ -148,8 +149,9 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     }
     if config.speculation.arms:
         settings["arms"] = list(config.speculation.arms)
-    own = config.engine.sglang if config.engine.kind == "sglang" else config.engine.embedded
-    return settings | own.model_dump(mode="json")
+    if config.engine.kind == "sglang":
+        return settings | config.engine.sglang.model_dump(mode="json")
+    return settings | config.engine.embedded.model_dump(mode="json") | {"rejected_rows": config.features.rejected}
 
 
 def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:

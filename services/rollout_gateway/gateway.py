@@ -29,7 +29,7 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import ROW_LAYOUTS, wire
-from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.base import Capability, RowLayout, missing
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
@@ -206,7 +206,9 @@ class Gateway:
                 raise answer
 
     async def _equip(self, process: WorkerProcess) -> None:
-        """What a worker gets before its first request."""
+        """What a worker gets before its first request. Raises MissingCapability when it lacks what is configured."""
+        if self.config.features.rejected and Capability.REJECTED_ROWS not in process.ready.capabilities:
+            raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
         self.router.evidence.teach(process, self.weights.versions)
         if self._forced_arm:

@@ -15,13 +15,14 @@ import numpy as np
 import redis.asyncio
 
 from paceline.errors import PacelineError
-from paceline.streams import FeatureBatch, RedisStream, Stream, encode_features, run_key
+from paceline.streams import FeatureBatch, RedisStream, RejectedRows, Stream, encode_features, run_key
 from paceline.telemetry import extract, get_logger, inject, meter, span
 from paceline.tensors import NamedTensor
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import FeaturesConfig
 from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.ring import RowArray
+from rollout_gateway.row_selection import Indices, hanging_drafts, longest_run
 
 STREAMS_KEPT = 16
 ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
@@ -108,19 +109,19 @@ class FeaturePublisher:
         if batch is None:
             return
         if len(self._queue) >= self._config.queue_batches:
-            self._drop(self._queue.popleft().rows)
+            self._drop(self._queue.popleft().all_rows)
         self._queue.append(batch)
         self._wake.set()
 
     def _batch(self, rows: RowArray, origin: Origin) -> FeatureBatch | None:
-        kept = longest_run(rows, origin.token_ids)
-        self._drop(len(rows) - len(kept))
-        if not len(kept):
+        path = longest_run(rows, origin.token_ids)
+        drafts, parents = hanging_drafts(rows, path)
+        self._drop(len(rows) - len(path) - len(drafts))
+        if not len(path):
             return None
-        dtype, size = ROW_DTYPES[self._config.dtype]
+        kept = rows[path]
         positions = kept["position"].astype(np.int32)
         start, end = int(positions[0]), int(positions[-1]) + 1
-        hidden = np.ascontiguousarray(kept["hidden"])
         version = int(kept["policy_version"][-1])
         return FeatureBatch(
             run_id=origin.run_id,
@@ -128,7 +129,7 @@ class FeaturePublisher:
             session_id=origin.session_id,
             policy_version=version,
             lm_head_hash=self._head_hash(version),
-            hidden=NamedTensor("hidden", dtype, (len(kept), hidden.shape[1] // size), hidden.tobytes()),
+            hidden=self._states("hidden", kept),
             token_ids=np.asarray(origin.token_ids[start : end + 1], dtype=np.int32),
             positions=positions,
             mask=(positions >= origin.prompt_tokens).astype(np.uint8),
@@ -136,7 +137,18 @@ class FeaturePublisher:
             layers=self._layout.layers,
             convention=self._layout.convention,
             traceparent=inject().get("traceparent", ""),
+            rejected=self._rejected(rows[drafts], parents) if len(drafts) else None,
         )
+
+    def _rejected(self, rows: RowArray, parents: Indices) -> RejectedRows:
+        token_ids, positions = (rows[name].astype(np.int32) for name in ("token_id", "position"))
+        return RejectedRows(self._states("rejected_hidden", rows), token_ids, positions, parents.astype(np.int32))
+
+    def _states(self, name: str, rows: RowArray) -> NamedTensor:
+        """[n, H]"""
+        dtype, size = ROW_DTYPES[self._config.dtype]
+        hidden = np.ascontiguousarray(rows["hidden"])
+        return NamedTensor(name, dtype, (len(rows), hidden.shape[1] // size), hidden.tobytes())
 
     async def _run(self) -> None:
         while True:
@@ -153,8 +165,8 @@ class FeaturePublisher:
                 await self._stream(batch.run_id).append({**fields, **inject()}, payload)
                 self.batches += 1
         except PacelineError as error:
-            self._drop(batch.rows)
-            log.warning("hidden rows dropped", rows=batch.rows, error=str(error))
+            self._drop(batch.all_rows)
+            log.warning("hidden rows dropped", rows=batch.all_rows, error=str(error))
 
     def _stream(self, run_id: str) -> Stream:
         assert self._client is not None
@@ -175,20 +187,3 @@ class FeaturePublisher:
         if rows:
             self.rows_dropped += rows
             self._dropped.add(rows)
-
-
-def longest_run(rows: RowArray, token_ids: Sequence[int]) -> RowArray:
-    """The longest stretch of neighbouring positions, the newest row of each; the last token's row is left out.
-
-    Rows whose token is not the one at their position (of a draft or of an earlier try) are left out too.
-    """
-    tokens = np.asarray(token_ids)
-    rows = rows[rows["position"] < len(tokens) - 1]
-    rows = rows[rows["token_id"] == tokens[rows["position"]]]
-    if not len(rows):
-        return rows
-    positions, from_end = np.unique(rows["position"][::-1], return_index=True)
-    rows = rows[len(rows) - 1 - from_end]
-    edges = np.flatnonzero(np.diff(positions.astype(np.int64)) != 1) + 1
-    stretches: list[RowArray] = np.split(rows, edges)
-    return max(stretches, key=len)

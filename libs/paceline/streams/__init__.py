@@ -5,7 +5,7 @@ Names within a run: "trajectories" (group "policy"), "features" (group "drafter"
 
 from paceline.streams.base import Depth, Entry, Stream
 from paceline.streams.connection import connect, run_key
-from paceline.streams.features import FeatureBatch, decode_features, encode_features
+from paceline.streams.features import FeatureBatch, RejectedRows, decode_features, encode_features
 from paceline.streams.ledger import Ledger, LedgerCount
 from paceline.streams.memory import MemoryStream
 from paceline.streams.redis_stream import RedisStream
@@ -19,6 +19,7 @@ __all__ = [
     "LedgerCount",
     "MemoryStream",
     "RedisStream",
+    "RejectedRows",
     "Stream",
     "connect",
     "decode_features",

@@ -2,6 +2,9 @@
 
 Row i is the target's state at the token of absolute position positions[i]; token_ids[i] is that token, token_ids[i + 1]
 the next one. The state of the last token is absent: a request of N tokens has T = N - 1 rows and T + 1 token ids.
+
+A batch may also hold rows of drafts that were verified and rejected, in tensors of their own: a reader that does not
+know them skips them, and a batch without them is written as if there were none, so the schema version is one for both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,27 @@ from paceline.telemetry import inject
 from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors, from_numpy
 
 FEATURE_DTYPES = ("BF16", "F32")
+_REJECTED = {"rejected_hidden", "rejected_token_ids", "rejected_positions", "rejected_parents"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RejectedRows:
+    """States at drafts that the target verified and rejected. R rows beside the T rows of the sequence.
+
+    Row i is the state at token_ids[i] after the tokens that its parents lead back to. The target's distribution of the
+    token after the draft is softmax(lm_head(hidden[i])); its probability of the draft itself follows in the same way
+    from the parent's row. The head, and the policy version, are those of the sequence's row that the drafts hang under.
+    """
+
+    hidden: NamedTensor = field(repr=False)  # [R, H] of the sequence's dtype
+    token_ids: npt.NDArray[np.int32] = field(repr=False)  # [R]
+    positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's
+    parents: npt.NDArray[np.int32] = field(repr=False)  # [R] i < T: row i of the sequence; T + j: rejected row j before
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return self.hidden.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +62,7 @@ class FeatureBatch:
     layers: str = "last"
     convention: str = "post_norm"  # the final norm has been applied
     traceparent: str = ""
+    rejected: RejectedRows | None = None
 
     def __post_init__(self) -> None:
         if self.hidden.dtype not in FEATURE_DTYPES or len(self.hidden.shape) != 2:
@@ -47,11 +72,34 @@ class FeatureBatch:
         lengths = tuple(array.shape for array in (self.token_ids, self.positions, self.mask, self.versions))
         if lengths != ((rows + 1,), (rows,), (rows,), (rows,)):
             raise InvalidInput("arrays of a feature batch do not fit its rows", seen=lengths, allowed=f"{rows} rows")
+        if self.rejected is not None:
+            self._check_rejected(self.rejected)
+
+    def _check_rejected(self, rejected: RejectedRows) -> None:
+        """Raises InvalidInput unless every rejected row has its parent before it, one position below."""
+        form = (rejected.hidden.dtype, rejected.hidden.shape[1:])
+        if form != (self.hidden.dtype, (self.hidden_size,)):
+            raise InvalidInput(
+                "rejected rows have another form", seen=form, allowed=(self.hidden.dtype, self.hidden_size)
+            )
+        lengths = {array.shape for array in (rejected.token_ids, rejected.positions, rejected.parents)}
+        if lengths != {(rejected.rows,)}:
+            raise InvalidInput("arrays of rejected rows do not fit", seen=lengths, allowed=f"{rejected.rows} rows")
+        if (rejected.parents < 0).any() or (rejected.parents >= self.rows + np.arange(rejected.rows)).any():
+            raise InvalidInput("a rejected row's parent does not stand before it", seen=rejected.parents.tolist())
+        positions = np.concatenate((self.positions, rejected.positions)).astype(np.int64)
+        if (positions[rejected.parents] + 1 != rejected.positions).any():
+            raise InvalidInput("a rejected row does not follow its parent", seen=rejected.positions.tolist())
 
     @property
     def rows(self) -> int:
         """T."""
         return self.hidden.shape[0]
+
+    @property
+    def all_rows(self) -> int:
+        """Those of rejected drafts included."""
+        return self.rows + (self.rejected.rows if self.rejected is not None else 0)
 
     @property
     def hidden_size(self) -> int:
@@ -75,14 +123,29 @@ def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
         "hidden": str(batch.hidden_size),
         "traceparent": batch.traceparent or inject().get("traceparent", ""),
     }
-    tensors = [
+    places, states = _rejected_tensors(batch.rejected)
+    tensors = [  # by falling size of their numbers, so that each lies aligned
         from_numpy("versions", batch.versions.astype("<i8", copy=False)),
         from_numpy("token_ids", batch.token_ids.astype("<i4", copy=False)),
         from_numpy("positions", batch.positions.astype("<i4", copy=False)),
+        *places,
         NamedTensor("hidden", batch.hidden.dtype, batch.hidden.shape, batch.hidden.data),
+        *states,
         from_numpy("mask", batch.mask.astype("u1", copy=False)),
     ]
     return fields, encode_safetensors(tensors)
+
+
+def _rejected_tensors(rejected: RejectedRows | None) -> tuple[list[NamedTensor], list[NamedTensor]]:
+    """What says where rejected rows hang, and their states; nothing when there are none."""
+    if rejected is None:
+        return [], []
+    places = [
+        from_numpy(f"rejected_{name}", getattr(rejected, name).astype("<i4", copy=False))
+        for name in ("token_ids", "positions", "parents")
+    ]
+    hidden = rejected.hidden
+    return places, [NamedTensor("rejected_hidden", hidden.dtype, hidden.shape, hidden.data)]
 
 
 def decode_features(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
@@ -117,4 +180,14 @@ def _decode(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
         layers=fields["layers"],
         convention=fields["convention"],
         traceparent=fields["traceparent"],
+        rejected=_decode_rejected(tensors, fields["dtype"], hidden_size) if _REJECTED & tensors.keys() else None,
     )
+
+
+def _decode_rejected(tensors: Mapping[str, NamedTensor], dtype: str, hidden_size: int) -> RejectedRows:
+    hidden = checked(tensors, "rejected_hidden", dtype, (None, hidden_size))
+    token_ids, positions, parents = (
+        as_numpy(checked(tensors, f"rejected_{name}", "I32", (hidden.shape[0],)))
+        for name in ("token_ids", "positions", "parents")
+    )
+    return RejectedRows(hidden, token_ids, positions, parents)

@@ -35,6 +35,7 @@ class Capability(StrEnum):
     TOP_LOGPROBS = "top_logprobs"
     PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
     RELEASE_MEMORY = "release_memory"
+    REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
 
 
 SETTINGS = {
@@ -42,6 +43,7 @@ SETTINGS = {
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
     Capability.DRAFTER_UPDATE: "gateway.drafter=eagle or a drafter checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
+    Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and gateway.trajectories=true",
 }
 """What to set to have a capability that engines may lack."""
 
@@ -205,6 +207,7 @@ class Load:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
+    rejected_left_out: int = 0  # rejected drafts beyond those whose rows are written per request and round
     split: RoundSplit = field(default_factory=RoundSplit)
     evidence: Evidence = field(default_factory=Evidence)  # of its own rounds; empty when its bandit does not share
     prefixes: PrefixStats = field(default_factory=PrefixStats)
@@ -247,8 +250,9 @@ class RowSink(Protocol):
         token_ids: npt.NDArray[np.uint32],  # [n] token at that position; the row is the state at this token
         policy_version: int,
         hidden: npt.NDArray[np.uint8],  # [n, row bytes]
+        parents: npt.NDArray[np.uint32] | None = None,  # [n] see engines/ring.py; None: all are rows of sequences
     ) -> int:
-        """Rows written, at most n."""
+        """Rows written, at most n: the first ones."""
         ...
 
 

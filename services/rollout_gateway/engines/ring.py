@@ -3,6 +3,17 @@
 Owns the layout of the file; neither side ever waits for the other. The first page is the header, six little-endian
 u64: magic, capacity in rows, bytes of a row's hidden state, rows written, rows read, rows dropped. The three counters
 only grow; modulo the capacity the first two give the slot. Rows are published by advancing `written` after their bytes.
+
+A row is the state at a token of its request's sequence, or at a draft that was verified and rejected. Its stamp
+`parent` says which, and where a draft hangs:
+
+    0      a row of the sequence
+    1      a rejected draft under the sequence's row of the position before, written by the same call
+    1 + d  a rejected draft under another one: the row that lies d rows before it among the rows of its request
+
+A call writes rows of sequences first, then rejected drafts, parents before their children. Where room ends only the
+first rows are kept: drafts go before rows of sequences, and none is kept without its parent. A reader that loses rows
+on its own must look for each parent, a rejected row one position below; where there is none the child is lost as well.
 """
 
 from __future__ import annotations
@@ -24,13 +35,14 @@ RowArray = npt.NDArray[Any]
 
 
 def row_dtype(row_bytes: int) -> np.dtype[Any]:
-    """One stamped row: which request, policy version, absolute position, the token there, its hidden state's bytes."""
+    """One row: request, policy version, absolute position, the token there, where it hangs, the bytes of its state."""
     return np.dtype(
         [
             ("request_id", "<u8"),
             ("policy_version", "<u8"),
             ("position", "<u4"),
             ("token_id", "<u4"),
+            ("parent", "<u4"),
             ("hidden", "u1", (row_bytes,)),
         ]
     )
@@ -88,6 +100,7 @@ class RowRing:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Append rows; those beyond the free room are dropped and counted. hidden [n, row_bytes]. Returns rows kept."""
         if hidden.shape != (len(request_ids), self.row_bytes):
@@ -99,6 +112,7 @@ class RowRing:
         self._rows["policy_version"][slots] = policy_version
         self._rows["position"][slots] = positions[:kept]
         self._rows["token_id"][slots] = token_ids[:kept]
+        self._rows["parent"][slots] = 0 if parents is None else parents[:kept]
         self._rows["hidden"][slots] = hidden[:kept]
         self._header[_DROPPED] += np.uint64(len(request_ids) - kept)
         self._header[_WRITTEN] = written + kept

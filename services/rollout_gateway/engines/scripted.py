@@ -44,6 +44,8 @@ from rollout_gateway.engines.script import (
     scripted_rows,
 )
 
+_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.REJECTED_ROWS}
+
 
 @dataclass(eq=False)
 class _Running:
@@ -96,7 +98,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset(Capability) - {Capability.RELEASE_MEMORY, Capability.PENALTIES},
+            frozenset(Capability) - _NEVER,
             RowLayout.last(spec.hidden_size),
         )
 

@@ -252,6 +252,7 @@ def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
         speculation=stats_to(load.speculation),
         arms=[arm_to(report) for report in load.arms],
         rows_dropped=load.rows_dropped,
+        rejected_left_out=load.rejected_left_out,
         evidence=evidence_to(load.evidence),
         prefixes=prefixes_to(load.prefixes),
         split=split_to(load.split),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from drafter_trainer.buffer import FeatureSample, sample_from
 from drafter_trainer.heads import PolicyHead
 from paceline.models.config import ModelConfig
-from paceline.streams import FeatureBatch
+from paceline.streams import FeatureBatch, RejectedRows
 from paceline.tensors import from_numpy
 
 VOCABULARY, HIDDEN = 23, 16
@@ -88,6 +88,14 @@ def batch(length: int, seed: int, *, session: str = "", version: int = 0, head: 
         mask=(np.arange(rows) >= PROMPT).astype(np.uint8),
         versions=np.full(rows, version, dtype=np.int64),
     )
+
+
+def with_rejected(one: FeatureBatch) -> FeatureBatch:
+    """The same batch with a chain of two rejected drafts under its middle row."""
+    middle = one.rows // 2
+    states = np.full((2, one.hidden_size), 1e6, dtype=np.float32)
+    numbers = np.array([[7, middle + 1, middle], [8, middle + 2, one.rows]], dtype=np.int32)
+    return replace(one, rejected=RejectedRows(from_numpy("rejected_hidden", states), *numbers.T))
 
 
 def sample(length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH) -> FeatureSample:

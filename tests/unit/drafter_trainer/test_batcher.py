@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
-from unit.drafter_trainer.samples import PROMPT, TARGET, batch, sample, toy_policy
+from unit.drafter_trainer.samples import PROMPT, TARGET, batch, sample, toy_policy, with_rejected
 
 from drafter_trainer.batcher import PackedRow, document_mask, pack
 from drafter_trainer.buffer import sample_from
 from paceline.speculators.eagle import EagleNet
+from paceline.streams import decode_features, encode_features
 
 LENGTHS = (9, 14, 6, 21)
 
@@ -20,6 +23,18 @@ def features(row: PackedRow) -> torch.Tensor:
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
         out: torch.Tensor = net(row.hidden, row.next_tokens, row.positions, document_mask(row.documents))[0]
     return out
+
+
+def test_rejected_rows_beside_a_sequence_change_no_bit_of_the_packed_row() -> None:
+    made = [batch(length, seed) for seed, length in enumerate(LENGTHS)]
+    read = [
+        [sample_from(decode_features(*encode_features(one)), TARGET) for one in batches]
+        for batches in (made, [with_rejected(one) for one in made])
+    ]
+    without, beside = (pack(samples, window=16) for samples in read)
+    for part in fields(PackedRow):
+        expected, got = getattr(without, part.name), getattr(beside, part.name)
+        assert torch.equal(got, expected) if isinstance(expected, torch.Tensor) else got == expected, part.name
 
 
 def test_the_targets_own_step_maps_every_pair_to_its_target() -> None:

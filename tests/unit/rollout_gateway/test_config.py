@@ -18,8 +18,8 @@ engine.kind engine.max_batch engine.max_sequence_tokens
 engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script
 engine.sglang.arguments engine.sglang.device engine.sglang.drafter_swap engine.sglang.memory_fraction
 engine.sglang.memory_saver engine.sglang.tensor_parallel_size engine.threads
-engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.ring_rows
-features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
+engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.rejected
+features.ring_rows features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
 speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.watchdog_rounds
 speculation.bandit.window speculation.forced_arm spool_dir tokenizer trajectories
 """

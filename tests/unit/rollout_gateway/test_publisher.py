@@ -1,4 +1,4 @@
-"""Which rows of a request are kept."""
+"""What the publisher keeps, drops and counts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from rollout_gateway.config import FeaturesConfig
 from rollout_gateway.engines.ring import RowArray, row_dtype
-from rollout_gateway.publisher import FeaturePublisher, Origin, longest_run
+from rollout_gateway.publisher import FeaturePublisher, Origin
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
@@ -18,26 +18,6 @@ def rows(*positions: int, version: int = 0, tokens: list[int] = TOKENS) -> RowAr
     made["token_id"] = [tokens[position] for position in positions]
     made["policy_version"] = version
     return made
-
-
-def test_the_last_tokens_row_is_left_out() -> None:
-    assert longest_run(rows(0, 1, 2, 3, 4, 5), TOKENS)["position"].tolist() == [0, 1, 2, 3, 4]
-
-
-def test_a_gap_leaves_the_longest_stretch() -> None:
-    assert longest_run(rows(0, 1, 3, 4), TOKENS)["position"].tolist() in ([0, 1], [3, 4])
-    assert longest_run(rows(0, 2, 3, 4), TOKENS)["position"].tolist() == [2, 3, 4]
-
-
-def test_the_newest_row_of_a_position_counts() -> None:
-    twice = np.concatenate([rows(0, 1, 2), rows(1, 2, version=5)])
-    assert longest_run(twice, TOKENS)["policy_version"].tolist() == [0, 5, 5]
-
-
-def test_rows_of_other_tokens_are_left_out() -> None:
-    other = rows(2, tokens=[0, 0, 99])
-    assert longest_run(np.concatenate([rows(0, 1), other]), TOKENS)["position"].tolist() == [0, 1]
-    assert len(longest_run(other, TOKENS)) == 0
 
 
 def origin() -> Origin:
@@ -77,3 +57,27 @@ async def test_rows_nobody_asked_for_are_ignored() -> None:
     sender.take(rows(0, 1))
     sender.publish(1, origin())
     assert sender.rows_dropped == 0
+
+
+async def test_rejected_drafts_count_as_rows_when_their_batch_is_dropped() -> None:
+    sender = publisher(queue_batches=1)
+    draft = rows(2)
+    draft["parent"], draft["token_id"] = 1, 99
+    for _ in range(2):
+        sender.expect(1)
+        sender.take(rows(0, 1))
+        sender.take(draft)
+        sender.publish(1, origin())
+    assert sender.rows_dropped == 3
+
+
+async def test_a_rejected_draft_whose_parent_found_no_room_is_dropped_and_counted() -> None:
+    sender = publisher(gather_bytes=rows(0, 1, 2).nbytes)
+    orphan = rows(4)
+    orphan["parent"], orphan["token_id"] = 1, 99
+    sender.expect(1)
+    for part in (rows(0, 1), rows(2, 3), orphan):  # the second does not fit
+        sender.take(part)
+    assert sender.rows_dropped == 2
+    sender.publish(1, origin())
+    assert sender.rows_dropped == 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +14,14 @@ from hypothesis import strategies as st
 from paceline.errors import DataLoss, InvalidInput
 from paceline.streams import (
     FeatureBatch,
+    RejectedRows,
     decode_features,
     decode_trajectory,
     encode_features,
     encode_trajectory,
     trajectory_key,
 )
-from paceline.tensors import NamedTensor, as_numpy
+from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
@@ -59,6 +62,7 @@ def features(draw: st.DrawFn) -> FeatureBatch:
     rows, size = draw(st.integers(0, 6)), draw(st.integers(1, 5))
     dtype = draw(st.sampled_from(["BF16", "F32"]))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    drafts = draw(st.integers(0, 5)) if rows else 0
     return FeatureBatch(
         run_id=draw(WORDS),
         step=draw(COUNTS),
@@ -71,7 +75,37 @@ def features(draw: st.DrawFn) -> FeatureBatch:
         mask=generator.integers(0, 2, rows, dtype=np.uint8),
         versions=generator.integers(0, 2**62, rows, dtype=np.int64),
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        rejected=_rejected(drafts, rows, size, dtype, generator) if drafts else None,
     )
+
+
+def _rejected(count: int, rows: int, size: int, dtype: str, generator: np.random.Generator) -> RejectedRows:
+    """Drafts under random rows of the sequence and under each other."""
+    positions = list(range(rows))
+    parents = []
+    for _ in range(count):
+        parents.append(int(generator.integers(len(positions))))
+        positions.append(positions[parents[-1]] + 1)
+    return RejectedRows(
+        NamedTensor(
+            "rejected_hidden", dtype, (count, size), generator.bytes(count * size * (2 if dtype == "BF16" else 4))
+        ),
+        generator.integers(0, 2**31 - 1, count, dtype=np.int32),
+        np.array(positions[rows:], np.int32),
+        np.array(parents, np.int32),
+    )
+
+
+def _with_drafts(parents: list[int], positions: list[int], **changes: Any) -> FeatureBatch:
+    """Two rows of three values and rejected drafts."""
+    count = len(parents)
+    drafts = {
+        "hidden": NamedTensor("rejected_hidden", "BF16", (count, 3), bytes(range(6 * count))),
+        "token_ids": np.arange(20, 20 + count, dtype=np.int32),
+        "positions": np.array(positions, np.int32),
+        "parents": np.array(parents, np.int32),
+    }
+    return replace(_batch(), rejected=RejectedRows(**{**drafts, **changes}))
 
 
 def _batch() -> FeatureBatch:
@@ -106,6 +140,59 @@ def test_a_feature_batch_comes_back_as_it_was(batch: FeatureBatch) -> None:
     for name in ("run_id", "step", "session_id", "policy_version", "lm_head_hash", "layers", "convention"):
         assert getattr(back, name) == getattr(batch, name), name
     assert back.traceparent == batch.traceparent
+    assert (back.rejected is None) == (batch.rejected is None)
+    if back.rejected is not None and batch.rejected is not None:
+        assert bytes(back.rejected.hidden.view) == bytes(batch.rejected.hidden.view)
+        assert back.all_rows == batch.rows + batch.rejected.rows
+        for name in ("token_ids", "positions", "parents"):
+            assert np.array_equal(getattr(back.rejected, name), getattr(batch.rejected, name)), name
+
+
+def test_rejected_rows_add_tensors_and_change_nothing_else() -> None:
+    fields, payload = encode_features(_batch())
+    more_fields, more_payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    assert more_fields == fields
+    known, more = decode_safetensors(payload), decode_safetensors(more_payload)
+    assert {name: bytes(more[name].view) for name in known} == {name: bytes(known[name].view) for name in known}
+    assert sorted(more.keys() - known.keys()) == [
+        "rejected_hidden", "rejected_parents", "rejected_positions", "rejected_token_ids",
+    ]  # fmt: skip
+
+
+def test_rejected_rows_are_views_of_the_payload() -> None:
+    fields, payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    rejected = decode_features(fields, payload).rejected
+    assert rejected is not None
+    for array in (as_numpy(rejected.hidden), rejected.token_ids, rejected.positions, rejected.parents):
+        assert np.shares_memory(array, np.frombuffer(payload, np.uint8))
+        assert array.flags.aligned
+
+
+@pytest.mark.parametrize(
+    ("parents", "positions", "changes", "match"),
+    [
+        ([2], [2], {}, "parent does not stand before it"),
+        ([-1], [2], {}, "parent does not stand before it"),
+        ([1, 0], [2, 2], {}, "does not follow its parent"),
+        ([1], [2], {"token_ids": np.zeros(2, np.int32)}, "do not fit"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (1, 2), bytes(4))}, "another form"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "F32", (1, 3), bytes(12))}, "another form"),
+        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (2, 3), bytes(12))}, "do not fit"),
+    ],
+)
+def test_rejected_rows_that_hang_wrongly_are_refused(
+    parents: list[int], positions: list[int], changes: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(InvalidInput, match=match):
+        _with_drafts(parents, positions, **changes)
+
+
+@pytest.mark.parametrize("name", ["hidden", "token_ids", "positions", "parents"])
+def test_a_payload_with_a_part_of_the_rejected_rows_is_data_loss(name: str) -> None:
+    fields, payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    parts = [part for key, part in decode_safetensors(payload).items() if key != f"rejected_{name}"]
+    with pytest.raises(DataLoss, match="lacks"):
+        decode_features(fields, encode_safetensors(parts))
 
 
 def test_decoded_rows_are_views_of_the_payload() -> None:
@@ -144,7 +231,7 @@ def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataObject) -> None:
-    fields, payload = encode_features(_batch())
+    fields, payload = encode_features(data.draw(st.sampled_from([_batch(), _with_drafts([1, 2, 2], [2, 3, 3])])))
     with suppress(DataLoss):
         decode_features(fields, data.draw(_damaged(payload)))
 

@@ -64,7 +64,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             Scheduler(spec.max_batch, spec.prefill_tokens),
             store,
             PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store),
-            Capture(rows, spec.features_dtype),
+            Capture(rows, spec.features_dtype, rejected=spec.rejected_rows),
             admission,
             square_product_tflops(policy.head.device, policy.head.dtype),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,14 +14,32 @@ from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.sequence import RunningSequence
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRows:
+    """Rows of R rejected drafts, parents before their children."""
+
+    rows: Tensor
+    """int64 [R]: row of the round, ascending."""
+    parents: Tensor
+    """int64 [R]: stamp of engines/ring.py."""
+    positions: Tensor
+    """int64 [R]"""
+    token_ids: Tensor
+    """int64 [R]"""
+    hidden: Tensor
+    """[R, H]"""
+
+
 class Capture:
     """Writes rows while it is enabled; rows that find no room are dropped by the sink and counted here."""
 
-    def __init__(self, sink: RowSink | None, features_dtype: str) -> None:
+    def __init__(self, sink: RowSink | None, features_dtype: str, *, rejected: bool = False) -> None:
         self._sink = sink
         self._dtype = DTYPES[features_dtype]
+        self.takes_rejected = rejected and sink is not None
         self.enabled = sink is not None
         self.rows_dropped = 0
+        self.rejected_left_out = 0
 
     @property
     def possible(self) -> bool:
@@ -39,25 +58,33 @@ class Capture:
         token_ids: Tensor,
         hidden: Tensor,
         version: int,
+        drafts: DraftRows | None = None,
     ) -> None:
-        """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture.
+        """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture, then those of rejected drafts.
 
         positions, token_ids int64 [B, Q]; hidden [B, Q, H]: the state AT the token of that position.
         """
         if self._sink is None or not self.enabled:
             return
         wanted = [count if s.request.capture else 0 for s, count in zip(sequences, counts, strict=True)]
-        total = sum(wanted)
-        if not total:
+        if not any(wanted):
             return
         chosen = torch.arange(positions.shape[1]) < torch.tensor(wanted)[:, None]
-        rows = hidden.cpu()[chosen].to(self._dtype).contiguous().view(torch.uint8).numpy()
-        ids = np.repeat(np.array([s.request.request_id for s in sequences], dtype=np.uint64), wanted)
+        owners = torch.arange(len(wanted)).repeat_interleave(torch.tensor(wanted))
+        columns = [owners, positions.cpu()[chosen], token_ids.cpu()[chosen], hidden.cpu()[chosen].to(self._dtype)]
+        parents = torch.zeros_like(owners)
+        if drafts is not None:
+            more = (drafts.rows, drafts.positions, drafts.token_ids, drafts.hidden.to(self._dtype))
+            columns = [torch.cat((column, one.cpu())) for column, one in zip(columns, more, strict=True)]
+            parents = torch.cat((parents, drafts.parents.cpu()))
+        rows, places, tokens, states = columns
+        ids = np.array([s.request.request_id for s in sequences], dtype=np.uint64)
         written = self._sink.write(
-            ids,
-            positions.cpu()[chosen].numpy().astype(np.uint32),
-            token_ids.cpu()[chosen].numpy().astype(np.uint32),
+            ids[rows.numpy()],
+            places.numpy().astype(np.uint32),
+            tokens.numpy().astype(np.uint32),
             version,
-            rows,
+            states.contiguous().view(torch.uint8).numpy(),
+            parents.numpy().astype(np.uint32),
         )
-        self.rows_dropped += total - written
+        self.rows_dropped += len(rows) - written

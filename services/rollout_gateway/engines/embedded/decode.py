@@ -17,9 +17,10 @@ from paceline.models.decoder import Block, forward_hidden, head_logits, make_blo
 from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.base import RoundSplit
-from rollout_gateway.engines.embedded.capture import Capture
+from rollout_gateway.engines.embedded.capture import Capture, DraftRows
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.embedded.rejected import rejected_drafts
 from rollout_gateway.engines.embedded.sampled import verify_drawn
 from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
@@ -196,7 +197,29 @@ class Decoder:
                 inputs,
                 states.view(*along.shape, -1),
                 self._weights.versions.policy,
+                self._draft_rows(rows, roots, nodes, block, hidden, verdict, taken),
             )
+
+    def _draft_rows(
+        self,
+        rows: Sequence[RunningSequence],
+        roots: Tensor,
+        nodes: Nodes,
+        block: Block,
+        hidden: Tensor,
+        verdict: Verdict,
+        taken: Sequence[int],
+    ) -> DraftRows | None:
+        """Rows of rejected drafts of captured requests; None when they are not asked for or nothing was drafted."""
+        if not self._capture.takes_rejected or nodes.width == 1:
+            return None
+        asked = [count if one.request.capture else 0 for one, count in zip(rows, taken, strict=True)]
+        drafts = rejected_drafts(nodes, verdict, torch.tensor(asked, device=roots.device))
+        self._capture.rejected_left_out += drafts.left_out
+        at = (drafts.rows, drafts.nodes)
+        flat = drafts.rows * nodes.width + drafts.nodes
+        states = hidden[flat if block.padding is None else block.padding[flat]]
+        return DraftRows(drafts.rows, drafts.parents, nodes.positions(roots)[at], nodes.tokens[at], states)
 
 
 def _along(nodes: Nodes, block: Block, verdict: Verdict) -> Tensor:

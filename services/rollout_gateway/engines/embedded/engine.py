@@ -40,7 +40,7 @@ from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
-_SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.SPECULATION}
+_SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.REJECTED_ROWS, Capability.SPECULATION}
 _ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.RELEASE_MEMORY}
 
 
@@ -232,6 +232,7 @@ class EmbeddedEngine:
         extra = {
             Capability.CAPTURE: self._capture.possible,
             Capability.DRAFTER_UPDATE: self._speculation.trainable,
+            Capability.REJECTED_ROWS: self._capture.takes_rejected,
             Capability.SPECULATION: len(self._speculation.arms) > 1,
         }
         return EngineInfo(
@@ -266,6 +267,7 @@ class EmbeddedEngine:
             arms=self._speculation.reports(),
             evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
+            rejected_left_out=self._capture.rejected_left_out,
             split=replace(self._decoder.split),
             prefixes=self._prefixes.stats,
         )

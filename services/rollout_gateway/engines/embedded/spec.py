@@ -40,6 +40,7 @@ class EmbeddedSpec(BaseModel):
     bandit: BanditSettings = Field(default_factory=BanditSettings)
     seed: int = 0
     features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
+    rejected_rows: bool = False  # rows of rejected drafts as well, a few per request and round
     seq: int = 0  # version set served from the start
     policy_version: int = 0
     drafter_version: int = 0

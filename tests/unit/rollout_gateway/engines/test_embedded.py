@@ -169,7 +169,7 @@ def test_hidden_rows_are_the_states_transformers_gives(tmp_path: Path) -> None:
     rows: dict[tuple[int, int], np.ndarray] = {}
 
     class Sink:
-        def write(self, ids, positions, token_ids, policy_version, hidden) -> int:  # type: ignore[no-untyped-def]
+        def write(self, ids, positions, token_ids, policy_version, hidden, parents=None) -> int:  # type: ignore[no-untyped-def]
             for key, row in zip(zip(ids.tolist(), positions.tolist(), strict=True), hidden, strict=True):
                 assert key not in rows
                 rows[key] = row.copy().view(np.float32)

@@ -136,6 +136,7 @@ class Rows:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         keys = zip(request_ids.tolist(), positions.tolist(), strict=True)
         for key, token, row in zip(keys, token_ids.tolist(), hidden, strict=True):
