@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rollout_gateway.bandits import BanditSettings
 
 NGRAM_ARMS = ("off", "ngram:4_1_5")
-EAGLE_ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
+EAGLE_ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
 
 
 class EmbeddedSpec(BaseModel):
