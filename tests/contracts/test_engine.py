@@ -140,7 +140,9 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         spec = ScriptedSpec(tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4)
         yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False)
         return
-    embedded = EmbeddedSpec(model_dir=str(model_dir), drafter="eagle", max_sequence_tokens=128, max_batch=4)
+    embedded = EmbeddedSpec(
+        model_dir=str(model_dir), drafter="eagle", max_sequence_tokens=128, max_batch=4, verify_budget=False
+    )
     yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
 
 

@@ -98,7 +98,7 @@ def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path) -> None:
         ("off", {"max_batch": 13}),
         *((arm, {"max_batch": 64}) for arm in ARMS[1:]),
         ("eagle:5_1_6", {"max_batch": 16, "prefill_tokens": 48}),
-        ("", {"max_batch": 24, "bandit": {"epsilon": 1.0}}),
+        ("", {"max_batch": 24, "bandit": {"kind": "epsilon_greedy", "epsilon": 1.0}}),
     ]
     for arm, options in cases:
         engine = build(tmp_path, **options)

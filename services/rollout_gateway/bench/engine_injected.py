@@ -59,6 +59,9 @@ def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> 
     return sum(tensor.numel() for tensor in tensors.values())
 
 
+NOTHING = np.empty(0, dtype=np.int64)
+
+
 class KnownTokens:
     """Speculator (speculators/base.py) that proposes each next token right with a given probability, else wrong."""
 
@@ -85,12 +88,12 @@ class KnownTokens:
         """Keeps nothing per slot."""
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """A chain; -1 behind the end of an answer."""
+        """A chain; -1 behind the end of an answer, and for a prompt that is not known."""
         steps = shape.steps
         drafts = np.full((len(batch.slots), steps), -1, dtype=np.int64)
         known = batch.token_ids.cpu().numpy()
         for row, (slot, n) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
-            proposal = self._proposals[tuple(known[slot, : self._width].tolist())]
+            proposal = self._proposals.get(tuple(known[slot, : self._width].tolist()), NOTHING)
             found = proposal[n - self._width : n - self._width + steps]
             drafts[row, : len(found)] = found
         tokens = torch.from_numpy(drafts).to(batch.token_ids.device)

@@ -32,7 +32,7 @@ from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
 OFF = "off"
-ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
+ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "eagle:4_2_8", "ngram:4_1_5")
 """Fixed arms that are compared, and what bandits choose from besides off."""
 
 WAVES = {1: 8, 4: 3, 8: 2, 16: 2}

@@ -249,7 +249,7 @@ async def test_bandits_that_do_not_share_send_nothing(serve_gateway: Any, monkey
         send(process, command)
 
     monkeypatch.setattr(WorkerProcess, "send", listen)
-    async with serve_gateway() as served:
+    async with serve_gateway(speculation={"bandit": {"kind": "ucb"}}) as served:
         await run_tasks(served.stub, served.tasks_request())
         await served.stub.GetStatus(rpb.GetStatusRequest())
 

@@ -28,7 +28,7 @@ def play(bandit: Bandit, rounds: int, rates: dict[str, float], batch: int = 1) -
 
 
 def make(**settings: object) -> Bandit:
-    return build_bandit(BanditSettings.model_validate(settings), ARMS, seed=1)
+    return build_bandit(BanditSettings.model_validate({"kind": "epsilon_greedy", **settings}), ARMS, seed=1)
 
 
 def test_every_arm_is_tried_before_the_best_is_exploited() -> None:

@@ -16,9 +16,11 @@ from rollout_gateway.engines.base import Target
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 EAGLE = ("eagle:3_1_4", "eagle:5_1_6")
 
+SETTINGS = {"kind": "epsilon_greedy", "epsilon": 1.0, "groups": (1, 5)}
+
 
 def make(arms: tuple[str, ...] = ARMS, **settings: object) -> Bandit:
-    return build_bandit(BanditSettings.model_validate({"epsilon": 1.0, "groups": (1, 5), **settings}), arms, seed=1)
+    return build_bandit(BanditSettings.model_validate(SETTINGS | settings), arms, seed=1)
 
 
 def tell(bandit: Bandit, arms: Iterable[str], accept_length: float, batch: int = 1) -> None:

@@ -16,6 +16,7 @@ from paceline.models.config import parse_config
 from paceline.models.loading import model_shapes
 from paceline.speculators import SPECULATORS
 from paceline.speculators.ngram import NgramSpeculator
+from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.bench import engine as bench
 from rollout_gateway.bench.engine_injected import (
     RANDOM_56M,
@@ -73,7 +74,7 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
         "rollout of 4 prompts", "rollout of groups of samples", "1 and 2 threads", "ms of a round", "arithmetic limit",
     }  # fmt: skip
     trained = {row["way"] for row in result.rows if row["section"] == "policy_trained, fp32"}
-    assert trained == {"off", *ARMS, "bandit epsilon_greedy"}
+    assert trained == {"off", *ARMS, f"bandit {BanditSettings().kind}"}
     equal = [goal for goal in result.goals if "equal tokens" in goal.name]
     assert len(equal) == 6
     assert all(goal.met and goal.value == 1.0 for goal in equal)

@@ -99,7 +99,7 @@ def test_same_seed_same_tokens_with_any_arm_and_batch(
         ("eagle:6_4_16", {"max_batch": 5}),
         ("ngram:4_1_5", {"max_batch": 16}),
         ("ngram:4_3_9", {"verify_budget": False}),
-        ("", {"prefill_tokens": 16, "bandit": {"epsilon": 1.0}}),
+        ("", {"prefill_tokens": 16, "bandit": {"kind": "epsilon_greedy", "epsilon": 1.0}}),
     ):
         engine = build(tmp_path, arms=ARMS, **options)
         engine.force_arm(arm)
@@ -141,7 +141,13 @@ def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Pa
     batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=n, ignore_eos=True)) for i, n in enumerate(limits)]
     late = [Request(9 + i, (8, 9, 7 + i), Sampling(seed=i, max_tokens=4, ignore_eos=True)) for i in range(3)]
     expected, _ = generate(build(tmp_path, drafter="off"), [*batch, *late])
-    engine = build(tmp_path, arms=("eagle:3_1_4",), bandit={"epsilon": 1.0}, speculate_rows=2, verify_budget=False)
+    engine = build(
+        tmp_path,
+        arms=("eagle:3_1_4",),
+        bandit={"kind": "epsilon_greedy", "epsilon": 1.0},
+        speculate_rows=2,
+        verify_budget=False,
+    )
     assert isinstance(engine, EmbeddedEngine)
     tokens, drafted = {}, []
     for one in batch:

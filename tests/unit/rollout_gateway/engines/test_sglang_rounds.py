@@ -34,7 +34,7 @@ class Mode:
 def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | None = None) -> Any:
     known = requests or {}
     return SimpleNamespace(
-        arms=ArmChooser(names, BanditSettings(epsilon=0.0), seed=1),
+        arms=ArmChooser(names, BanditSettings(kind="epsilon_greedy", epsilon=0.0), seed=1),
         tp_group=None,
         rank=0,
         versions=VersionSet(),
