@@ -28,6 +28,7 @@ class EmbeddedConfig(Config):
     quantize: Literal["", "int8"] = ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
     compile: bool = False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
     prefix_slots: int = Field(default=32, ge=0)  # ended requests kept for reuse, each as large as a running one
+    prefix_tokens: int = Field(default=64, ge=16)  # an ended request with fewer is not kept
     speculate_rows: int = Field(default=0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
     verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
     # "same_draw": a seed's tokens do not depend on drafts. "rejection": drawn chains, accepted with min(1, p/q).

@@ -141,7 +141,12 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False)
         return
     embedded = EmbeddedSpec(
-        model_dir=str(model_dir), drafter="eagle", max_sequence_tokens=128, max_batch=4, verify_budget=False
+        model_dir=str(model_dir),
+        drafter="eagle",
+        max_sequence_tokens=128,
+        max_batch=4,
+        verify_budget=False,
+        prefix_tokens=16,
     )
     yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
 

@@ -1,7 +1,7 @@
 """Drafts by looking up how the last tokens went on before, in all that this engine has seen. Needs no training.
 
 Prompt lookup (Saxena 2023) and suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) in one table: for each context of
-the last 2 to 8 tokens, how often which token came next, in this prompt and answer and in those before. The longest
+the last 2, 4 or 6 tokens, how often which token came next, in this prompt and answer and in those before. The longest
 context that occurred proposes; one answer of a task drafts for the next one from the first step of training on. Owns
 the table, which is bounded: when half of it is full, the older half is dropped.
 """
@@ -21,7 +21,7 @@ from paceline.errors import MissingCapability
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 
-CONTEXTS = (8, 6, 4, 3, 2)
+CONTEXTS = (6, 4, 2)
 """Lengths looked up, longest first."""
 TABLE_CONTEXTS = 1 << 18
 """Contexts remembered at most; some 300 bytes each."""

@@ -10,8 +10,8 @@ in a batch-size group count together. With `limit` = BanditSettings.watchdog_rou
   a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom proposes, as n-grams, is so not taken for dead.
 
 A dead drafter's arms are not chosen in that group until `forget` names one of them, or until a whole window of rounds
-has passed: a verdict is forgotten as other rounds are, and a drafter without weights is never named. `off` drafts
-nothing and stays. When no arm would be left, all are.
+has passed (two, then four, when it is dead each time it is tried): a verdict is forgotten as other rounds are, and a
+drafter without weights is never named. `off` drafts nothing and stays. When no arm would be left, all are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from rollout_gateway.engines.evidence import Evidence
 log = get_logger(__name__)
 
 NOISE_Z = 1.28  # one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+LONGEST_REST = 4  # windows; each trial in a row that shows no life doubles the rest
 NOISE_FLOOR = 0.05  # tokens per row; a fresh drafter of a small vocabulary is right this often by chance
 
 
@@ -95,6 +96,7 @@ class AcceptanceWatchdog:
         self._pulses: dict[tuple[int, str], Pulse] = {}
         self._rounds = dict.fromkeys(settings.groups, 0)
         self._rests_until: dict[tuple[int, str], int] = {}  # round of the group
+        self._deaths_at_once: dict[tuple[int, str], int] = {}  # trials in a row that showed no life
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
         self._deaths: Counter[tuple[int, str]] = Counter()  # since the start
@@ -126,6 +128,7 @@ class AcceptanceWatchdog:
         revived = {speculator_of(arm) for arm in arms}
         self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
         self._rests_until = {key: until for key, until in self._rests_until.items() if key[1] not in revived}
+        self._deaths_at_once = {key: count for key, count in self._deaths_at_once.items() if key[1] not in revived}
         self._warned -= revived
         for group in self._groups:
             self._admit(group)
@@ -154,7 +157,9 @@ class AcceptanceWatchdog:
             self._admit(group)
 
     def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
-        self._rests_until[group, speculator] = self._rounds[group] + self._window
+        again = self._deaths_at_once.get((group, speculator), 0) + 1 if pulse.rounds == self._limit else 1
+        self._deaths_at_once[group, speculator] = again
+        self._rests_until[group, speculator] = self._rounds[group] + self._window * min(2 ** (again - 1), LONGEST_REST)
         self._admit(group)
         self._deaths[group, speculator] += 1
         if speculator not in self._warned:

@@ -13,7 +13,8 @@ from rollout_gateway.config import GatewayConfig, engine_settings
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 OWN_KEYS = """
 answer_marker drafter engine.command_deadline_s engine.dtype engine.embedded.compile engine.embedded.prefix_slots
-engine.embedded.quantize engine.embedded.speculate_rows engine.embedded.verification engine.embedded.verify_budget
+engine.embedded.prefix_tokens engine.embedded.quantize engine.embedded.speculate_rows
+engine.embedded.verification engine.embedded.verify_budget
 engine.kind engine.max_batch engine.max_sequence_tokens
 engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script
 engine.sglang.arguments engine.sglang.device engine.sglang.drafter_swap engine.sglang.memory_fraction

@@ -63,7 +63,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             speculation,
             Scheduler(spec.max_batch, spec.prefill_tokens),
             store,
-            PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store),
+            PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store, spec.prefix_tokens),
             Capture(rows, spec.features_dtype, rejected=spec.rejected_rows),
             admission,
             square_product_tflops(policy.head.device, policy.head.dtype),

@@ -130,10 +130,14 @@ class PrefixCache:
     """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep requests that ended.
 
     Nothing retained is the beginning of something else retained. The least recently used makes room. With
-    retained = 0 nothing is looked up.
+    retained = 0 nothing is looked up. A request of fewer than `shortest` tokens is not kept: caching so few again costs
+    about a round, and keeping each that ends costs more.
     """
 
-    def __init__(self, running: int, retained: int, capacity: int, store: SlotCopies) -> None:
+    def __init__(
+        self, running: int, retained: int, capacity: int, store: SlotCopies, shortest: int = MIN_PREFIX
+    ) -> None:
+        self._shortest = shortest
         self.enabled = retained > 0
         self._store = store
         self._first_retained = running
@@ -182,7 +186,7 @@ class PrefixCache:
         self._prompt_tokens += len(sequence.request.prompt)
         self._reused_tokens += sequence.copied
         self.withdraw(slot)
-        if not self.enabled or sequence.stale or sequence.cached < MIN_PREFIX:
+        if not self.enabled or sequence.stale or sequence.cached < self._shortest:
             return
         started = time.perf_counter()
         tokens = np.array((*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32)

@@ -30,6 +30,7 @@ class EmbeddedSpec(BaseModel):
     max_batch: int = Field(64, ge=1)  # requests decoding at once
     max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context
     prefix_slots: int = Field(32, ge=0)  # ended requests kept for prompts that begin alike; 0: no reuse
+    prefix_tokens: int = Field(64, ge=16)  # an ended request with fewer is not kept
     prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one round, padding included
     arms: tuple[str, ...] = ()  # empty: the drafter's default
     speculate_rows: int = Field(0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides

@@ -35,7 +35,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(directory: Path, sink: RowSink | None = None, **options: object) -> Engine:
-    settings = {"model_dir": str(directory), "drafter": "eagle", "max_batch": 4, "max_sequence_tokens": 200, **options}
+    settings = {"model_dir": str(directory), "drafter": "eagle", "max_batch": 4, "max_sequence_tokens": 200}
+    settings |= {"prefix_tokens": 16, **options}
     return build_embedded(EmbeddedSpec.model_validate(settings), sink)
 
 
