@@ -2,7 +2,8 @@
 
 An arm `<speculator>:<steps>_<topk>_<draft tokens>` drafts at positions 1 .. steps. Chains (topk 1) of one speculator
 share their positions: the first three drafts of a chain of seven are those of a chain of three. A tree is a family of
-its own, because what stands at a level depends on its width and its nodes. With a_p the chance that the draft at
+its own, because what stands at a level depends on its width and its nodes; so is every chain where drafts are left out
+before they are verified (`share_positions` off), since more of a longer one is. With a_p the chance that the draft at
 position p is accepted once those before it were (Leviathan et al. 2023, without assuming the a_p equal),
 
     E[tokens | steps] = 1 + sum over k = 1 .. steps of a_1 ... a_k.
@@ -61,20 +62,20 @@ class Span:
         return self.first + self.steps
 
 
-def family_and_steps(arm: str) -> tuple[str, int]:
-    """("eagle:1", 3) of "eagle:3_1_4"; a tree's family is its own name. Raises ConfigError."""
+def family_and_steps(arm: str, *, shared: bool = True) -> tuple[str, int]:
+    """("eagle:1", 3) of "eagle:3_1_4"; the arm's own name for a tree, or if not shared. Raises ConfigError."""
     found = _ARM.fullmatch(arm)
     if found is None:
         raise ConfigError(
             "cost_model reads steps from arms", seen=arm, allowed="off or <speculator>:<steps>_<topk>_<n>"
         )
-    family = f"{found['speculator']}:1" if found["topk"] == "1" else arm
+    family = f"{found['speculator']}:1" if shared and found["topk"] == "1" else arm
     return family, int(found["steps"])
 
 
-def lay_out(arms: Sequence[str]) -> tuple[dict[str, Span], dict[str, Span]]:
+def lay_out(arms: Sequence[str], *, shared: bool = True) -> tuple[dict[str, Span], dict[str, Span]]:
     """Spans by arm (of those that draft) and by family. Raises ConfigError."""
-    shapes = {arm: family_and_steps(arm) for arm in arms if speculator_of(arm)}
+    shapes = {arm: family_and_steps(arm, shared=shared) for arm in arms if speculator_of(arm)}
     longest: dict[str, int] = {}
     for family, steps in shapes.values():
         longest[family] = max(longest.get(family, 0), steps)
@@ -97,8 +98,8 @@ class Beliefs:
 class Acceptance:
     """Chances of every position in every batch-size group, and of every running request."""
 
-    def __init__(self, arms: Sequence[str], groups: Sequence[int], window: int) -> None:
-        spans, self._families = lay_out(arms)
+    def __init__(self, arms: Sequence[str], groups: Sequence[int], window: int, *, shared: bool = True) -> None:
+        spans, self._families = lay_out(arms, shared=shared)
         self._spans = [spans.get(arm) for arm in arms]
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._groups = {smallest: index for index, smallest in enumerate(groups)}

@@ -22,6 +22,7 @@ class BanditSettings(BaseModel):
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
+    share_positions: bool = True  # cost_model: chains of one drafter are one chain, cut at different lengths
     watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
 
 

@@ -48,7 +48,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         super().__init__(settings, arms, seed, GroupWindow)
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._group_index = {smallest: index for index, smallest in enumerate(settings.groups)}
-        self._acceptance = Acceptance(arms, settings.groups, settings.window)
+        self._acceptance = Acceptance(arms, settings.groups, settings.window, shared=settings.share_positions)
         self._costs = CostTable(arms, settings.groups, settings.window)
         self._lengths = ResponseLengths()
         self._rounds = [0] * len(settings.groups)

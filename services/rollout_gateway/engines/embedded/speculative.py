@@ -70,7 +70,9 @@ class Speculation:
         if spec.drafter_path:
             trained = self.trained
             trained.commit_state(trained.load_state(Path(spec.drafter_path)))
-        self._build_bandit = lambda: build_bandit(spec.bandit, tuple(arms), spec.seed)
+        # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where a shorter is not.
+        settings = spec.bandit.model_copy(update={"share_positions": not spec.verify_budget})
+        self._build_bandit = lambda: build_bandit(settings, tuple(arms), spec.seed)
         self._bandit = self._build_bandit()
         self._most_rows = spec.speculate_rows or slots
         self.rejection = spec.verification == "rejection"

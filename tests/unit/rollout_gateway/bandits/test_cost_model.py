@@ -321,3 +321,21 @@ def test_a_pupil_chooses_as_its_teacher_from_the_first_round() -> None:
     play(teacher, 400, flat(0.9))
     pupil.merge(teacher.snapshot())
     assert play(pupil, 10, flat(0.9))[hand_best(flat(0.9))] >= 9
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_chains_that_are_cut_differently_are_judged_apart(shared: bool) -> None:
+    """A chain of three that is served whole beside one of seven of which one draft is verified."""
+    arms = ("off", "eagle:3_1_4", "eagle:7_1_8")
+    bandit = CostModel(BanditSettings(kind="cost_model", share_positions=shared), arms, seed=1)
+    for number in range(300):
+        arm, taken = (arms[1], 4) if number % 2 else (arms[2], 2)
+        situation = Situation([RowFacts(number, 0, 100)], 10, draining=False)
+        bandit.observe(Outcome(arm, situation, [taken], 0.005, explored=False))
+    _, short, long = bandit._acceptance.beliefs(0).tokens
+    if shared:  # each is taken for the other
+        assert short < 3.5
+        assert long > 3.0
+    else:
+        assert short == pytest.approx(4.0, abs=0.3)
+        assert long == pytest.approx(2.0, abs=0.3)
