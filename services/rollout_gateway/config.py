@@ -15,7 +15,7 @@ from paceline.errors import ConfigError
 class BanditConfig(Config):
     """How the arm of a round is chosen."""
 
-    kind: str = "cost_model"  # or epsilon_greedy, ucb, thompson, beg
+    kind: str = "epsilon_greedy"  # or ucb, thompson, beg, cost_model
     epsilon: float = Field(default=0.1, ge=0, le=1)
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group

@@ -18,7 +18,7 @@ class BanditSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: str = "cost_model"
+    kind: str = "epsilon_greedy"
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
