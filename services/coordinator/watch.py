@@ -25,7 +25,7 @@ class AcceptanceWatch:
         if not rounds or not self._drop:
             return None
         if drafter_version != self._drafter:
-            # Version 0 is what engines start with: nobody pushed it, so that nothing could be served again, and what was
+            # Version 0 is what engines start with: nobody pushed it, so nothing could be served again, and what was
             # accepted under it was mostly the n-grams'.
             self._before = self._mean() if self._drafter else None
             self._drafter = drafter_version
