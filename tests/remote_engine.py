@@ -115,8 +115,7 @@ class WorkerClient:
                 self._take(event)
             elif event.command_id == self._numbers:
                 if event.HasField("failed"):
-                    kind = _KINDS.get(event.failed.reason, errors.WeightsError)
-                    raise kind(event.failed.message, reason=event.failed.reason)
+                    raise wire.error_from(event.failed)
                 return event
 
     def wait(self, deadline_s: float = 60) -> None:

@@ -50,6 +50,8 @@ class SpeculationStats:
     drafted_rounds: int = 0
     proposed_at: tuple[int, ...] = ()  # [K] rounds whose drafts reached position i + 1
     accepted_at: tuple[int, ...] = ()  # [K] rounds in which the draft there was accepted
+    trained_rounds: int = 0
+    trained_round_tokens: int = 0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         return SpeculationStats(
@@ -60,6 +62,8 @@ class SpeculationStats:
             self.drafted_rounds + other.drafted_rounds,
             _added(self.proposed_at, other.proposed_at),
             _added(self.accepted_at, other.accepted_at),
+            self.trained_rounds + other.trained_rounds,
+            self.trained_round_tokens + other.trained_round_tokens,
         )
 
     @property

@@ -140,7 +140,7 @@ class Runner:
     def _acceptance(self, before: State, event: Event) -> dict[str, float] | None:
         if not isinstance(event, events.TasksFinished) or before.phase is not Phase.ROLLOUT:
             return None
-        tokens, rounds = event.details.get("drafted_round_tokens"), event.details.get("drafted_rounds")
+        tokens, rounds = event.details.get("trained_round_tokens"), event.details.get("trained_rounds")
         if not isinstance(tokens, int) or not isinstance(rounds, int):
             return None
         return self._watch.observe(before.versions.drafter, tokens, rounds)

@@ -21,13 +21,11 @@ class AcceptanceWatch:
         self._judged = True
 
     def observe(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """One step's drafted tokens and rounds; the figures of a fall, once per change of drafter, else None."""
+        """One step's rounds of the trained drafter and their tokens; a fall's figures, once per change, else None."""
         if not rounds or not self._drop:
             return None
         if drafter_version != self._drafter:
-            # Version 0 is what engines start with: nobody pushed it, so nothing could be served again, and what was
-            # accepted under it was mostly the n-grams'.
-            self._before = self._mean() if self._drafter else None
+            self._before = self._mean()
             self._drafter = drafter_version
             self._window.clear()
             self._judged = self._before is None

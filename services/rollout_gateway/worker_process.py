@@ -12,12 +12,11 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from paceline import errors
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.telemetry import inject
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
-from rollout_gateway.engines import PROCESSES, WORKER
+from rollout_gateway.engines import PROCESSES, WORKER, wire
 from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
@@ -113,7 +112,7 @@ class WorkerProcess:
             raise DeadlineExceeded(f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s")
         event = answer.result()
         if event.HasField("failed"):
-            raise _error(self.index, event.failed)
+            raise wire.error_from(event.failed, f"engine worker {self.index}: ")
         return event
 
     async def stop(self) -> None:
@@ -150,7 +149,7 @@ class WorkerProcess:
                     self._ring.unlink()  # both sides have it mapped; nothing is left behind by a kill
                 self._ready.set_result(event.ready)
             elif kind == "failed" and not event.command_id and not self._ready.done():
-                self._ready.set_exception(_error(self.index, event.failed))
+                self._ready.set_exception(wire.error_from(event.failed, f"engine worker {self.index}: "))
             elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
                 answer.set_result(event)
 
@@ -160,16 +159,3 @@ class WorkerProcess:
             if not await self._socket.poll(LAST_WORDS_MS):
                 break
         self.lost.set_result(f"exit code {code}")
-
-
-_KINDS = {
-    kind.reason: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
-}
-
-
-def _error(index: int, failed: pb.CommandFailed) -> errors.PacelineError:
-    """The error a worker reports, of the class its reason names."""
-    kind = _KINDS.get(failed.reason, errors.InternalError)
-    return kind(f"engine worker {index}: {failed.message}", reason=failed.reason)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from random_models import save_random
 from remote_engine import RemoteEngine, WorkerClient
 
@@ -108,6 +109,8 @@ def sglang(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="module")
 def sglang_cuda(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerClient]:
     """The compiled SGLang with memory saver and a CUDA graph set per arm."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
     spec = SGLangSpec(
         model_dir=str(model_dir),
         drafter="eagle",

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from paceline.models.sampling import DrawParams, draw
 from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
-from rollout_gateway.engines.embedded.verify import accepted_drafts, follow, verify
+from rollout_gateway.engines.embedded.verify import accepted_drafts, verify
+from rollout_gateway.engines.tree_paths import follow
 
 VOCAB = 5
 
@@ -117,7 +118,7 @@ def test_a_path_ends_where_no_child_is_the_draw() -> None:
     # Root draws 5, held by node 2; node 2 draws 7, held by node 3 under node 1 only.
     drawn = torch.tensor([[5, 0, 7, 1]])
     path, accepted = follow(drawn, torch.tensor([[9, 4, 5, 7]]), torch.tensor([[0, 0, 0, 1]]))
-    assert (path.tolist(), accepted.tolist()) == ([[0, 2]], [1])
+    assert (path.tolist(), accepted.tolist()) == ([[0, 2, 0, 0]], [1])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2)), min_size=1, max_size=6))

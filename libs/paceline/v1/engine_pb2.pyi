@@ -277,12 +277,14 @@ class CommandDone(_message.Message):
     def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
 
 class CommandFailed(_message.Message):
-    __slots__ = ("reason", "message")
+    __slots__ = ("reason", "message", "family")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
     reason: str
     message: str
-    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    family: str
+    def __init__(self, reason: _Optional[str] = ..., message: _Optional[str] = ..., family: _Optional[str] = ...) -> None: ...
 
 class ArmStats(_message.Message):
     __slots__ = ("arm", "batch_group", "pulls", "explorations", "mean_tokens_per_s", "mean_accept_length", "drafter_deaths")

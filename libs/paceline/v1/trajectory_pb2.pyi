@@ -99,7 +99,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("target_steps", "drafted_tokens", "accepted_tokens", "drafted_round_tokens", "drafted_rounds", "proposed_at", "accepted_at")
+    __slots__ = ("target_steps", "drafted_tokens", "accepted_tokens", "drafted_round_tokens", "drafted_rounds", "proposed_at", "accepted_at", "trained_rounds", "trained_round_tokens")
     TARGET_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,8 @@ class SpeculationStats(_message.Message):
     DRAFTED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_AT_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_AT_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TRAINED_ROUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
     target_steps: int
     drafted_tokens: int
     accepted_tokens: int
@@ -114,7 +116,9 @@ class SpeculationStats(_message.Message):
     drafted_rounds: int
     proposed_at: _containers.RepeatedScalarFieldContainer[int]
     accepted_at: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, target_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_round_tokens: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ...) -> None: ...
+    trained_rounds: int
+    trained_round_tokens: int
+    def __init__(self, target_steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., drafted_round_tokens: _Optional[int] = ..., drafted_rounds: _Optional[int] = ..., proposed_at: _Optional[_Iterable[int]] = ..., accepted_at: _Optional[_Iterable[int]] = ..., trained_rounds: _Optional[int] = ..., trained_round_tokens: _Optional[int] = ...) -> None: ...
 
 class Reward(_message.Message):
     __slots__ = ("value", "source")

@@ -18,7 +18,6 @@ trials.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
@@ -26,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import RowFacts, speculator_of
+from rollout_gateway.bandits.base import RowFacts
+from rollout_gateway.engines.arm_names import read_arm, speculator_of
 from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.evidence import AcceptanceEvidence
 
@@ -42,7 +42,6 @@ TRIAL_ROWS = 4  # after which a drafter is no longer new
 OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
-_ARM = re.compile(r"(?P<speculator>[^:]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -64,13 +63,13 @@ class Span:
 
 def family_and_steps(arm: str, *, shared: bool = True) -> tuple[str, int]:
     """("eagle:1", 3) of "eagle:3_1_4"; the arm's own name for a tree, or if not shared. Raises ConfigError."""
-    found = _ARM.fullmatch(arm)
+    found = read_arm(arm)
     if found is None:
         raise ConfigError(
             "cost_model reads steps from arms", seen=arm, allowed="off or <speculator>:<steps>_<topk>_<n>"
         )
-    family = f"{found['speculator']}:1" if shared and found["topk"] == "1" else arm
-    return family, int(found["steps"])
+    family = f"{found.speculator}:1" if shared and found.topk == 1 else arm
+    return family, found.steps
 
 
 def lay_out(arms: Sequence[str], *, shared: bool = True) -> tuple[dict[str, Span], dict[str, Span]]:

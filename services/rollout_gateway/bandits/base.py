@@ -129,12 +129,6 @@ class SelectiveBandit(Bandit, Protocol):
         ...
 
 
-def speculator_of(arm: str) -> str:
-    """The drafter of `<speculator>:...`; empty for an arm that drafts nothing."""
-    speculator, colon, _ = arm.partition(":")
-    return speculator if colon else ""
-
-
 def group_of(groups: Sequence[int], batch_size: int) -> int:
     """Smallest batch size of the group that holds batch_size; groups ascend."""
     return groups[max(bisect_right(groups, batch_size) - 1, 0)]

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_gateway.bandits.base import CostSample, speculator_of
+from rollout_gateway.bandits.base import CostSample
 from rollout_gateway.bandits.shape import Shape
+from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.evidence import CostEvidence
 
 CLIP = 0.3  # log seconds beyond which a round is suspected to be an outlier

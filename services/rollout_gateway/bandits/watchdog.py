@@ -30,8 +30,8 @@ from rollout_gateway.bandits.base import (
     SelectiveBandit,
     Situation,
     group_of,
-    speculator_of,
 )
+from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.evidence import Evidence
 

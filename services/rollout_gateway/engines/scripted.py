@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -282,7 +283,7 @@ class ScriptedEngine:
             run.versions.append(self._versions.policy)
             taken += 1
             finish = self._finish(run)
-        proposed = _drafts(arm)
+        proposed, trained = _drafts(arm), drafted and speculator_of(arm) != "ngram"
         levels = range(proposed if drafted else 0)
         stats = SpeculationStats(
             1,
@@ -292,6 +293,8 @@ class ScriptedEngine:
             int(drafted),
             tuple(1 for _ in levels),
             tuple(int(level < taken - 1) for level in levels),
+            int(trained),
+            taken * trained,
         )
         run.stats += stats
         self._stats += stats

@@ -56,6 +56,8 @@ class RunningSequence:
     accepted: int = 0
     drafted_rounds: int = 0
     drafted_round_tokens: int = 0
+    trained_rounds: int = 0
+    trained_round_tokens: int = 0
     proposed_at: list[int] = field(default_factory=list)  # see SpeculationStats
     accepted_at: list[int] = field(default_factory=list)
 
@@ -97,14 +99,19 @@ class RunningSequence:
         else:
             self.spans.append(VersionSpan(end - taken, end, version))
 
-    def count(self, drafted: int, taken: int, depth: int | None = None) -> None:
-        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on each."""
+    def count(self, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False) -> None:
+        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on each.
+
+        trained: they come from a speculator whose weights are swapped.
+        """
         self.rounds += 1
         self.drafted += drafted
         if drafted:
             self.drafted_rounds += 1
             self.drafted_round_tokens += taken
             self.accepted += taken - 1
+            self.trained_rounds += trained
+            self.trained_round_tokens += taken * trained
             self._count_positions(depth if depth is not None else drafted, taken - 1)
 
     def _count_positions(self, depth: int, accepted: int) -> None:
@@ -153,4 +160,6 @@ class RunningSequence:
             self.drafted_rounds,
             tuple(self.proposed_at),
             tuple(self.accepted_at),
+            self.trained_rounds,
+            self.trained_round_tokens,
         )

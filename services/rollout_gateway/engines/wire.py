@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from paceline import errors
 from paceline.errors import InvalidInput
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
@@ -43,6 +44,12 @@ MEMORY_TAGS = {
     pb.MEMORY_TAG_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
 }
 TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
+
+_ERRORS = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+}
 
 
 def pause_mode(mode: pb.PauseMode) -> PauseMode:
@@ -93,6 +100,16 @@ def ready_to(info: EngineInfo, worker_index: int, pid: int, versions: VersionSet
     )
 
 
+def failed_to(error: errors.PacelineError) -> pb.CommandFailed:
+    return pb.CommandFailed(reason=error.reason, message=str(error), family=type(error).reason)
+
+
+def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineError:
+    """The error a worker reports, of its own class; InternalError for a class that is not known here."""
+    kind = _ERRORS.get(failed.family, errors.InternalError)
+    return kind(f"{sender}{failed.message}", reason=failed.reason)
+
+
 def rows_from(message: pb.WorkerReady) -> RowLayout:
     return RowLayout(message.row_width, message.row_layers, message.row_convention)
 
@@ -106,6 +123,8 @@ def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
         message.drafted_rounds,
         tuple(message.proposed_at),
         tuple(message.accepted_at),
+        message.trained_rounds,
+        message.trained_round_tokens,
     )
 
 
@@ -118,6 +137,8 @@ def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
         drafted_rounds=stats.drafted_rounds,
         proposed_at=stats.proposed_at,
         accepted_at=stats.accepted_at,
+        trained_rounds=stats.trained_rounds,
+        trained_round_tokens=stats.trained_round_tokens,
     )
 
 

@@ -95,10 +95,10 @@ class Worker:
         try:
             event = self._obey(command)
         except PacelineError as error:
-            event = pb.WorkerEvent(failed=pb.CommandFailed(reason=error.reason, message=str(error)))
+            event = pb.WorkerEvent(failed=wire.failed_to(error))
         except Exception as error:  # noqa: BLE001 - a fault of the engine, whatever it is, answers the command
             message = f"{type(error).__name__}: {error}"
-            event = pb.WorkerEvent(failed=pb.CommandFailed(reason="INTERNAL", message=message))
+            event = pb.WorkerEvent(failed=pb.CommandFailed(reason="INTERNAL", message=message, family="INTERNAL"))
         if event is not None and command.command_id:
             event.command_id = command.command_id
             self._send(event)
@@ -228,8 +228,7 @@ def main() -> int:
     try:
         Worker(build_engine(spec, ring), socket, ring, spec.worker_index).run()
     except PacelineError as error:
-        failed = pb.CommandFailed(reason=error.reason, message=str(error))
-        socket.send(pb.WorkerEvent(failed=failed).SerializeToString())
+        socket.send(pb.WorkerEvent(failed=wire.failed_to(error)).SerializeToString())
         return 2
     except EngineBroken as error:
         lived = time.monotonic() - started

@@ -30,10 +30,11 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
         sample("a", 1, reward=Reward(value=0.0), response_tokens=8, tokens_hash="bb"),
         SampleFinished(group_id="a", sample_index=2, response_tokens=6, tokens_hash="cc", smallest_gap=1e-6),
     ]
-    stats = SpeculationStats(drafted_rounds=4, drafted_round_tokens=10)
+    stats = SpeculationStats(drafted_rounds=4, drafted_round_tokens=10, trained_rounds=3, trained_round_tokens=9)
     figures = rollout_figures(ended, TasksFinished(scored=2, unscored=1, response_tokens=18, speculation=stats))
     assert figures["reward_mean"] == 0.5
     assert figures["accept_length"] == 2.5
+    assert (figures["trained_round_tokens"], figures["trained_rounds"]) == (9, 3)
     assert figures["near_ties"] == 1
     assert figures["length_quantiles"] == (6, 8, 8)
     assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]

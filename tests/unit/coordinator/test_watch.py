@@ -38,7 +38,3 @@ def test_steps_without_drafts_do_not_count() -> None:
     assert watch.observe(1, 300, 100) is None
     assert watch.observe(2, 0, 0) is None
     assert watch.observe(2, 200, 100) == {"before": 3.0, "now": 2.0, "drop": 0.3}
-
-
-def test_the_drafter_that_engines_start_with_is_never_gone_back_to() -> None:
-    assert observe(AcceptanceWatch(0.3, 1), (0, 3.0), (1, 1.5), (1, 1.4)) == [None] * 3

@@ -1,21 +1,15 @@
-"""Arms of the embedded engine: their names and shapes. Owns no choice and no drafting.
-
-An arm is `<speculator>:<steps>_<topk>_<draft tokens>`, where the draft tokens count the root, or `off`. topk 1 is a
-chain; more is a tree that keeps its most likely nodes.
-"""
+"""Arms of the embedded engine and their shapes. Owns no choice and no drafting."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.speculators import DraftShape
+from rollout_gateway.engines.arm_names import OFF, read_arm
 
-OFF = "off"
 MAX_STEPS, MAX_TOPK, MAX_TOKENS = 15, 16, 64
-_ARM = re.compile(r"(?P<speculator>[a-z]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +28,12 @@ def parse_arm(name: str, speculators: Sequence[str], *, chains_only: bool = Fals
     """An arm from its name. Raises ConfigError naming what this engine can do."""
     if name == OFF:
         return Arm(OFF, "", NOTHING)
-    found = _ARM.fullmatch(name)
+    found = read_arm(name)
     if found is None:
         raise ConfigError("not an arm", seen=name, allowed=f"{OFF} or <speculator>:<steps>_<topk>_<draft tokens>")
-    if found["speculator"] not in speculators:
+    if found.speculator not in speculators:
         raise ConfigError(f"arm {name} needs a speculator that is not loaded", seen=name, allowed=list(speculators))
-    steps, topk, tokens = int(found["steps"]), int(found["topk"]), int(found["tokens"])
+    steps, topk, tokens = found.steps, found.topk, found.draft_tokens
     if not (1 <= steps <= MAX_STEPS and 1 <= topk <= MAX_TOPK):
         raise ConfigError("no such tree", seen=name, allowed=f"steps 1-{MAX_STEPS}, topk 1-{MAX_TOPK}")
     if chains_only and topk != 1:
@@ -49,7 +43,7 @@ def parse_arm(name: str, speculators: Sequence[str], *, chains_only: bool = Fals
     largest = min(1 + topk + (steps - 1) * topk**2, MAX_TOKENS)
     if not 2 <= tokens <= largest:
         raise ConfigError("no tree of this engine has so many nodes", seen=name, allowed=f"2-{largest} draft tokens")
-    return Arm(name, found["speculator"], DraftShape(steps, topk, tokens - 1))
+    return Arm(name, found.speculator, DraftShape(steps, topk, tokens - 1))
 
 
 def slack(arms: Iterable[Arm]) -> int:

@@ -7,7 +7,7 @@ the draws for positions n, n + 1, ...; the first draw of a request is an ordinar
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 from torch import Tensor
@@ -66,7 +66,8 @@ class Decoder:
         forwarded = self.clock()
         adjusted = self._adjusted(rows, nodes, logits)
         verdict = self._verify(logits, nodes, parts, nodes.positions(roots) + 1, params, adjusted)
-        taken = self._accept(rows, verdict, nodes, logits, block)
+        trained = {row for part in parts if part.speculator.trainable for row in part.members}
+        taken = self._accept(rows, verdict, nodes, logits, block, trained)
         verified = self.clock()
         self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
         self._speculation.learn_drafts(parts, verdict)
@@ -141,7 +142,13 @@ class Decoder:
         return verify(logits, nodes, positions, params, adjusted)
 
     def _accept(
-        self, rows: Sequence[RunningSequence], verdict: Verdict, nodes: Nodes, logits: Tensor, block: Block
+        self,
+        rows: Sequence[RunningSequence],
+        verdict: Verdict,
+        nodes: Nodes,
+        logits: Tensor,
+        block: Block,
+        trained: Set[int],
     ) -> list[int]:
         """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop or limit)."""
         tokens, logprobs, gaps = verdict.tokens.tolist(), verdict.logprobs.tolist(), verdict.gaps.tolist()
@@ -150,7 +157,7 @@ class Decoder:
         for row, accepted in enumerate(verdict.accepted.tolist()):
             sequence, end = rows[row], accepted + 1
             count = sequence.take(tokens[row][:end], logprobs[row][:end], gaps[row][:end], version)
-            sequence.count(drafted[row], count, levels[row])
+            sequence.count(drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = logits[_along(nodes, block, verdict)[row, :count]]
                 sequence.alternatives += top_alternatives(path, sequence.request.sampling.temperature, wanted)

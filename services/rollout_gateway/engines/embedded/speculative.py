@@ -17,8 +17,9 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.engines.arm_names import OFF
 from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
-from rollout_gateway.engines.embedded.arms import OFF, Arm
+from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.models.sampling import DrawParams, draw
 from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.tree_paths import follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,7 @@ def verify(
     if nodes.parents is None:
         return Verdict(tokens, accepted_drafts(tokens, nodes.tokens[:, 1:]), logprobs, gaps, None)
     path, accepted = follow(tokens, nodes.tokens, nodes.parents)
+    path = path[:, : int(accepted.max()) + 1]
     tokens, logprobs, gaps = (part.gather(1, path) for part in (tokens, logprobs, gaps))
     return Verdict(tokens, accepted, logprobs, gaps, path)
 
@@ -54,23 +56,3 @@ def accepted_drafts(drawn: Tensor, drafts: Tensor) -> Tensor:
     if drafts.shape[1] == 0:
         return torch.zeros(len(drawn), dtype=torch.int64, device=drawn.device)
     return (drawn[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)
-
-
-def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Path [B, P] and drafts followed [B] in trees whose parents stand before their children.
-
-    drawn, tokens, parents int64 [B, Q]: the draw at each node, the token it stands for, its parent (root: itself).
-    """
-    reached = tokens == drawn.gather(1, parents)
-    reached[:, 0] = True
-    above = parents
-    # Each turn doubles the number of ancestors that are known to be reached.
-    for _ in range(max(tokens.shape[1] - 1, 1).bit_length()):
-        reached = reached & reached.gather(1, above)
-        above = above.gather(1, above)
-    # Siblings differ, so the reached nodes are one path, and they ascend: a node's rank is its depth.
-    accepted = reached.sum(dim=1) - 1
-    ranks = reached.long().cumsum(dim=1) - 1
-    path = torch.zeros_like(tokens)
-    path.scatter_add_(1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0))
-    return path[:, : int(accepted.max()) + 1], accepted

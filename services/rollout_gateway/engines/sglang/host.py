@@ -21,6 +21,7 @@ import zmq
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.engines import wire
 from rollout_gateway.engines.sglang import VERSIONS
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -191,7 +192,7 @@ def fail(error: PacelineError) -> int:
     peer = context.socket(zmq.DEALER)
     peer.setsockopt(zmq.LINGER, 2000)
     peer.connect(os.environ[SOCKET_VARIABLE])
-    failed = pb.CommandFailed(reason=error.reason, message=str(error))
+    failed = wire.failed_to(error)
     peer.send(pb.WorkerEvent(failed=failed).SerializeToString())
     peer.close()
     context.term()

@@ -134,6 +134,19 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
         assert share == pytest.approx(always, abs=0.08), early
 
 
+@pytest.mark.parametrize(("arm", "trained"), [("eagle:3_1_4", True), ("ngram:4_1_5", False)])
+def test_rounds_of_a_drafter_with_weights_are_counted_apart(arm: str, trained: bool, tmp_path: Path) -> None:
+    save_random(tmp_path, "llama", sharpness=6.0)
+    engine = build(tmp_path, arms=(arm,), verify_budget=False)
+    engine.force_arm(arm)
+    engine.enqueue(Request(1, (5, 6, 5, 6, 5, 6), Sampling(seed=1, max_tokens=40, ignore_eos=True)))
+    (chunk,) = [chunk for _ in range(60) if engine.has_work for chunk in engine.step()]
+    stats = chunk.speculation
+    assert stats.drafted_rounds > 0
+    counted = (stats.trained_rounds, stats.trained_round_tokens)
+    assert counted == ((stats.drafted_rounds, stats.drafted_round_tokens) if trained else (0, 0))
+
+
 def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Path) -> None:
     """Both ways, within requests that run on: nothing is cached again and no token changes."""
     save_random(tmp_path, "llama", sharpness=6.0)

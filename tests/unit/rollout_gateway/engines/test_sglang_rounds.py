@@ -186,12 +186,12 @@ def test_the_bandit_is_told_of_the_tokens_of_rows_that_still_run() -> None:
 @pytest.mark.parametrize(
     ("arm", "accepted", "row", "stats"),
     [
-        ("eagle:3_2_8", 3, make_row("0", output=9), SpeculationStats(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0))),
+        ("eagle:3_2_8", 3, make_row("0", output=9), SpeculationStats(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0), 1, 3)),
         (
             "eagle:3_2_8",
             3,
             make_row("0", output=9, finished_len=8),
-            SpeculationStats(1, 7, 1, 2, 1, (1, 1, 1), (1, 0, 0)),
+            SpeculationStats(1, 7, 1, 2, 1, (1, 1, 1), (1, 0, 0), 1, 2),
         ),
         ("off", 1, make_row("0", output=9), SpeculationStats(1, 0, 0, 0, 0)),
     ],

@@ -13,7 +13,7 @@ from paceline.errors import InternalError
 from paceline.models.sampling import Draw
 from rollout_gateway.engines.base import Finish, Request, Sampling
 from rollout_gateway.engines.sequence import RunningSequence
-from rollout_gateway.engines.sglang.plugin.sampling import as_sglang, follow, parents_of, pending
+from rollout_gateway.engines.sglang.plugin.sampling import accepted_path, as_sglang, parents_of, pending
 from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
 
 
@@ -61,7 +61,7 @@ def test_the_followed_path_is_the_walk_by_hand(seed: int, nodes: int, batch: int
     firsts, siblings = zip(*(links(parents) for parents, _ in trees), strict=True)
     first, sibling = torch.tensor(firsts), torch.tensor(siblings)
     assert parents_of(first, sibling).tolist() == [parents for parents, _ in trees]
-    found = follow(
+    found = accepted_path(
         torch.tensor(drawn), torch.tensor([tokens for _, tokens in trees]), parents_of(first, sibling), depth
     )
     assert found.path.shape == (batch, depth)
@@ -80,7 +80,7 @@ def tracked(**sampling: object) -> Tracked:
 def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
     # A chain of three nodes: draws 7, 8, 5; the drafts were 7 and 6, so two tokens are emitted.
     chain = torch.tensor([[-1, 0, 1]])
-    accepted = follow(torch.tensor([[7, 8, 5]]), torch.tensor([[4, 7, 6]]), chain, 3)
+    accepted = accepted_path(torch.tensor([[7, 8, 5]]), torch.tensor([[4, 7, 6]]), chain, 3)
     drawn = Draw(torch.tensor([7, 8, 5]), torch.tensor([-0.5, -0.25, -9.0]), torch.tensor([0.1, 0.2, 0.3]))
     one = tracked()
     pending([one], drawn, torch.zeros(3, 11), torch.tensor([4]), accepted, 5).settle()

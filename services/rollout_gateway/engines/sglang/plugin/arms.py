@@ -3,14 +3,13 @@
 Owns the choice and its arithmetic; what a shape means to SGLang's workers is in rounds.py and runtimes.py. Imports
 neither torch nor SGLang.
 
-An arm is `<speculator>:<steps>_<topk>_<draft tokens>` or `off`; the draft tokens count the root. SGLang is launched
-with the smallest shape that covers all arms, because KV slots are reserved by it, and every round runs one of them: one
-shape for the whole batch. `off` is a tree of the root alone: nothing is drafted, the drafter's state keeps in step.
+SGLang is launched with the smallest shape that covers all arms, because KV slots are reserved by it, and every round
+runs one of them: one shape for the whole batch. `off` is a tree of the root alone: nothing is drafted, the drafter's
+state keeps in step.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,13 +19,12 @@ import numpy.typing as npt
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
+from rollout_gateway.engines.arm_names import OFF, read_arm
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
-OFF = "off"
 SPECULATORS = ("eagle", "eagle3", "ngram")
-_ARM = re.compile(r"(?P<speculator>[a-z0-9]+):(?P<steps>\d+)_(?P<topk>\d+)_(?P<tokens>\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +54,11 @@ class Arm:
     shape: Shape
 
     @property
+    def trained(self) -> bool:
+        """Whether its drafter has weights."""
+        return self.speculator not in ("", "ngram")
+
+    @property
     def drafted(self) -> int:
         """Tokens proposed to each row of a round."""
         return self.shape.draft_tokens - 1
@@ -65,21 +68,21 @@ def parse_arm(name: str) -> Arm:
     """An arm from its name. Raises ConfigError for what SGLang cannot run."""
     if name == OFF:
         return Arm(OFF, "", ROOT)
-    found = _ARM.fullmatch(name)
-    if found is None or found["speculator"] not in SPECULATORS:
+    found = read_arm(name)
+    if found is None or found.speculator not in SPECULATORS:
         allowed = f"{OFF} or <{' | '.join(SPECULATORS)}>:<steps>_<topk>_<draft tokens>"
         raise ConfigError("not an arm of SGLang", seen=name, allowed=allowed)
-    shape = Shape(int(found["steps"]), int(found["topk"]), int(found["tokens"]))
+    shape = Shape(found.steps, found.topk, found.draft_tokens)
     if shape.steps < 1 or shape.topk < 1:
         raise ConfigError("an arm that drafts needs a step and a child", seen=name, allowed="steps and topk from 1 on")
     if shape.topk == 1 and shape.draft_tokens != shape.steps + 1:
         raise ConfigError("a chain has as many nodes as steps and root", seen=name, allowed=f"{shape.steps + 1} tokens")
-    if found["speculator"] == "ngram" and shape.topk != 1:
+    if found.speculator == "ngram" and shape.topk != 1:
         # SGLang's n-gram tree has no width: nodes alone bound it, so its depth is at most draft tokens - 1.
         raise ConfigError("an ngram arm is a number of tokens", seen=name, allowed="topk 1, steps + 1 draft tokens")
     if not 2 <= shape.draft_tokens <= shape.capacity:
         raise ConfigError("no tree has so many nodes", seen=name, allowed=f"2 to {shape.capacity} draft tokens")
-    return Arm(name, found["speculator"], shape)
+    return Arm(name, found.speculator, shape)
 
 
 def parse_arms(names: Sequence[str]) -> dict[str, Arm]:

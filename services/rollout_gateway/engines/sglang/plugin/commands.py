@@ -25,7 +25,7 @@ def obey(plugin: Plugin, payload: bytes) -> None:
     try:
         event = _carry_out(plugin, command)
     except PacelineError as error:
-        event = pb.WorkerEvent(failed=pb.CommandFailed(reason=error.reason, message=str(error)))
+        event = pb.WorkerEvent(failed=wire.failed_to(error))
     if event is not None and command.command_id and plugin.peer is not None:
         event.command_id = command.command_id
         plugin.peer.send(event)

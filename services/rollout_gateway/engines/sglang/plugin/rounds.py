@@ -151,7 +151,10 @@ def row_advanced(
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
         taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
         arm = done.plan.arm if done is not None else None
-        tracked.sequence.count(arm.drafted if arm else 0, taken, arm.shape.steps if arm else None)
+        if arm is None:
+            tracked.sequence.count(0, taken)
+        else:
+            tracked.sequence.count(arm.drafted, taken, arm.shape.steps, trained=arm.trained)
     original(processor, req, batch, result, row, logits_output)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.models.sampling import Draw, DrawParams, top_alternatives
 from rollout_gateway.engines.base import Sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
+from rollout_gateway.engines.tree_paths import follow
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,26 +31,17 @@ class Accepted:
     """int64 [B]: nodes of the path, the root included: tokens emitted."""
 
 
-def follow(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
+def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
     """Follow, from the root, the child whose token equals the draw at its parent.
 
     drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the root); parents
     [B, N]: see parents_of. depth: longest path allowed, the root included.
     """
-    safe = parents.clamp(min=0)
-    fits = (parents >= 0) & (candidates == drawn.gather(1, safe))
-    fits[:, 0] = True
-    reached = torch.zeros_like(fits)
-    reached[:, 0] = True
-    for _ in range(depth - 1):
-        reached = fits & reached.gather(1, safe)
-        reached[:, 0] = True
-    # Nodes of one path ascend, so the rank of a reached node is its depth.
-    rank = reached.long().cumsum(1) - 1
-    nodes = torch.arange(fits.shape[1], device=fits.device).expand_as(rank)
-    path = torch.full((fits.shape[0], max(depth, fits.shape[1]) + 1), -1, dtype=torch.int64, device=fits.device)
-    path.scatter_(1, torch.where(reached, rank, path.shape[1] - 1), torch.where(reached, nodes, -1))
-    return Accepted(path[:, :depth], reached.sum(1))
+    path, drafts = follow(drawn, candidates, parents)
+    lengths = (drafts + 1).clamp(max=depth)
+    path = torch.nn.functional.pad(path, (0, max(depth - path.shape[1], 0)))[:, :depth]
+    behind = torch.arange(depth, device=path.device) >= lengths[:, None]
+    return Accepted(path.masked_fill(behind, -1), lengths)
 
 
 def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
@@ -225,7 +217,7 @@ def verify_hook(
         verify_input.retrieve_next_token.view(size, nodes), verify_input.retrieve_next_sibling.view(size, nodes)
     )
     drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)
-    accepted = follow(drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth)
+    accepted = accepted_path(drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth)
     predict, lengths, index = as_sglang(drawn.tokens, accepted, nodes)
     if plugin.tp_group is not None:
         for part in (predict, lengths, index):  # ranks must take the same path even if a near-tie rounds differently
