@@ -28,7 +28,6 @@ from drafter_trainer.learner import DrafterLearner
 from paceline.config import load_config
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
@@ -164,7 +163,7 @@ def main() -> None:
     collect(options, tokenizer, buffer)
     print(f"{len(buffer)} rollouts, {buffer.tokens} positions", flush=True)
     learner = train(options, buffer)
-    save_eagle(learner.snapshot(), options.out)
+    learner.snapshot().save(options.out)
     print(
         f"{learner.total_steps} steps, {learner.total_tokens} positions; "
         f"acceptance length {probe(options, tokenizer):.2f} on {PROBES} held-out prompts; {options.out}"

@@ -29,9 +29,11 @@ class FeatureSample:
     step: int
     policy_version: int
     lm_head_hash: str
-    hidden: Tensor  # [R, H] as captured
+    hidden: Tensor  # [R, W] as captured, the last hidden_size columns the state after the final norm
     token_ids: Tensor  # [R + 1] int64
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
+    hidden_size: int  # H
+    layers: str = "last"  # what a row holds, see CaptureSpec.layers
 
     @property
     def positions(self) -> int:
@@ -64,6 +66,8 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         hidden=hidden.view(batch.rows, batch.hidden_size),
         token_ids=torch.as_tensor(batch.token_ids.astype(np.int64)),
         generated=torch.as_tensor(generated),
+        hidden_size=target.hidden_size,
+        layers=batch.layers,
     )
 
 
@@ -71,10 +75,13 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
     """Raises DataLoss when the batch does not fit the policy."""
     if batch.rows < 2:
         raise DataLoss("a feature batch is too short to train on", seen=f"{batch.rows} rows", allowed="at least 2")
-    if (batch.layers, batch.convention) != ("last", "post_norm"):
-        raise DataLoss("rows of another layer", seen=(batch.layers, batch.convention), allowed=("last", "post_norm"))
-    if batch.hidden_size != target.hidden_size:
-        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=target.hidden_size)
+    names = batch.layers.split(",")
+    if names[-1] != "last" or batch.convention != "post_norm":
+        raise DataLoss(
+            "rows of another layer", seen=(batch.layers, batch.convention), allowed=("..., last", "post_norm")
+        )
+    if batch.hidden_size != len(names) * target.hidden_size:
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size)
     if batch.token_ids.min() < 0 or batch.token_ids.max() >= target.vocab_size:
         seen = (int(batch.token_ids.min()), int(batch.token_ids.max()))
         raise DataLoss("tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}")

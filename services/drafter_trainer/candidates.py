@@ -6,8 +6,7 @@ import shutil
 from pathlib import Path
 
 from paceline.models.config import ModelConfig
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import load_eagle, save_eagle
+from paceline.speculators import DraftNet, read_drafter
 
 KEPT = 4
 
@@ -29,20 +28,20 @@ class Candidates:
         found = self._directory.glob("drafter-*/model.safetensors")
         return sorted(int(file.parent.name.removeprefix("drafter-")) for file in found)
 
-    def save(self, version: int, net: EagleNet) -> Path:
+    def save(self, version: int, net: DraftNet) -> Path:
         """Writes a version and forgets old ones."""
         path = self.path(version)
-        save_eagle(net, path)
+        net.save(path)
         for old in self.versions[:-KEPT]:
             if old not in self._needed:
                 shutil.rmtree(self.path(old))
         return path
 
-    def load(self, version: int) -> EagleNet | None:
+    def load(self, version: int) -> DraftNet | None:
         """The drafter of a version, ready for inference; None when it is not kept."""
         if version not in self.versions:
             return None
-        return load_eagle(self.path(version), self._target).eval()
+        return read_drafter(self.path(version), self._target).eval()
 
     def serves(self, version: int) -> None:
         """Keeps this version and the one that served before."""

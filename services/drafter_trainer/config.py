@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from paceline.config import Config, ServiceConfig
@@ -11,15 +13,13 @@ CONFIG_VARIABLE = "PACELINE_DRAFTER_TRAINER_CONFIG"
 
 
 class OptimizerConfig(Config):
-    """AdamW and the losses of EAGLE-1."""
+    """AdamW."""
 
     lr: float = Field(default=3e-4, gt=0, description="learning rate")
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas")
     weight_decay: float = Field(default=0.0, ge=0)
     clip_norm: float = Field(default=0.5, gt=0, description="largest gradient norm")
     warmup_steps: int = Field(default=20, ge=0, description="optimiser steps of linear warm-up")
-    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
-    token_weight: float = Field(default=0.1, ge=0, description="weight of the soft cross-entropy on tokens")
 
 
 class BufferConfig(Config):
@@ -47,7 +47,11 @@ class DrafterTrainerConfig(ServiceConfig):
     """Tree of the drafter trainer."""
 
     model: str = Field(default="", description="checkpoint directory of the policy at version 0")
-    drafter: str = Field(default="eagle", description="'eagle' for a fresh one, or a drafter checkpoint directory")
+    drafter: str = Field(
+        default="eagle",
+        description="speculator to train from fresh weights ('eagle', package.module:KIND), or a checkpoint directory",
+    )
+    options: dict[str, Any] = Field(default={}, description="settings of the fresh speculator's shape and loss")
     ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
     threads_per_rank: int = Field(default=1, ge=1)
     niceness: int = Field(default=10, ge=0, le=19, description="of the ranks: rollouts on the same CPU come first")

@@ -9,32 +9,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter_trainer.batcher import PackedRow, document_mask, pack
+from drafter_trainer.batcher import pack
 from drafter_trainer.buffer import FeatureSample
 from drafter_trainer.gate import Judgement, accepted_tokens, judge
 from drafter_trainer.heads import PolicyHead
-from paceline.speculators.eagle import EagleNet, chain_features
+from paceline.speculators import DraftNet, PackedRow
 
 PIECE_POSITIONS = 192
 
 
 @torch.inference_mode()
-def chain_matches(net: EagleNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
+def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
     """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the policy's own token?
 
     Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were right. Drafts past
     the end of a document count as misses.
     """
     net.bind(head.embed_tokens, head.lm_head)
-    mask = document_mask(row.documents)
-    features = chain_features(net, row.hidden, row.next_tokens, row.positions, steps, mask)
-    documents, matches = row.documents[0], []
-    length = documents.shape[0]
-    for step, feature in enumerate(features):
-        drafted = net.logits(feature[0]).argmax(-1)[: length - step]
-        inside = documents[step:] == documents[: length - step]
-        match = (drafted == row.draft_tokens[step:]) & inside
-        matches.append(torch.nn.functional.pad(match, (0, step)))
+    matches = []
+    for step, logits in enumerate(net.chain_logits(row, steps)):
+        there, inside = row.ahead(step)
+        matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
     return torch.stack(matches, dim=1)[row.valid]
 
 
@@ -43,8 +38,8 @@ class GateJob:
 
     def __init__(
         self,
-        candidate: EagleNet,
-        serving: EagleNet,
+        candidate: DraftNet,
+        serving: DraftNet,
         samples: Sequence[FeatureSample],
         head: PolicyHead,
         *,
@@ -70,7 +65,7 @@ class GateJob:
         row = pack(samples, window=self._window)
         for net, accepted in zip(self._nets, self._accepted, strict=True):
             accepted.append(accepted_tokens(chain_matches(net, row, self.head, self._steps).numpy()))
-        self._documents.append(row.documents[0][row.valid].numpy() + self._offset)
+        self._documents.append(row.documents[row.valid].numpy() + self._offset)
         self._offset += len(samples)
 
     def judgement(self, *, resamples: int) -> Judgement:

@@ -19,13 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._pytree import tree_map_only
 
-from drafter_trainer.batcher import PackedRow, document_mask
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.heads import PolicyHead
-from drafter_trainer.losses import eagle_loss
-from paceline.models.config import ModelConfig
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import load_tensors
+from paceline.speculators import DraftNet, PackedRow
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -38,22 +34,23 @@ class MicroResult:
     positions: int
     seconds: float
     stepped: bool  # it completed an optimiser step
+    terms: dict[str, float]  # means over its positions, see Objective.terms
 
 
 class DrafterLearner:
-    """An EAGLE drafter sharded by FSDP2 over the ranks, stepped once per `micro_batches` micro-batches.
+    """A drafter sharded by FSDP2 over the ranks, stepped once per `micro_batches` micro-batches.
 
     Gradients are sums over positions until the step divides them by the positions of all ranks, so that a partial
     gradient can wait through a preemption and still weighs every position equally.
     """
 
-    def __init__(self, net: EagleNet, config: OptimizerConfig, *, micro_batches: int) -> None:
-        self._shape, self._fc_bias = net.config, net.fc_bias
+    def __init__(self, net: DraftNet, config: OptimizerConfig, *, micro_batches: int) -> None:
+        self._whole = net.twin()  # never sharded: what snapshots are copied from
         self._config, self._micro_batches = config, micro_batches
         self._world = dist.get_world_size()
         mesh = init_device_mesh("cpu", (self._world,))
-        fully_shard(net.layers[0], mesh=mesh)
-        fully_shard(net, mesh=mesh)
+        for part in (*net.shards(), net):
+            fully_shard(part, mesh=mesh)
         self._net = net
         self._optimizer = torch.optim.AdamW(
             self._net.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
@@ -61,33 +58,22 @@ class DrafterLearner:
         self._pending_micro, self._pending_positions = 0, 0
         self.total_steps, self.total_tokens = 0, 0
 
-    @property
-    def shape(self) -> ModelConfig:
-        """Shape of the drafter."""
-        return self._shape
-
     def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
         """Adds one row's gradient; steps the optimiser when the batch is complete."""
         started = time.perf_counter()
         self._net.bind(head.embed_tokens, head.lm_head)
-        features = self._net(row.hidden, row.next_tokens, row.positions, document_mask(row.documents))
-        sums = eagle_loss(
-            features[0],
-            row.target,
-            head.lm_head,
-            row.valid,
-            feature_weight=self._config.feature_weight,
-            token_weight=self._config.token_weight,
-        )
-        sums.loss.backward()
+        loss, positions, terms = self._net(row)
+        loss.backward()
+        count = int(positions)
         self._pending_micro += 1
-        self._pending_positions += sums.positions
-        self.total_tokens += sums.positions
+        self._pending_positions += count
+        self.total_tokens += count
         stepped = self._pending_micro == self._micro_batches
         if stepped:
             self._optimizer_step()
-        loss = float(sums.loss.detach()) / max(sums.positions, 1)
-        return MicroResult(loss, sums.positions, time.perf_counter() - started, stepped)
+        share = 1.0 / max(count, 1)
+        means = {name: float(value) * share for name, value in terms.items()}
+        return MicroResult(float(loss.detach()) * share, count, time.perf_counter() - started, stepped, means)
 
     def _optimizer_step(self) -> None:
         positions = torch.tensor(float(self._pending_positions))
@@ -108,12 +94,12 @@ class DrafterLearner:
         self.total_steps += 1
         self._pending_micro, self._pending_positions = 0, 0
 
-    def snapshot(self) -> EagleNet:
+    def snapshot(self) -> DraftNet:
         """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of all ranks."""
         tensors: dict[str, Any] = get_model_state_dict(self._net, options=_FULL)
-        copy = EagleNet(self._shape, fc_bias=self._fc_bias)
+        copy = self._whole.twin()
         if tensors:  # only rank 0 receives the full state
-            load_tensors(copy, tensors)
+            copy.load_tensors(tensors)
         return copy.eval()
 
     def state(self) -> dict[str, Any]:

@@ -22,11 +22,10 @@ from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink, activation_span
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
-from paceline.errors import InvalidInput, PacelineError
+from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.local.ranks import RankLink
 from paceline.models.config import read_config
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import load_eagle, load_tensors, save_eagle
+from paceline.speculators import DraftNet, find_kind, read_drafter
 from paceline.streams import RedisStream, connect, run_key
 
 IDLE_S = 1.0
@@ -55,7 +54,7 @@ class Rank:
         candidates = Candidates(checkpoints / "drafter-candidates", self._target)
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, initial)
-        self._shape, self._fc_bias = initial.config, initial.fc_bias
+        self._whole = initial.twin()
         self.learner = DrafterLearner(initial, config.optimizer, micro_batches=config.micro_batches_per_step)
         self.trainer = DrafterTrainer(config, self.learner, self.heads, self.link, candidates)
         self._writer = CheckpointWriter(self.directory, self._write_drafter)
@@ -66,10 +65,14 @@ class Rank:
         self.link.on_command = self.obey
         self.link.open_stream()
 
-    def _initial_net(self) -> EagleNet:
-        if self._config.drafter == "eagle":
-            return EagleNet(self._target, seed=self._config.run.seed)
-        return load_eagle(Path(self._config.drafter), self._target)
+    def _initial_net(self) -> DraftNet:
+        drafter = self._config.drafter
+        if Path(drafter).is_dir():
+            return read_drafter(Path(drafter), self._target)
+        net = find_kind(drafter).net
+        if net is None:
+            raise ConfigError("a speculator without weights is not trained", seen=drafter, allowed="one with weights")
+        return net.fresh(self._target, net.Options.model_validate(self._config.options), self._config.run.seed)
 
     def run(self) -> None:
         """Until SIGTERM: wait for a lease, train under it, write a checkpoint when it is time."""
@@ -152,9 +155,9 @@ class Rank:
         self._saved_steps, self._saved_at = self.learner.total_steps, time.monotonic()
 
     def _write_drafter(self, state: dict[str, Any], directory: Path) -> None:
-        net = EagleNet(self._shape, fc_bias=self._fc_bias)
-        load_tensors(net, state["learner"]["model"])
-        save_eagle(net, directory)
+        net = self._whole.twin()
+        net.load_tensors(state["learner"]["model"])
+        net.save(directory)
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.batcher import PackedRow
+from paceline.speculators import PackedRow
 
 _STOP, _ROW, _SNAPSHOT = 0, 1, 2
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
-_INTEGERS = ("next_tokens", "draft_tokens", "positions", "documents", "valid")
+_INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
 
 def announce_stop() -> None:
@@ -28,10 +28,12 @@ def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
     """Rank 0: sends row r to rank r and returns its own; one row per rank, all of one head."""
     _announce(_ROW)
     for rank, row in enumerate(rows[1:], start=1):
-        size = torch.tensor([*row.hidden.shape[1:], *bytes.fromhex(row.lm_head_hash)])
-        dist.send(size, rank)
-        dist.send(torch.stack([row.hidden[0], row.target]), rank)
-        dist.send(torch.stack([getattr(row, name).reshape(-1).long() for name in _INTEGERS]), rank)
+        layers = row.layers.encode()
+        widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
+        dist.send(torch.tensor([*widths, *bytes.fromhex(row.lm_head_hash)]), rank)
+        dist.send(torch.frombuffer(bytearray(layers), dtype=torch.uint8), rank)
+        dist.send(torch.cat([row.states, row.next_states], dim=1), rank)
+        dist.send(torch.stack([getattr(row, name).long() for name in _INTEGERS]), rank)
     return rows[0]
 
 
@@ -41,23 +43,27 @@ def receive() -> PackedRow | str:
     dist.broadcast(word, 0)
     if word != _ROW:
         return "stop" if word == _STOP else "snapshot"
-    size = torch.zeros(2 + _HASH_BYTES, dtype=torch.int64)
+    size = torch.zeros(4 + _HASH_BYTES, dtype=torch.int64)
     dist.recv(size, 0)
-    length, width, *hash_bytes = size.tolist()
-    states = torch.empty(2, length, width)
+    length, width, hidden_size, named, *hash_bytes = size.tolist()
+    layers = torch.empty(named, dtype=torch.uint8)
+    dist.recv(layers, 0)
+    states = torch.empty(length, width + hidden_size)
     dist.recv(states, 0)
     integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
     dist.recv(integers, 0)
-    next_tokens, draft_tokens, positions, documents, valid = integers
+    next_tokens, draft_tokens, positions, parents, documents, valid = integers
     return PackedRow(
-        hidden=states[0][None],
-        next_tokens=next_tokens[None],
+        states=states[:, :width],
+        next_states=states[:, width:],
+        next_tokens=next_tokens,
         draft_tokens=draft_tokens,
-        target=states[1],
-        positions=positions[None],
-        documents=documents[None],
+        positions=positions,
+        parents=parents,
+        documents=documents,
         valid=valid.bool(),
         lm_head_hash=bytes(hash_bytes).hex(),
+        layers=bytes(layers.tolist()).decode(),
     )
 
 

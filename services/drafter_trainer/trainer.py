@@ -17,7 +17,7 @@ from drafter_trainer.gate import Judgement
 from drafter_trainer.heads import PolicyHead, PolicyHeads
 from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators import DraftNet
 from paceline.telemetry import get_logger, span
 
 FIRST_MICRO_BATCH_TOKENS = 128
@@ -32,7 +32,7 @@ class DrafterState:
     """A drafter version whole and unsharded."""
 
     version: int
-    net: EagleNet
+    net: DraftNet
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class DrafterTrainer:
             current.set_attribute("loss", result.loss)
             current.set_attribute("stepped", result.stepped)
         seconds = time.perf_counter() - started
-        self._learn_speed(seconds / max(rows[0].valid.shape[0], 1))
+        self._learn_speed(seconds / max(len(rows[0]), 1))
         activation.micro_batches += 1
         activation.steps += result.stepped
         activation.tokens += sum(int(row.valid.sum()) for row in rows)

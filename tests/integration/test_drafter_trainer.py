@@ -34,7 +34,6 @@ from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import load_eagle
 from paceline.streams import FeatureBatch, connect
 from paceline.tensors import from_numpy, head_hash
 from paceline.trajectory import VersionSet
@@ -132,7 +131,7 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(world: Wor
     assert (await world.status()).total_steps == status.total_steps
     saved = await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(8)))
     assert saved.total_steps == status.total_steps
-    load_eagle(Path(saved.path), read_config(POLICY))
+    EagleNet.read(Path(saved.path), read_config(POLICY))
 
 
 async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
@@ -159,7 +158,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     shutil.copytree(world.pushed(1), received)
     shutil.copy(written / "config.json", received)
     target = read_config(POLICY)
-    net, again = load_eagle(written, target).state_dict(), load_eagle(received, target).state_dict()
+    net, again = EagleNet.read(written, target).state_dict(), EagleNet.read(received, target).state_dict()
     assert all(torch.equal(net[name], again[name]) for name in net)
     assert torch.linalg.norm(net["fc.weight"] - EagleNet(target, seed=0).fc.weight) > 0.1
 
@@ -227,7 +226,7 @@ async def test_two_ranks_train_save_and_learn_a_head_that_comes_while_they_train
         detached = await until(running, "detached")
     saved = await saving
     assert saved.total_steps == detached.total_steps > 0
-    load_eagle(Path(saved.path), read_config(POLICY))
+    EagleNet.read(Path(saved.path), read_config(POLICY))
     again = (await collect(world.activate(2, max_steps=2)))[-1].detached
     assert (again.steps, again.dropped) == (2, {})
     assert detached.micro_batches + again.micro_batches == 4 * (detached.steps + again.steps), "a gradient was lost"

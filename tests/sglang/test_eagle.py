@@ -192,10 +192,9 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(served: Serv
     tokens, trained = run()
     from paceline.models.config import read_config
     from paceline.speculators.eagle import EagleNet
-    from paceline.speculators.eagle_checkpoint import save_eagle
 
     fresh = served.client.log_path.parent / "fresh"
-    save_eagle(EagleNet(read_config(DEMO / "policy_trained"), seed=3), fresh)
+    EagleNet(read_config(DEMO / "policy_trained"), seed=3).save(fresh)
     now = served.health().versions
     for number, path in ((1, fresh), (2, DEMO / "drafter_trained")):
         prepare = pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=number, path=str(path))

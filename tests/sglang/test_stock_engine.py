@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 import rollout_gateway
 from paceline.local.ports import free_port
 from paceline.models.config import read_config
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
+from paceline.speculators.eagle import EagleNet, EagleOptions
 
 pytestmark = pytest.mark.sglang
 CPU_KERNELS = Path(rollout_gateway.__file__).parent / "engines" / "sglang" / "cpu_kernels"
@@ -57,7 +56,7 @@ def transformers_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 def test_llama_under_an_eagle_tree_emits_the_greedy_tokens_of_transformers(tmp_path: Path) -> None:
     # A small vocabulary lets even a random drafter hit, so that accepted branches are really moved and continued.
     model = save_random(tmp_path / "target", "llama", vocab_size=19, sharpness=4.0, max_position_embeddings=512)
-    save_eagle(EagleNet(read_config(tmp_path / "target"), fc_bias=True, seed=1), tmp_path / "drafter")
+    EagleNet(read_config(tmp_path / "target"), EagleOptions(fc_bias=True), seed=1).save(tmp_path / "drafter")
     tree = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 10, "draft_model_path": str(tmp_path / "drafter")}
     report = generate(
         {

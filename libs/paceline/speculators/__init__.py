@@ -1,6 +1,7 @@
-"""Draft models behind one protocol (base.py), the same module in engine and trainer."""
+"""Draft models behind one protocol (base.py), the same module in engine and trainer (net.py).
 
-from collections.abc import Callable
+To add one: a file with its network and its drafter, and a line in SPECULATORS.
+"""
 
 from paceline.speculators.base import (
     CaptureSpec,
@@ -11,21 +12,23 @@ from paceline.speculators.base import (
     Speculator,
     SpeculatorSetup,
 )
-from paceline.speculators.eagle_drafter import EagleDrafter
-from paceline.speculators.ngram import NgramSpeculator
-
-SPECULATORS: dict[str, Callable[[SpeculatorSetup], Speculator]] = {
-    "eagle": EagleDrafter,
-    "ngram": NgramSpeculator,
-}
+from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.packed import PackedRow
+from paceline.speculators.table import SPECULATORS, SpeculatorKind, find_kind, read_drafter
 
 __all__ = [
     "SPECULATORS",
     "CaptureSpec",
     "DraftBatch",
+    "DraftNet",
     "DraftSampler",
     "DraftShape",
     "Drafts",
+    "Objective",
+    "PackedRow",
     "Speculator",
+    "SpeculatorKind",
     "SpeculatorSetup",
+    "find_kind",
+    "read_drafter",
 ]

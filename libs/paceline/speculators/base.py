@@ -18,12 +18,23 @@ from paceline.models.decoder import DecoderWeights
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """Which hidden states of the target a speculator needs."""
+    """Which hidden states of the target a speculator needs, and what they are called in captured rows."""
 
-    layers: str = "last"
-    """"last": one row of H numbers per token; "" : none."""
+    inner: tuple[int, ...] = ()
+    """Ascending: i is the residual stream that enters decoder layer i, before any norm."""
+    last: bool = True
+    """The state after the final norm, the input of lm_head."""
     convention: str = "post_norm"
-    """"post_norm": after the final norm, the input of lm_head."""
+    """The final norm has been applied to `last`."""
+
+    @property
+    def layers(self) -> str:
+        """Names of the states in their order in a row, "2,14,25,last"; empty when none is needed."""
+        return ",".join((*map(str, self.inner), *(("last",) if self.last else ())))
+
+    def width(self, hidden_size: int) -> int:
+        """Numbers of a row."""
+        return hidden_size * (len(self.inner) + self.last)
 
 
 class DraftSampler(Protocol):

@@ -1,7 +1,7 @@
 """EAGLE-1 drafter as a module (Li et al. 2024, arXiv 2401.15077): one decoder layer that predicts the next feature.
 
-Owns the network, its weight names and its checkpoint, for engine and trainer alike; not drafting with a cache
-(eagle_drafter.py) and not losses. embed_tokens and lm_head are the target's, by reference: never trained or exported.
+Owns the network, for engine and trainer alike; not its checkpoint's names (eagle_checkpoint.py), not drafting with a
+cache (eagle_drafter.py). embed_tokens and lm_head are the target's, by reference: never trained or exported.
 
 Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary position t. Its output
 predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last hidden state after the final norm.
@@ -9,14 +9,38 @@ predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last hid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.config import Config
 from paceline.models.config import ModelConfig
 from paceline.models.rope import inverse_frequencies, rotate_halves
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.eagle_checkpoint import (
+    ARCHITECTURES,
+    check_eagle,
+    drafter_config,
+    eagle_config_json,
+    eagle_shapes,
+    strip_shared,
+)
+from paceline.speculators.losses import eagle_loss
+from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.packed import PackedRow
+
+
+class EagleOptions(Config):
+    """Settings of an EAGLE drafter."""
+
+    fc_bias: bool = Field(default=False, description="a bias behind the fusion of embedding and state")
+    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
+    token_weight: float = Field(default=0.1, ge=0, description="weight of the soft cross-entropy on tokens")
 
 
 @dataclass(slots=True)
@@ -128,19 +152,59 @@ class EagleLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleNet(nn.Module):
-    """The drafter's network. Bind the target's embed_tokens and lm_head before the first forward."""
+class EagleNet(DraftNet):
+    """The drafter's network: see DraftNet."""
 
-    def __init__(self, config: ModelConfig, *, fc_bias: bool = False, seed: int = 0) -> None:
+    speculator: ClassVar[str] = "eagle"
+    architectures: ClassVar[frozenset[str]] = frozenset(ARCHITECTURES.values())
+    Options: ClassVar[type[Config]] = EagleOptions
+
+    def __init__(self, config: ModelConfig, options: EagleOptions | None = None, *, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.fc_bias = fc_bias
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=fc_bias)
+        self.options = options or EagleOptions()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        # Plain tensors, not parameters or buffers: the target's, neither trained, sharded nor exported.
-        self.embed: Tensor = torch.empty(0)
-        self.head: Tensor = torch.empty(0)
         self.reset(seed)
+
+    @classmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """See DraftNet.fresh."""
+        assert isinstance(options, EagleOptions)
+        return cls(target, options, seed=seed)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """See DraftNet.parse; `fc_bias` is the checkpoint's."""
+        assert isinstance(options, EagleOptions)
+        check_eagle(raw, target)
+        options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
+        return cls(drafter_config(raw, target), options)
+
+    def twin(self) -> Self:
+        """See DraftNet.twin."""
+        return type(self)(self.config, self.options)
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture."""
+        return CaptureSpec()
+
+    def shards(self) -> tuple[nn.Module, ...]:
+        """See DraftNet.shards."""
+        return (self.layers[0],)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See DraftNet.shapes."""
+        return eagle_shapes(self.config, self.options.fc_bias)
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return eagle_config_json(self.config, self.options.fc_bias)
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors."""
+        return strip_shared(tensors)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
@@ -155,11 +219,30 @@ class EagleNet(nn.Module):
                 parameter.fill_(1.0)
         self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
 
-    def bind(self, embed: Tensor, head: Tensor) -> None:
-        """Use the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
-        self.embed, self.head = embed.detach(), head.detach()
+    def forward(self, row: PackedRow) -> Objective:
+        """See DraftNet.forward and losses.eagle_loss."""
+        features = self.features(self._last(row), row.next_tokens[None], row.positions[None], row.mask()[None])
+        return eagle_loss(
+            features[0],
+            row.next_states,
+            self.head,
+            row.valid,
+            feature_weight=self.options.feature_weight,
+            token_weight=self.options.token_weight,
+        )
 
-    def forward(
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """See DraftNet.chain_logits."""
+        chain = chain_features(
+            self, self._last(row), row.next_tokens[None], row.positions[None], steps, row.mask()[None]
+        )
+        return [self.logits(features[0]) for features in chain]
+
+    def _last(self, row: PackedRow) -> Tensor:
+        """The last hidden state [1, T, H] of captured rows."""
+        return row.states[None, :, -self.config.hidden_size :]
+
+    def features(
         self,
         hidden: Tensor,
         next_tokens: Tensor,
@@ -186,7 +269,7 @@ class EagleNet(nn.Module):
 
 
 def chain_features(
-    net: nn.Module,
+    net: EagleNet,
     hidden: Tensor,
     next_tokens: Tensor,
     positions: Tensor,
@@ -204,7 +287,7 @@ def chain_features(
     chain = ChainKeys()
     features, tokens, outputs = hidden, next_tokens, []
     for step in range(steps):
-        features = net(features, tokens, positions + step, mask, chain)
+        features = net.features(features, tokens, positions + step, mask, chain)
         outputs.append(features)
         tokens = functional.pad(tokens[:, 1:], (0, 1))
     return outputs

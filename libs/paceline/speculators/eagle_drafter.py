@@ -30,7 +30,6 @@ from paceline.models.rope import rotation_table
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import load_eagle, load_tensors
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up apart, so that the others do not compute its rows' padding."""
@@ -59,7 +58,7 @@ class EagleDrafter:
         self._target = setup.target
         self._dtype = setup.dtype
         target = setup.target.config
-        net = load_eagle(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
+        net = EagleNet.read(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
         self._config: ModelConfig = net.config
         device = setup.target.head.device
         self._device = device
@@ -75,7 +74,7 @@ class EagleDrafter:
         net.bind(self._target.embed, self._target.head)
         tensors = {name: value.detach() for name, value in net.state_dict().items()}
         fc = tensors["fc.weight"].to(device, self._dtype)
-        bias = net.fc.bias.detach().to(device, self._dtype) if net.fc_bias else None
+        bias = net.fc.bias.detach().to(device, self._dtype) if net.fc.bias is not None else None
         return EagleState(
             net=net,
             layer=fuse_layer(self._config, tensors, "layers.0.", self._dtype, device),
@@ -90,8 +89,8 @@ class EagleDrafter:
 
     def load_state(self, directory: Path) -> EagleNet:
         """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput."""
-        net = EagleNet(self._config, fc_bias=self._state.net.fc_bias)
-        load_tensors(net, read_tensors(directory))
+        net = self._state.net.twin()
+        net.load_tensors(read_tensors(directory))
         return net
 
     def commit_state(self, state: object) -> None:

@@ -75,7 +75,7 @@ class NgramSpeculator:
 
     name = "ngram"
     trainable = False
-    capture = CaptureSpec(layers="")
+    capture = CaptureSpec(last=False)
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         self._tokens: list[list[int]] = [[] for _ in range(setup.slots)]

@@ -20,7 +20,16 @@ from paceline.errors import MissingCapability
 from paceline.models.config import parse_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
-from paceline.speculators import SPECULATORS, CaptureSpec, DraftBatch, Drafts, DraftShape, Speculator, SpeculatorSetup
+from paceline.speculators import (
+    SPECULATORS,
+    CaptureSpec,
+    DraftBatch,
+    Drafts,
+    DraftShape,
+    Speculator,
+    SpeculatorKind,
+    SpeculatorSetup,
+)
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
@@ -67,7 +76,7 @@ class KnownTokens:
 
     name = NAME
     trainable = False
-    capture = CaptureSpec(layers="")
+    capture = CaptureSpec(last=False)
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         self._vocab = setup.target.config.vocab_size
@@ -140,7 +149,7 @@ def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
 def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterator[None]:
     """While an engine is built, the table of speculators names another one; the engine itself is untouched."""
     usual = SPECULATORS[NAME]
-    SPECULATORS[NAME] = make
+    SPECULATORS[NAME] = SpeculatorKind(make)
     try:
         yield
     finally:

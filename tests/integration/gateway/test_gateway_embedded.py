@@ -12,7 +12,6 @@ from safetensors.torch import save
 from paceline.errors import WeightsError
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import export_tensors
 from paceline.streams import RedisStream, decode_features, run_key
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
@@ -64,7 +63,7 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
                 assert again[key].tokens_hash == sample.tokens_hash
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         assert [worker.health.versions.policy for worker in status.workers] == [1, 1]
-        drafter = list(decode_safetensors(save(export_tensors(EagleNet(read_config(POLICY), seed=1)))).values())
+        drafter = list(decode_safetensors(save(EagleNet(read_config(POLICY), seed=1).export_tensors())).values())
         await push_weights(served.channel, build_manifest(pb.WEIGHT_TARGET_DRAFTER, 1, drafter), drafter, context)
         await commit_versions(served.channel, context, VersionSet(2, 1, 1))
         # Nobody pushed drafter 0, so that no worker can serve it again: the coordinator gives such a set up.

@@ -7,8 +7,9 @@ from dataclasses import fields
 import torch
 from unit.drafter_trainer.samples import PROMPT, TARGET, batch, sample, toy_policy, with_rejected
 
-from drafter_trainer.batcher import PackedRow, document_mask, pack
+from drafter_trainer.batcher import pack
 from drafter_trainer.buffer import sample_from
+from paceline.speculators import PackedRow
 from paceline.speculators.eagle import EagleNet
 from paceline.streams import decode_features, encode_features
 
@@ -21,7 +22,9 @@ def features(row: PackedRow) -> torch.Tensor:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
-        out: torch.Tensor = net(row.hidden, row.next_tokens, row.positions, document_mask(row.documents))[0]
+        out: torch.Tensor = net.features(
+            row.states[None], row.next_tokens[None], row.positions[None], row.mask()[None]
+        )[0]
     return out
 
 
@@ -40,13 +43,13 @@ def test_rejected_rows_beside_a_sequence_change_no_bit_of_the_packed_row() -> No
 def test_the_targets_own_step_maps_every_pair_to_its_target() -> None:
     policy = toy_policy()
     row = pack([sample(length, seed) for seed, length in enumerate(LENGTHS)], window=512)
-    torch.testing.assert_close(policy.step(row.hidden[0], row.next_tokens[0]), row.target)
+    torch.testing.assert_close(policy.step(row.states, row.next_tokens), row.next_states)
     generated = row.valid
-    assert torch.equal((row.target @ policy.head.T).argmax(-1)[generated], row.draft_tokens[generated])
+    assert torch.equal((row.next_states @ policy.head.T).argmax(-1)[generated], row.draft_tokens[generated])
     # A sequence of N tokens has N - 1 rows, N - 2 pairs; tokens from PROMPT on are the policy's.
     assert row.valid.shape[0] == sum(length - 2 for length in LENGTHS)
     assert int(row.valid.sum()) == sum(length - PROMPT for length in LENGTHS)
-    assert row.positions[0].tolist() == [t for length in LENGTHS for t in range(length - 2)]
+    assert row.positions.tolist() == [t for length in LENGTHS for t in range(length - 2)]
 
 
 def test_a_packed_row_gives_the_features_of_its_documents_alone() -> None:
@@ -60,16 +63,16 @@ def test_changing_one_document_changes_no_other() -> None:
     before = pack(samples, window=512)
     after = pack([samples[0], sample(LENGTHS[1], 99), *samples[2:]], window=512)
     moved = (features(before) - features(after)).abs().amax(-1) > 0
-    assert torch.equal(moved, before.documents[0] == 1)
+    assert torch.equal(moved, before.documents == 1)
 
 
 def test_a_long_sample_gives_its_last_window() -> None:
     whole, cut = pack([sample(21, 3)], window=512), pack([sample(21, 3)], window=5)
-    assert torch.equal(cut.hidden[0], whole.hidden[0, -5:])
-    assert torch.equal(cut.next_tokens[0], whole.next_tokens[0, -5:])
+    assert torch.equal(cut.states, whole.states[-5:])
+    assert torch.equal(cut.next_tokens, whole.next_tokens[-5:])
     assert torch.equal(cut.draft_tokens, whole.draft_tokens[-5:])
-    assert torch.equal(cut.target, whole.target[-5:])
-    assert cut.positions[0].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(cut.next_states, whole.next_states[-5:])
+    assert cut.positions.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_states_of_an_older_policy_version_are_no_target() -> None:

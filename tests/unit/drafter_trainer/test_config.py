@@ -10,9 +10,8 @@ KEYS = {
     "buffer.window", "checkpoint_interval_s", "data_wait_s", "drafter", "gate.bootstrap", "gate.draft_steps",
     "gate.interval_steps", "gate.min_positions", "gate.samples", "max_epochs", "max_micro_batch_tokens",
     "micro_batch_ms", "micro_batches_per_step", "model", "niceness", "optimizer.betas", "optimizer.clip_norm",
-    "optimizer.feature_weight", "optimizer.lr", "optimizer.token_weight", "optimizer.warmup_steps",
-    "optimizer.weight_decay", "preempt_deadline_s", "push_deadline_s", "push_grace_s", "rank_start_deadline_s",
-    "ranks", "resume", "threads_per_rank",
+    "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "options", "preempt_deadline_s",
+    "push_deadline_s", "push_grace_s", "rank_start_deadline_s", "ranks", "resume", "threads_per_rank",
 }  # fmt: skip
 
 

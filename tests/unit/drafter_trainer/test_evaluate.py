@@ -40,7 +40,7 @@ def slow_matches(net: EagleNet, one: FeatureSample) -> list[list[bool]]:
                 row.append(False)
                 continue
             inputs = tokens[1:ahead][None]
-            out = net(hidden[None], inputs, torch.arange(inputs.shape[1])[None])[0, -1]
+            out = net.features(hidden[None], inputs, torch.arange(inputs.shape[1])[None])[0, -1]
             row.append(bool(net.logits(out).argmax() == tokens[ahead]))
             hidden = torch.cat([hidden, out[None]])
         matches.append(row)

@@ -44,7 +44,7 @@ def reference() -> tuple[float, dict[str, torch.Tensor]]:
     for seed in range(16):
         tokens, hidden = policy.rows(9 + 3 * (seed // 4) + seed % 4, seed)
         length = len(tokens) - 2
-        features = net(hidden[None, :-1], tokens[None, 1:-1], torch.arange(length)[None])[0]
+        features = net.features(hidden[None, :-1], tokens[None, 1:-1], torch.arange(length)[None])[0]
         for t in range(PROMPT - 2, length):
             target = policy.head @ hidden[t + 1]
             soft = -(target.softmax(-1) * (policy.head @ features[t]).log_softmax(-1)).sum()

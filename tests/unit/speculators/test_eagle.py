@@ -15,8 +15,7 @@ from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
 from paceline.speculators import DraftBatch, DraftShape, SpeculatorSetup
-from paceline.speculators.eagle import EagleNet, chain_features
-from paceline.speculators.eagle_checkpoint import export_tensors, load_eagle, load_tensors, save_eagle
+from paceline.speculators.eagle import EagleNet, EagleOptions, chain_features
 from paceline.speculators.eagle_drafter import EagleDrafter
 
 TOKENS = 30
@@ -24,7 +23,7 @@ TOKENS = 30
 
 def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
     """A net whose every weight matters."""
-    net = EagleNet(weights.config, seed=3, **options)
+    net = EagleNet(weights.config, EagleOptions(**options), seed=3)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -53,7 +52,7 @@ def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
         x = net.fc(torch.cat((embedded, hidden[:, :TOKENS]), dim=-1))
         angles = LlamaRotaryEmbedding(model.config)(x, positions)
         expected = layer(x, attention_mask=causal, position_embeddings=angles)
-        got = net(hidden[:, :TOKENS], tokens[:, 1 : TOKENS + 1], positions)
+        got = net.features(hidden[:, :TOKENS], tokens[:, 1 : TOKENS + 1], positions)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
@@ -63,7 +62,7 @@ def test_engine_drafts_what_the_trainers_chain_predicts(family: str, fc_bias: bo
     save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
     net = rough_net(weights, fc_bias=fc_bias)
-    save_eagle(net, tmp_path / "drafter")
+    net.save(tmp_path / "drafter")
     drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
     tokens, hidden = rows()
     known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
@@ -87,7 +86,7 @@ def test_every_node_of_a_tree_scores_as_its_path_alone(family: str, tmp_path: Pa
     save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
     net = rough_net(weights)
-    save_eagle(net, tmp_path / "drafter")
+    net.save(tmp_path / "drafter")
     drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
     tokens, hidden = rows()
     known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
@@ -124,7 +123,7 @@ def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -
         inputs = hidden[:, : start + 1]
         for step in range(steps):
             length = start + 1 + step
-            out = net(inputs, tokens[:, 1 : length + 1], torch.arange(length)[None])
+            out = net.features(inputs, tokens[:, 1 : length + 1], torch.arange(length)[None])
             torch.testing.assert_close(chain[step][:, start], out[:, -1], atol=1e-5, rtol=0)
             inputs = torch.cat((inputs, out[:, -1:]), dim=1)
 
@@ -147,7 +146,7 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
 def test_the_targets_tensors_are_neither_trained_nor_exported(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     net = rough_net(load_model(tmp_path, dtype=torch.float32))
-    names = set(export_tensors(net))
+    names = set(net.export_tensors())
     assert "fc.weight" in names
     assert "layers.0.self_attn.q_proj.weight" in names
     assert not {name for name in names if "embed" in name or "head" in name or "input_layernorm" in name}
@@ -158,10 +157,10 @@ def test_a_checkpoint_survives_the_round_trip(tmp_path: Path) -> None:
     save_random(tmp_path, "qwen2")
     weights = load_model(tmp_path, dtype=torch.float32)
     net = rough_net(weights)
-    save_eagle(net, tmp_path / "drafter")
-    again = load_eagle(tmp_path / "drafter", weights.config)
-    for name, tensor in export_tensors(net).items():
-        assert torch.equal(tensor, export_tensors(again)[name])
+    net.save(tmp_path / "drafter")
+    again = EagleNet.read(tmp_path / "drafter", weights.config)
+    for name, tensor in net.export_tensors().items():
+        assert torch.equal(tensor, again.export_tensors()[name])
     raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
     assert raw["architectures"] == ["Qwen2ForCausalLMEagle"]
     assert raw["max_position_embeddings"] == weights.config.max_position_embeddings
@@ -171,13 +170,13 @@ def test_a_drafter_of_another_target_is_refused_by_name(tmp_path: Path) -> None:
     save_random(tmp_path / "a", "llama")
     save_random(tmp_path / "b", "llama", vocab_size=101)
     small, large = (load_model(tmp_path / part, dtype=torch.float32) for part in "ab")
-    save_eagle(rough_net(small), tmp_path / "drafter")
+    rough_net(small).save(tmp_path / "drafter")
     with pytest.raises(InvalidInput, match="vocab_size"):
-        load_eagle(tmp_path / "drafter", large.config)
-    tensors = export_tensors(rough_net(small))
+        EagleNet.read(tmp_path / "drafter", large.config)
+    tensors = rough_net(small).export_tensors()
     tensors.pop("fc.weight")
     with pytest.raises(WeightsError, match=r"fc\.weight"):
-        load_tensors(rough_net(small), tensors)
+        rough_net(small).load_tensors(tensors)
 
 
 def test_gradients_reach_every_weight_through_the_chain(tmp_path: Path) -> None:

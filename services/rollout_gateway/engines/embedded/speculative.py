@@ -15,7 +15,7 @@ from torch import Tensor
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
-from paceline.speculators import SPECULATORS, DraftBatch, Drafts, Speculator, SpeculatorSetup
+from paceline.speculators import DraftBatch, Drafts, Speculator, SpeculatorSetup, find_kind
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.arm_names import OFF
 from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
@@ -66,7 +66,7 @@ class Speculation:
         setup = SpeculatorSetup(target, slots, capacity, target.head.dtype, spec.seed, directory)
         used = {arm.speculator for arm in arms.values() if arm.speculator}
         self.speculators: dict[str, Speculator] = {
-            name: SPECULATORS[name](setup) for name in spec.speculators if name in used
+            name: find_kind(name).drafter(setup) for name in spec.speculators if name in used
         }
         if spec.drafter_path:
             trained = self.trained

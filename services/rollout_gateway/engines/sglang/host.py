@@ -144,11 +144,10 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     from paceline.models.config import read_config
     from paceline.models.loading import read_tensors
     from paceline.speculators.eagle import EagleNet
-    from paceline.speculators.eagle_checkpoint import save_eagle
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:
-        save_eagle(EagleNet(read_config(Path(spec.model_dir)), seed=spec.seed), folder)
+        EagleNet(read_config(Path(spec.model_dir)), seed=spec.seed).save(folder)
     tensors = read_tensors(given)
     if "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros(tensors["fc.weight"].shape[0], dtype=tensors["fc.weight"].dtype)

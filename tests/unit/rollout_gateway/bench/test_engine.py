@@ -163,7 +163,7 @@ def test_the_expected_acceptance_length_is_that_of_a_geometric_law() -> None:
 def test_the_table_of_speculators_is_as_before_even_when_the_build_fails(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput):
         build_injected(spec(tmp_path))
-    assert SPECULATORS["ngram"] is NgramSpeculator
+    assert SPECULATORS["ngram"].drafter is NgramSpeculator
 
 
 def test_the_random_model_has_56_million_parameters() -> None:

@@ -16,7 +16,6 @@ from paceline.errors import ConfigError, InvalidInput, MissingCapability, Weight
 from paceline.models.config import read_config
 from paceline.models.loading import load_model
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, Sampling, Target
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
@@ -230,7 +229,7 @@ def test_a_drafter_swap_changes_drafts_only_and_can_be_rolled_back(tmp_path: Pat
         net = EagleNet(config, seed=version)
         with torch.no_grad():
             net.fc.weight += 0.3 * torch.randn(net.fc.weight.shape, generator=torch.Generator().manual_seed(version))
-        save_eagle(net, tmp_path / f"d{version}")
+        net.save(tmp_path / f"d{version}")
     batch = requests(12)
     expected, _ = generate(build(tmp_path, drafter="off"), batch)
     accepted = {}

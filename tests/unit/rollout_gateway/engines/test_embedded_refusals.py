@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
 from rollout_gateway.engines.base import Engine, Request, Sampling
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
@@ -31,7 +30,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("saved")
     model = save_random(directory / "shards", "llama")
     model.save_pretrained(directory / "target")
-    save_eagle(EagleNet(read_config(directory / "target")), directory / "drafter")
+    EagleNet(read_config(directory / "target")).save(directory / "drafter")
     return directory
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from paceline.models import decoder
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import save_eagle
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.engines.base import Chunk, Engine, PauseMode, Request, RowSink, Sampling, Target
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded, prefill
@@ -262,7 +261,7 @@ def test_a_request_that_changed_its_slot_serves_others_from_there(models: Path) 
 
 
 def test_a_new_drafter_keeps_prefixes(models: Path, tmp_path: Path) -> None:
-    save_eagle(EagleNet(read_config(models / "old"), seed=1), tmp_path)
+    EagleNet(read_config(models / "old"), seed=1).save(tmp_path)
     engine = build(models / "old")
     engine.force_arm("eagle:3_1_4")
     (first,) = say(engine, plain(ask(1, PROMPT)))

@@ -1,24 +1,13 @@
-"""Losses of the drafter; pure tensor functions. Owns no batching and no model."""
+"""Losses of drafters; pure tensor functions. Owns no batching and no network."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class LossSums:
-    """Sums over the valid positions of one micro-batch; dividing by `positions` gives means."""
-
-    loss: Tensor  # scalar, differentiable
-    feature: float
-    token: float
-    correct: int  # positions where the drafter's argmax equals the target's argmax
-    positions: int
+from paceline.speculators.net import Objective
 
 
 def eagle_loss(
@@ -29,7 +18,7 @@ def eagle_loss(
     *,
     feature_weight: float = 1.0,
     token_weight: float = 0.1,
-) -> LossSums:
+) -> Objective:
     """EAGLE-1 objective (Li et al. 2024, section 3.3), summed over the valid positions.
 
     loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1})
@@ -44,10 +33,8 @@ def eagle_loss(
     log_q = torch.log_softmax(predicted_logits.float(), dim=-1)
     token = -(torch.softmax(target_logits.float(), dim=-1) * log_q).sum()
     correct = (predicted_logits.argmax(-1) == target_logits.argmax(-1)).sum()
-    return LossSums(
+    return Objective(
         loss=feature_weight * feature + token_weight * token,
-        feature=float(feature.detach()),
-        token=float(token.detach()),
-        correct=int(correct),
-        positions=int(valid.sum()),
+        positions=valid.sum(),
+        terms={"feature": feature.detach(), "token": token.detach(), "correct": correct},
     )

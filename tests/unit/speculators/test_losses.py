@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_trainer.losses import eagle_loss
+from paceline.speculators.losses import eagle_loss
 
 
 def formula(f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: float, b: float) -> float:
@@ -31,8 +31,10 @@ def test_loss_and_gradient_are_those_of_the_formula(feature_weight: float, token
     expected = formula(f, h, w, valid, feature_weight, token_weight)
     # The token loss is taken in fp32, whatever comes in.
     assert float(sums.loss.detach()) == pytest.approx(expected, rel=2e-6)
-    assert sums.positions == 6
-    assert sums.correct == sum(int((w @ f[t]).argmax() == (w @ h[t]).argmax()) for t in np.flatnonzero(valid))
+    assert int(sums.positions) == 6
+    assert int(sums.terms["correct"]) == sum(
+        int((w @ f[t]).argmax() == (w @ h[t]).argmax()) for t in np.flatnonzero(valid)
+    )
     sums.loss.backward()
     assert predicted.grad is not None
     for t, i in ((0, 1), (3, 4), (8, 0)):
@@ -47,6 +49,6 @@ def test_a_micro_batch_without_valid_positions_costs_nothing() -> None:
     predicted = torch.zeros(3, 4, requires_grad=True)
     sums = eagle_loss(predicted, torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.bool))
     sums.loss.backward()
-    assert (float(sums.loss.detach()), sums.positions) == (0.0, 0)
+    assert (float(sums.loss.detach()), int(sums.positions)) == (0.0, 0)
     assert predicted.grad is not None
     assert not predicted.grad.any()

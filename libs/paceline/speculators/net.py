@@ -1,0 +1,161 @@
+"""A drafter's network as trainer and engine share it: what it learns from, what it predicts, how it is stored.
+
+Owns the contract and what all networks have in common; each network is a file of its own (eagle.py).
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.config import Config
+from paceline.errors import InvalidInput, WeightsError
+from paceline.models.config import ModelConfig, read_config_json
+from paceline.models.loading import check_tensors, read_tensors
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.packed import PackedRow
+
+
+class Objective(NamedTuple):
+    """A loss as sums over positions, so that micro-batches of unequal size weigh every position equally."""
+
+    loss: Tensor
+    """Scalar, differentiable."""
+    positions: Tensor
+    """Scalar: positions it is a sum over; their mean is what the optimiser follows."""
+    terms: dict[str, Tensor]
+    """Detached scalars by name, summed over the same positions: parts of the loss, right first drafts ("correct")."""
+
+
+class DraftNet(nn.Module, ABC):
+    """Network of a speculator with weights. Bind the target's embed_tokens and lm_head before the first forward.
+
+    Names and shapes of the state dict are those of the checkpoint file.
+    """
+
+    speculator: ClassVar[str]
+    """Name in the arms and in SPECULATORS."""
+    architectures: ClassVar[frozenset[str]]
+    """Values of config.json's `architectures` that this network reads."""
+    Options: ClassVar[type[Config]]
+    """Settings of its shape and its loss, as a trainer's configuration names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Plain tensors, not parameters or buffers: the target's, neither trained, sharded nor exported.
+        self.embed: Tensor = torch.empty(0)
+        self.head: Tensor = torch.empty(0)
+
+    # ---- what a network is
+
+    @classmethod
+    @abstractmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """An untrained network for a target."""
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """A network of the shape a checkpoint's config.json describes, its weights not yet read.
+
+        Raises InvalidInput naming the key that does not fit the target.
+        """
+
+    @abstractmethod
+    def twin(self) -> Self:
+        """Another network of this shape; its weights are unspecified."""
+
+    @property
+    @abstractmethod
+    def capture(self) -> CaptureSpec:
+        """What it reads of the target."""
+
+    def shards(self) -> tuple[nn.Module, ...]:
+        """Parts that FSDP2 gathers one at a time, apart from the rest."""
+        return ()
+
+    # ---- learning
+
+    @abstractmethod
+    def forward(self, row: PackedRow) -> Objective:
+        """Loss over the valid positions of a row. The one way in while the network is sharded."""
+
+    @abstractmethod
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens it cannot draft.
+
+        Teacher-forced on the row's own tokens: what the engine's greedy chain computes as long as every draft before
+        was right. Positions whose step leaves their document mean nothing.
+        """
+
+    def bind(self, embed: Tensor, head: Tensor) -> None:
+        """Use the target's embed_tokens [V, H] and lm_head [V, H] by reference."""
+        self.embed, self.head = embed.detach(), head.detach()
+
+    # ---- checkpoints
+
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor name of a checkpoint and its shape."""
+
+    @abstractmethod
+    def config_json(self) -> dict[str, Any]:
+        """config.json of a checkpoint."""
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A file's tensors under this network's names, without copies of the target's that some exporters write."""
+        return dict(tensors)
+
+    def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Tensors to push or save, detached, on the CPU; dtype None keeps theirs. The network must not be sharded.
+
+        Raises WeightsError for numbers that are not finite.
+        """
+        tensors = {name: value.detach().cpu() for name, value in self.state_dict().items()}
+        check_tensors(tensors, self.shapes())
+        return {
+            name: (value.to(dtype) if dtype and value.is_floating_point() else value).contiguous()
+            for name, value in tensors.items()
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies a checkpoint's tensors. Raises WeightsError naming what is missing, extra or misshapen."""
+        named = self.own_tensors(tensors)
+        check_tensors(named, self.shapes())
+        self.load_state_dict(named)
+
+    def save(self, directory: Path, dtype: torch.dtype | None = None) -> None:
+        """Writes model.safetensors and config.json."""
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.export_tensors(dtype), directory / "model.safetensors", metadata={"format": "pt"})
+        (directory / "config.json").write_text(json.dumps(self.config_json(), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, directory: Path, target: ModelConfig, options: Config | None = None) -> Self:
+        """The network of a checkpoint directory, checked against the target it is to draft for.
+
+        Raises InvalidInput (no checkpoint, a config.json that does not fit), WeightsError or DataLoss, each naming the
+        directory.
+        """
+        raw = read_config_json(directory)
+        try:
+            net = cls.parse(raw, target, options or cls.Options())
+            net.load_tensors(read_tensors(directory))
+        except (InvalidInput, WeightsError) as error:
+            message = f"drafter {directory}: {error.message}"
+            raise type(error)(message, seen=error.seen, allowed=error.allowed) from error
+        return net
+
+
+def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raises InvalidInput naming the first key of a drafter's config.json that does not fit its target."""
+    for key, value in expected.items():
+        if raw.get(key) != value:
+            raise InvalidInput(f"{key} of drafter and target differ", seen=raw.get(key, "(none)"), allowed=value)

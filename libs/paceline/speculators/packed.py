@@ -1,0 +1,71 @@
+"""Several documents in one training row: what stands where and what each position may see. Owns no buffer, no model.
+
+Words: a document is (part of) one sequence; a branch is a chain of drafts that the target verified and rejected, hung
+under a position of its document. Position t pairs the states captured at a token with the token after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """T positions of one policy head; W captured numbers per token, of which the last H are the last hidden state."""
+
+    states: Tensor
+    """fp32 [T, W]: as captured at token t; their order is that of `layers`."""
+    next_states: Tensor
+    """fp32 [T, H]: the last hidden state one token on: lm_head of it gives the target's distribution of token t + 2."""
+    next_tokens: Tensor
+    """int64 [T]: token t + 1."""
+    draft_tokens: Tensor
+    """int64 [T]: token t + 2, what the first draft is compared with; -1 where the target drew none (under a branch)."""
+    positions: Tensor
+    """int64 [T]: t within its document, from 0 on."""
+    parents: Tensor
+    """int64 [T]: the position before it in its document or branch; -1 for the first of a document."""
+    documents: Tensor
+    """int64 [T]: number of the document."""
+    valid: Tensor
+    """bool [T]: a drafting target: the policy drew token t + 2, or could have drawn it after a rejected draft."""
+    lm_head_hash: str
+    layers: str = "last"
+    """What `states` hold, see CaptureSpec.layers."""
+
+    def __len__(self) -> int:
+        return len(self.next_tokens)
+
+    def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Where each position is `steps` tokens on: indices [T] (its own where there is none) and bool [T] if there is.
+
+        Position t + 1 follows t when it is its child and stands at the token that t is to draft.
+        """
+        count, device = len(self), self.next_tokens.device
+        here = torch.arange(count, device=device)
+        follows = torch.zeros(count, dtype=torch.int64, device=device)
+        follows[1:] = (self.parents[1:] == here[:-1]) & (self.draft_tokens[:-1] == self.next_tokens[1:])
+        runs = (1 - follows).cumsum(0)
+        there = (here + steps).clamp(max=count - 1)
+        inside = (runs[there] == runs) & (here + steps < count)
+        return torch.where(inside, there, here), inside
+
+    def mask(self) -> Tensor:
+        """bool [T, T], True where query t may see key s: s is t or one of its ancestors."""
+        return ancestor_mask(self.parents)
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children."""
+    count = len(parents)
+    here = torch.arange(count, device=parents.device)
+    starts = parents != here - 1
+    starts[:1] = True
+    runs = starts.long().cumsum(0)
+    mask = (runs[:, None] == runs) & (here[:, None] >= here)
+    for start in (starts & (parents >= 0)).nonzero()[:, 0].tolist():
+        mask[runs == runs[start]] |= mask[int(parents[start])]
+    return mask

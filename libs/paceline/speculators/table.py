@@ -1,0 +1,58 @@
+"""The speculators there are, and which of them a name, an import path or a checkpoint means."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.config import ModelConfig, architecture, read_config_json
+from paceline.speculators.base import Speculator, SpeculatorSetup
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_drafter import EagleDrafter
+from paceline.speculators.net import DraftNet
+from paceline.speculators.ngram import NgramSpeculator
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorKind:
+    """One speculator: what the engine drafts with and, if it has weights, what the trainer trains."""
+
+    drafter: Callable[[SpeculatorSetup], Speculator]
+    net: type[DraftNet] | None = None
+
+
+SPECULATORS: dict[str, SpeculatorKind] = {
+    "eagle": SpeculatorKind(EagleDrafter, EagleNet),
+    "ngram": SpeculatorKind(NgramSpeculator),
+}
+
+
+def find_kind(name: str) -> SpeculatorKind:
+    """The speculator of a name, or a user's own by import path ("package.module:KIND"). Raises ConfigError."""
+    if (known := SPECULATORS.get(name)) is not None:
+        return known
+    try:
+        kind = pkgutil.resolve_name(name) if ":" in name else None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError("a speculator cannot be imported", seen=f"{name}: {error}") from error
+    if not isinstance(kind, SpeculatorKind):
+        allowed = f"{', '.join(SPECULATORS)} or package.module:KIND, a SpeculatorKind"
+        raise ConfigError("no such speculator", seen=name, allowed=allowed)
+    return kind
+
+
+def read_drafter(directory: Path, target: ModelConfig) -> DraftNet:
+    """The network of a checkpoint directory, of whichever speculator wrote it.
+
+    Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
+    """
+    name = architecture(read_config_json(directory))
+    nets = [kind.net for kind in SPECULATORS.values() if kind.net is not None]
+    for net in nets:
+        if name in net.architectures:
+            return net.read(directory, target)
+    allowed = sorted(one for net in nets for one in net.architectures)
+    raise InvalidInput(f"drafter {directory}: no speculator has this architecture", seen=name, allowed=allowed)
