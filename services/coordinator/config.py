@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from coordinator.state import Settings
@@ -69,6 +71,8 @@ class CoordinatorConfig(ServiceConfig):
     """Slots that one worker holds: its tensor parallel size."""
     drafter_enabled: bool = True
     """Train the drafter on released slots; false needs no drafter trainer."""
+    drafter_schedule: Literal["harvest", "serial"] = "harvest"
+    """When the drafter trains: on slots that rollouts leave idle, or after the policy step while everybody waits."""
     training_interval_steps: int = Field(default=10, ge=1)
     """The drafter trains in every so many RL steps."""
     min_workers_for_training: int = Field(default=1, ge=1)
@@ -103,6 +107,7 @@ class CoordinatorConfig(ServiceConfig):
             min_workers_for_training=self.min_workers_for_training,
             max_drafter_slots=self.max_drafter_slots,
             drafter_enabled=self.drafter_enabled,
+            serial_drafter=self.drafter_schedule == "serial",
             activation_deadline_s=self.activation_deadline_s,
             preempt_deadline_s=self.preempt_deadline_s,
             accuracy_enabled=evaluated,

@@ -87,15 +87,38 @@ def lease_drafter(state: State) -> Outcome:
     settings = state.settings
     released = [i for i, worker in enumerate(state.workers) if worker is WorkerState.RELEASED]
     wanted = (
+        drafter_due(state)
+        and not settings.serial_drafter
+        and WorkerState.GENERATING in state.workers
+        and len(released) >= settings.min_workers_for_training
+    )
+    return _lease(state, released) if wanted else (state, ())
+
+
+def drafter_due(state: State) -> bool:
+    """Whether the drafter may train in this step: it is one of its steps, its trainer is there and holds nothing."""
+    settings = state.settings
+    return (
         settings.drafter_enabled
         and state.step % settings.training_interval_steps == 0
         and state.lease is None
         and Service.DRAFTER_TRAINER not in state.lost
-        and WorkerState.GENERATING in state.workers
-        and len(released) >= settings.min_workers_for_training
     )
-    if not wanted:
-        return state, ()
+
+
+def train_drafter(state: State) -> Outcome:
+    """The serial schedule: the drafter has its slots while everybody waits; the set follows when it has left them.
+
+    Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
+    """
+    released = [i for i, worker in enumerate(state.workers) if worker is WorkerState.RELEASED]
+    if not (state.settings.serial_drafter and drafter_due(state) and released):
+        return commit_prepared(state)
+    return _lease(replace(state, phase=Phase.DRAFTER), released)
+
+
+def _lease(state: State, released: list[int]) -> Outcome:
+    settings = state.settings
     workers = released[: max(1, settings.max_drafter_slots // settings.slots_per_worker)]
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = lease_slots(move_workers(state, workers, Cause.LEASE_GRANTED), slots, Holder.DRAFTER)

@@ -32,6 +32,7 @@ from coordinator.decisions import (
     next_call,
     preempt,
     run_tasks_again,
+    train_drafter,
     train_policy,
 )
 from coordinator.events import (
@@ -145,7 +146,7 @@ def _resumed(state: State, event: Resumed) -> Outcome:
             return state, (FinishRun(""),)
         case Phase.ROLLOUT:
             return run_tasks_again(state)
-        case Phase.PREEMPT:
+        case Phase.PREEMPT | Phase.DRAFTER:
             return preempt(state)
         case Phase.POLICY:
             return train_policy(state)
@@ -169,7 +170,7 @@ def _boundary_call_done(state: State, event: EvaluationDone | CheckpointsSaved) 
 
 
 def _stop_requested(state: State) -> State:
-    running = state.phase in (Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT)
+    running = state.phase in (Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
     last = min(state.settings.total_steps, state.step + (1 if running else 0))
     return replace(state, settings=replace(state.settings, total_steps=last))
 
@@ -251,6 +252,8 @@ def _end_lease(state: State, cause: Cause, *, fence: bool = False) -> Outcome:
     state = replace(state, lease=None)
     if state.phase is Phase.PREEMPT:
         return train_policy(state)
+    if state.phase is Phase.DRAFTER:
+        return commit_prepared(state)
     if state.rollout_restart:
         return generate(state)
     return state, ()
@@ -274,7 +277,7 @@ def _policy(state: State, event: PolicyStepped | PolicyPrepared) -> Outcome:
     state = free_slots(state, held_by(state, Holder.POLICY))
     if isinstance(event, PolicyStepped):
         return state, ()
-    return commit_prepared(replace(state, prepared=event.policy_version))
+    return train_drafter(replace(state, prepared=event.policy_version))
 
 
 def _commit_answered(state: State, event: Committed | CommitFailed) -> Outcome:

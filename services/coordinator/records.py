@@ -24,6 +24,7 @@ class StepRecords:
         self._open = StepRecord()
         self._began_s = 0.0
         self._rolled_out_s = 0.0
+        self._waits_since = 0.0
         self._drafter_since: dict[int, float] = {}
         self._pulls: Counter[str] = Counter()
 
@@ -116,6 +117,10 @@ class StepRecords:
     def _note_preemption(self, before: State, event: Event, after: State) -> None:
         if before.phase is Phase.PREEMPT and after.phase is Phase.POLICY:
             self._open.preempt_wait_s += event.at_s - self._rolled_out_s
+        if after.phase is Phase.DRAFTER and before.phase is not Phase.DRAFTER:
+            self._waits_since = event.at_s
+        if before.phase is Phase.DRAFTER and after.phase is Phase.COMMIT:
+            self._open.preempt_wait_s += event.at_s - self._waits_since
 
 
 def _number(details: Mapping[str, Any], name: str) -> float:

@@ -38,7 +38,7 @@ from paceline.v1.weights_pb2_grpc import WeightServiceStub
 
 Publish = Callable[[Fact], Awaitable[object]]
 _QUERY_DEADLINE_S = 30.0
-_IN_STEP = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT)
+_IN_STEP = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
 
 
 class Runner:
@@ -175,10 +175,7 @@ class Runner:
 
     async def _first_event(self) -> Event:
         if self.state.phase is not Phase.NEW:
-            if (
-                self.state.phase in (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT)
-                or self.state.failed_phase
-            ):
+            if self.state.phase in _IN_STEP or self.state.failed_phase:
                 self._span = tracer().start_span("step", context=extract({"traceparent": self._traceparent}))
             return events.Resumed(self.now(), self._config.steps)
         workers = self._config.workers or await self._calls.gateway_workers(_QUERY_DEADLINE_S)

@@ -68,6 +68,7 @@ class Phase(StrEnum):
     ROLLOUT = "rollout"
     PREEMPT = "preempt"
     POLICY = "policy"
+    DRAFTER = "drafter"  # serial schedule only: the set waits for the drafter
     COMMIT = "commit"
     CLOSING = "closing"
     FINISHED = "finished"
@@ -109,6 +110,7 @@ class Settings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
+    serial_drafter: bool = False  # the drafter trains between policy step and commit, not in bubbles
     activation_deadline_s: float = 30.0
     preempt_deadline_s: float = 2.0
     accuracy_enabled: bool = False

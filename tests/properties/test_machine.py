@@ -12,7 +12,8 @@ from coordinator.state import Holder, Phase, Service, Settings, State, Versions,
 
 LATE = (events.ShareDone, events.TasksFinished, events.PolicyStepped, events.PolicyPrepared, events.EvaluationDone)
 LATE_DRAFTER = (events.DrafterActivated, events.Preempted, events.Detached)
-LIVE = (Phase.EVALUATE, Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.COMMIT, Phase.CLOSING)
+RUNS = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
+LIVE = (Phase.EVALUATE, Phase.READY, *RUNS, Phase.CLOSING)
 
 
 class World(RuleBasedStateMachine):
@@ -35,9 +36,17 @@ class World(RuleBasedStateMachine):
         minimum=st.integers(1, 2),
         drafter_slots=st.integers(1, 4),
         evaluations=st.booleans(),
+        serial=st.booleans(),
     )
     def start(
-        self, workers: int, slots_per_worker: int, interval: int, minimum: int, drafter_slots: int, evaluations: bool
+        self,
+        workers: int,
+        slots_per_worker: int,
+        interval: int,
+        minimum: int,
+        drafter_slots: int,
+        evaluations: bool,
+        serial: bool,
     ) -> None:
         wanted = Settings(
             workers=workers,
@@ -46,6 +55,7 @@ class World(RuleBasedStateMachine):
             training_interval_steps=interval,
             min_workers_for_training=minimum,
             max_drafter_slots=drafter_slots,
+            serial_drafter=serial,
             accuracy_enabled=evaluations,
             probe_enabled=evaluations,
             probe_every=2,
@@ -254,6 +264,10 @@ class World(RuleBasedStateMachine):
             (lambda: "RunTasks" in self.calls and len(self.generating) > 1, lambda: self.share_done(0)),
             (lambda: "RunTasks" in self.calls, self.tasks_finished),
             (lambda: "TrainPolicy" in self.calls, lambda: self.policy_news(False)),
+            (
+                lambda: "ActivateDrafter" in self.calls and self.state.phase is Phase.DRAFTER,
+                lambda: self.drafter_news("epochs"),
+            ),
             (lambda: "Commit" in self.calls, lambda: self.commit_news(True, False)),
             (lambda: "Evaluate" in self.calls, self.evaluated),
             (lambda: "SaveCheckpoints" in self.calls, self.saved),

@@ -8,6 +8,7 @@ from paceline.config import SHARED_SECTIONS, known_keys
 OWN_KEYS = [
     "activation_deadline_s",
     "drafter_enabled",
+    "drafter_schedule",
     "environment",
     "evaluation.every",
     "evaluation.forced_arm",

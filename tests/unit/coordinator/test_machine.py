@@ -113,6 +113,49 @@ def test_the_first_released_slot_goes_to_the_drafter_while_the_other_worker_gene
     assert state.workers == (WorkerState.GENERATING, WorkerState.TRAINING)
 
 
+SERIAL = replace(TWO, serial_drafter=True)
+
+
+def serial_drafting() -> State:
+    """p1 is prepared, and the drafter trains before it is committed."""
+    state = begun(SERIAL)
+    state = run(state, events.ShareDone(2, state.phase_epoch, 0), events.TasksFinished(3, state.phase_epoch))[0]
+    return step(state, events.PolicyPrepared(5, state.phase_epoch, 1))[0]
+
+
+def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commit() -> None:
+    state = begun(SERIAL)
+    state, issued = step(state, events.ShareDone(2, state.phase_epoch, 0))
+    assert issued == ()
+    state, issued = step(state, events.TasksFinished(3, state.phase_epoch))
+    assert [type(command) for command in issued] == [commands.TrainPolicy]
+    state, issued = step(state, events.PolicyPrepared(5, state.phase_epoch, 1))
+    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, Versions()),)
+    assert (state.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
+    state, issued = run(state, events.GatePromoted(6, state.lease_epoch, 4), events.Detached(7, state.lease_epoch, "x"))
+    assert issued == (commands.Commit(0, state.epoch, Versions(1, 1, 4)),)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.RankLost(6, 3, Service.DRAFTER_TRAINER, "died"),
+        events.ServiceLost(6, Service.DRAFTER_TRAINER, "away"),
+        events.Deadline(6, 3, "preempt", 2.0),
+    ],
+)
+def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: events.Event) -> None:
+    state, issued = step(serial_drafting(), event)
+    assert state.phase is Phase.COMMIT
+    assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [Versions(1, 1, 0)]
+
+
+def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
+    state, issued = step(serial_drafting(), events.Resumed(6, 2))
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
+    assert step(state, events.Preempted(7, state.lease_epoch))[0].phase is Phase.COMMIT
+
+
 def test_the_last_released_slot_stays_free() -> None:
     state = begun(replace(TWO, workers=1))
     state, issued = step(state, events.ShareDone(2, 1, 0))
