@@ -38,6 +38,17 @@ class EvaluationConfig(Config):
     """Arm that the probe forces; engines without it are not probed."""
 
 
+class LaterConfig(Config):
+    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of what the policy says."""
+
+    from_step: int = Field(default=0, ge=0)
+    """First RL step with these tasks; 0: never."""
+    tasks_path: str = ""
+    """Training tasks, .jsonl or .parquet."""
+    heldout_path: str = ""
+    """Held-out tasks of evaluations from then on; empty keeps those of before."""
+
+
 class RollbackConfig(Config):
     """When a drafter that serves is taken back."""
 
@@ -56,6 +67,7 @@ class CoordinatorConfig(ServiceConfig):
     """Training tasks, .jsonl or .parquet."""
     heldout_path: str = ""
     """Held-out tasks; empty makes no evaluations."""
+    later: LaterConfig = LaterConfig()
     prompts_per_step: int = Field(default=16, ge=1)
     """Tasks drawn for a step."""
     samples_per_task: int = Field(default=8, ge=2)

@@ -6,6 +6,7 @@ A step's tasks depend on the run's seed and the step alone, so a restarted coord
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from coordinator.config import CoordinatorConfig
 from coordinator.state import Evaluation
@@ -15,17 +16,26 @@ from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, CommandContext, SamplingParams
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The tasks from one step on."""
+
+    from_step: int
+    tasks: list[Task]
+    heldout: list[Task]
+
+
 class TaskSource:
     """Training tasks step by step, held-out tasks for evaluations."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too few tasks."""
         self._config = config
-        self._tasks = read_tasks(config.tasks_path)
-        if len(self._tasks) < config.prompts_per_step:
-            allowed = f"1..{len(self._tasks)}"
-            raise ConfigError(f"{config.tasks_path} has too few tasks", seen=config.prompts_per_step, allowed=allowed)
-        self._heldout = read_tasks(config.heldout_path) if config.heldout_path else []
+        later = config.later
+        self._stages = [Stage(0, _enough(config, config.tasks_path), _tasks(config.heldout_path))]
+        if later.from_step:
+            heldout = _tasks(later.heldout_path) or self._stages[0].heldout
+            self._stages.append(Stage(later.from_step, _enough(config, later.tasks_path), heldout))
 
     @property
     def samples_per_step(self) -> int:
@@ -47,10 +57,13 @@ class TaskSource:
             capture=config.drafter_enabled,
         )
 
+    def _stage(self, step: int) -> Stage:
+        return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
+
     def _draw(self, step: int) -> list[Task]:
         """Distinct tasks: where a step spans two epochs, one drawn already gives way to the next."""
-        count = self._config.prompts_per_step
-        cursor = TaskCursor(self._tasks, self._config.run.seed, step * count)
+        count, stage = self._config.prompts_per_step, self._stage(step)
+        cursor = TaskCursor(stage.tasks, self._config.run.seed, (step - stage.from_step) * count)
         drawn: dict[str, Task] = {}
         while len(drawn) < count:
             task = cursor.draw(1)[0]
@@ -61,7 +74,8 @@ class TaskSource:
         """Held-out tasks; step 0 in the context gives every evaluation of a run the same request seeds."""
         config, evaluation = self._config, self._config.evaluation
         probe = kind is Evaluation.PROBE
-        tasks = self._heldout[: evaluation.probe_prompts if probe else evaluation.heldout_prompts]
+        heldout = self._stage(max(finished_steps - 1, 0)).heldout  # of the step that has just ended
+        tasks = heldout[: evaluation.probe_prompts if probe else evaluation.heldout_prompts]
         return RunTasksRequest(
             context=CommandContext(run_id=config.run.id, step=0, epoch=epoch),
             purpose=PURPOSE_EVAL,
@@ -73,6 +87,18 @@ class TaskSource:
             reward=config.reward,
             forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,
         )
+
+
+def _tasks(path: str) -> list[Task]:
+    return read_tasks(path) if path else []
+
+
+def _enough(config: CoordinatorConfig, path: str) -> list[Task]:
+    """The training tasks of a file. Raises ConfigError when a step needs more."""
+    tasks = read_tasks(path)
+    if len(tasks) < config.prompts_per_step:
+        raise ConfigError(f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}")
+    return tasks
 
 
 def _specs(tasks: Sequence[Task], group: str) -> list[TaskSpec]:

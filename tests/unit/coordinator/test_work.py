@@ -14,7 +14,7 @@ from paceline.tasks import Task, write_tasks
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN
 
 
-def source(directory: Path, *, tasks: int = 5, prompts: int = 3) -> TaskSource:
+def source(directory: Path, *, tasks: int = 5, prompts: int = 3, **keys: object) -> TaskSource:
     write_tasks(directory / "train.jsonl", [Task(f"t{i}", f"{i}=", str(i), {"split": "train"}) for i in range(tasks)])
     write_tasks(directory / "heldout.jsonl", [Task(f"h{i}", f"{i}=", str(i)) for i in range(8)])
     config = CoordinatorConfig.model_validate(
@@ -23,6 +23,7 @@ def source(directory: Path, *, tasks: int = 5, prompts: int = 3) -> TaskSource:
             "heldout_path": str(directory / "heldout.jsonl"),
             "prompts_per_step": prompts,
             "evaluation": {"heldout_prompts": 6, "probe_prompts": 2},
+            **keys,
         }
     )
     return TaskSource(config)
@@ -63,3 +64,22 @@ def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
 def test_too_few_tasks_for_a_step_are_refused_with_both_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"seen: 9; allowed: 1\.\.5"):
         source(tmp_path, prompts=9)
+
+
+def test_other_tasks_come_from_their_step_on_and_evaluations_follow_them(tmp_path: Path) -> None:
+    for name in ("later", "later_heldout"):
+        write_tasks(tmp_path / f"{name}.jsonl", [Task(f"{name}{i}", f"{i}=", str(i)) for i in range(4)])
+    later = {"from_step": 2, "tasks_path": str(tmp_path / "later.jsonl")}
+    tasks = source(tmp_path, later=later | {"heldout_path": str(tmp_path / "later_heldout.jsonl")})
+    drawn = [{task.task_id[0] for task in tasks.step_request(step, 1).tasks} for step in range(4)]
+    assert drawn == [{"t"}, {"t"}, {"l"}, {"l"}]
+    asked = [tasks.evaluation_request(Evaluation.PROBE, finished, 1).tasks[0].task_id for finished in range(5)]
+    assert asked == ["h0", "h0", "h0", "later_heldout0", "later_heldout0"]
+    kept = source(tmp_path, later=later)
+    assert kept.evaluation_request(Evaluation.PROBE, 4, 1).tasks[0].task_id == "h0"
+
+
+def test_later_tasks_are_checked_at_the_start(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "few.jsonl", [Task("a", "1=", "1")])
+    with pytest.raises(ConfigError, match="few.jsonl has too few tasks"):
+        source(tmp_path, later={"from_step": 2, "tasks_path": str(tmp_path / "few.jsonl")})
