@@ -5,11 +5,13 @@ learner takes exactly `--steps` optimiser steps over about `--tokens` positions 
 from `policy_start/` by this script's defaults.
 
 Usage: python make_drafter.py [--steps N] [--tokens N] [--model DIR] [--out DIR] [--seed 0] [--rollouts 4096]
+       [--tasks FILE] [--heldout FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +53,7 @@ class Rows:
         token_ids: npt.NDArray[np.uint32],
         policy_version: int,
         hidden: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Keeps every row."""
         for request_id, position, row in zip(request_ids.tolist(), positions.tolist(), hidden, strict=True):
@@ -99,7 +102,8 @@ def collect(options: argparse.Namespace, tokenizer: Tokenizer, buffer: FeatureBu
         max_sequence_tokens=256, features_dtype="float32",
     )  # fmt: skip
     engine = build_embedded(spec, rows)
-    cursor = TaskCursor(read_tasks(HERE / "tasks_train.jsonl"), options.seed)
+    head = load_policy_head(options.model, 0).hash
+    cursor = TaskCursor(read_tasks(options.tasks), options.seed)
     step = 0
     while len(buffer) < options.rollouts:
         done = roll_out(engine, tokenizer, cursor.draw(16), SIBLINGS, seed=options.seed, step=step)
@@ -109,7 +113,7 @@ def collect(options: argparse.Namespace, tokenizer: Tokenizer, buffer: FeatureBu
             generated = torch.arange(len(tokens)) >= len(request.prompt)
             if len(hidden) >= 2:
                 session = f"{step}-{request_id}"
-                buffer.add(FeatureSample(session, step, 0, engine.lm_head_hash, hidden, tokens, generated))
+                buffer.add(FeatureSample(session, step, 0, head, hidden, tokens, generated, hidden.shape[1]))
         step += 1
     engine.close()
 
@@ -138,7 +142,7 @@ def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
         max_sequence_tokens=256, arms=("off", PROBE_ARM),
     )  # fmt: skip
     engine = build_embedded(spec)
-    tasks = read_tasks(HERE / "tasks_heldout.jsonl")[:PROBES]
+    tasks = read_tasks(options.heldout)[:PROBES]
     done = roll_out(engine, tokenizer, tasks, 1, seed=PROBE_SEED, step=0, arm=PROBE_ARM)
     engine.close()
     return sum((chunk.speculation for _, chunk in done.values()), SpeculationStats()).accept_length
@@ -150,6 +154,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900, help="optimiser steps")
     parser.add_argument("--tokens", type=int, default=200_000, help="positions trained on, in all")
     parser.add_argument("--model", type=Path, default=HERE / "policy_start")
+    parser.add_argument("--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="prompts of the rollouts")
+    parser.add_argument("--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="prompts of the probe")
     parser.add_argument("--out", type=Path, default=HERE / "drafter_trained")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=4096, help="samples of the start policy")
@@ -164,9 +170,11 @@ def main() -> None:
     print(f"{len(buffer)} rollouts, {buffer.tokens} positions", flush=True)
     learner = train(options, buffer)
     learner.snapshot().save(options.out)
+    accepted = probe(options, tokenizer)
+    (options.out / "probe.json").write_text(json.dumps({"accept_length": accepted}) + "\n")
     print(
         f"{learner.total_steps} steps, {learner.total_tokens} positions; "
-        f"acceptance length {probe(options, tokenizer):.2f} on {PROBES} held-out prompts; {options.out}"
+        f"acceptance length {accepted:.2f} on {PROBES} held-out prompts; {options.out}"
     )
     dist.destroy_process_group()
 

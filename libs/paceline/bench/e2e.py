@@ -7,57 +7,20 @@ are kept, so a bench that was interrupted goes on where it stood.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import resource
 import statistics
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import paceline
+from paceline.bench import demo_runs
+from paceline.bench.demo_runs import TAIL, Run, at_least, say
 from paceline.bench.paired import Ratio, paired_ratio
 from paceline.bench.result import BenchResult, Goal, Row
-from paceline.errors import FailedPrecondition, InvalidInput, NotFound
+from paceline.errors import InvalidInput
 
 ARMS = ("none", "cotrained", "frozen")
 """In the order in which one seed runs: the frozen drafter gets as much training as the co-trained one had."""
 
-TAIL = 20
-"""Last steps that are compared."""
-
 RISE_GOAL, FINAL_GOAL, ACCEPT_GOAL, SPEED_GOAL, WAIT_GOAL = 0.25, 0.90, 3.2, 1.3, 0.03
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One finished run."""
-
-    seed: int
-    arm: str
-    summary: Mapping[str, Any]
-    steps: Sequence[Mapping[str, Any]]  # records, by step
-    cpu_s: float | None  # of all its processes; None when it was not measured
-
-    @property
-    def rates(self) -> list[float]:
-        """Rollout tokens per second of the last steps."""
-        return [int(step["response_tokens"]) / step["rollout_s"] for step in self.steps[-TAIL:]]
-
-    @property
-    def accept_length(self) -> float | None:
-        """Mean of the probes in the last steps; None when the arm cannot be probed."""
-        probes = [step.get("evaluations", {}).get("accept_length_probe") for step in self.steps[-TAIL:]]
-        values = [value for value in probes if value is not None]
-        return statistics.fmean(values) if values else None
-
-    @property
-    def rise(self) -> float:
-        """Rise of held-out accuracy over the run."""
-        return float(self.summary["accuracy_last"] - self.summary["accuracy_first"])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +41,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     for seed in range(seeds):
         for arm in wanted:
             runs.append(await _one(options.out.absolute(), seed, arm, steps, options.overrides, runs))
-            _say(f"seed {seed}, {arm}: {runs[-1].summary['wall_s']:.0f} s")
+            say(f"seed {seed}, {arm}: {runs[-1].summary['wall_s']:.0f} s")
     return compare(runs, f"end to end, {steps} steps")
 
 
@@ -98,12 +61,12 @@ def compare(runs: Sequence[Run], title: str) -> BenchResult:
     rows = [_row(one, by_key.get((one.seed, "none"))) for one in runs]
     goals: list[Goal] = []
     trained = [one for one in runs if one.arm == "cotrained"] or list(runs)
-    goals.append(_at_least("rise in held-out accuracy", RISE_GOAL, statistics.median(one.rise for one in trained)))
+    goals.append(at_least("rise in held-out accuracy", RISE_GOAL, statistics.median(one.rise for one in trained)))
     final = statistics.median(float(one.summary["accuracy_last"]) for one in trained)
-    goals.append(_at_least("final held-out accuracy (ambition)", FINAL_GOAL, final))
+    goals.append(at_least("final held-out accuracy (ambition)", FINAL_GOAL, final))
     accepted = [one.accept_length for one in runs if one.arm == "cotrained" and one.accept_length is not None]
     if accepted:
-        goals.append(_at_least(f"acceptance length, last {TAIL} steps", ACCEPT_GOAL, statistics.median(accepted)))
+        goals.append(at_least(f"acceptance length, last {TAIL} steps", ACCEPT_GOAL, statistics.median(accepted)))
     for other, goal in (("none", SPEED_GOAL), ("frozen", 1.0)):
         ratio = speed_ratio(runs, other)
         if ratio is not None:
@@ -111,7 +74,7 @@ def compare(runs: Sequence[Run], title: str) -> BenchResult:
             goals.append(Goal(f"tokens/s, cotrained / {other} {ratio}", goal, ratio.value, met))
     waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == "cotrained"]
     if waits:
-        goals.append(_at_least("step time not spent waiting for the drafter", 1 - WAIT_GOAL, 1 - max(waits)))
+        goals.append(at_least("step time not spent waiting for the drafter", 1 - WAIT_GOAL, 1 - max(waits)))
     return BenchResult(title, rows, goals)
 
 
@@ -156,87 +119,13 @@ def _row(one: Run, baseline: Run | None) -> Row:
     }
 
 
-def _at_least(name: str, goal: float, value: float) -> Goal:
-    return Goal(name, goal, value, value >= goal)
-
-
 async def _one(out: Path, seed: int, arm: str, steps: int, overrides: Sequence[str], before: Sequence[Run]) -> Run:
     """The finished run of a seed and an arm, made now if it is not there."""
-    folder, run_id = out / f"{arm}-{seed}", f"demo-{seed}-1"
-    directory = folder / run_id
-    if _finished_steps(directory) not in (None, steps):
-        raise InvalidInput("this folder holds runs of another length; choose another --out", seen=directory)
-    if _finished_steps(directory) is None:
-        flags = ["--resume", run_id] if (directory / "config.toml").is_file() else ["--seed", str(seed)]
-        if arm == "none" and "--resume" not in flags:
-            flags.append("--no-speculation")
-        if arm == "frozen" and "--resume" not in flags:
-            flags += ["--frozen-drafter", str(await _frozen_drafter(out, seed, before))]
-        began = time.monotonic()
-        cpu_s = await _child(
-            [
-                sys.executable,
-                "-m",
-                "paceline.cli.main",
-                "demo",
-                "--steps",
-                str(steps),
-                "--out",
-                str(folder),
-                *flags,
-                *overrides,
-            ]
-        )
-        cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": "--resume" in flags}
-        (directory / "bench.json").write_text(json.dumps(cost) + "\n")
-    return read_run(directory, seed, arm)
 
+    async def flags() -> list[str]:
+        if arm == "frozen":
+            trained = next(one for one in before if (one.seed, one.arm) == (seed, "cotrained"))
+            return ["--frozen-drafter", str(await demo_runs.trained_drafter(out / f"drafter-{seed}", seed, trained))]
+        return ["--no-speculation"] if arm == "none" else []
 
-def read_run(directory: Path, seed: int, arm: str) -> Run:
-    """A finished run from its files."""
-    lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-    cost_file = directory / "bench.json"
-    cost = json.loads(cost_file.read_text(encoding="utf-8")) if cost_file.is_file() else {}
-    cpu_s = None if cost.get("resumed", True) else float(cost["cpu_s"])
-    return Run(seed, arm, summary, [json.loads(line) for line in lines], cpu_s)
-
-
-def _finished_steps(directory: Path) -> int | None:
-    """RL steps of a finished run; None when there is none."""
-    if not (directory / "summary.json").is_file():
-        return None
-    return int(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"])
-
-
-async def _frozen_drafter(out: Path, seed: int, before: Sequence[Run]) -> Path:
-    """A drafter trained on the start policy with the steps and tokens of this seed's co-trained run."""
-    made = out / f"drafter-{seed}"
-    if not (made / "model.safetensors").is_file():
-        model = next(one for one in before if (one.seed, one.arm) == (seed, "cotrained")).summary
-        steps, tokens = max(1, model["drafter_steps"]), max(1, model["drafter_tokens"])
-        budget = ["--steps", str(steps), "--tokens", str(tokens), "--seed", str(seed)]
-        await _child([sys.executable, str(_drafter_script()), *budget, "--out", str(made)])
-    return made
-
-
-def _drafter_script() -> Path:
-    script = Path(paceline.__file__).resolve().parents[2] / "examples/demo/make_drafter.py"
-    if not script.is_file():
-        raise NotFound("the frozen arm needs a clone of the repository", seen=script)
-    return script
-
-
-async def _child(command: Sequence[str]) -> float:
-    """Run to the end, output passed through; returns the CPU-seconds it and its children used."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
-    if await process.wait() != 0:
-        shown = " ".join(command[:6])
-        raise FailedPrecondition(f"a run failed; the same bench goes on from it: {shown} ...", seen=process.returncode)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"bench: {text}\n")
+    return await demo_runs.finished_run(out, seed, arm, steps, flags, overrides)

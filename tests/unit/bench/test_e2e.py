@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.bench import e2e
-from paceline.bench.e2e import Run, chosen_arms, compare, first_difference, read_run, speed_ratio
+from paceline.bench import demo_runs, e2e
+from paceline.bench.demo_runs import Run, read_run
+from paceline.bench.e2e import chosen_arms, compare, first_difference, speed_ratio
 from paceline.errors import InvalidInput
 
 
@@ -112,7 +113,7 @@ async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     async def refuse(command: list[str]) -> float:
         pytest.fail(f"started {command}")
 
-    monkeypatch.setattr(e2e, "_child", refuse)
+    monkeypatch.setattr(demo_runs, "child", refuse)
     for one in runs()[:2]:
         write(tmp_path / f"{one.arm}-0" / "demo-0-1", one, cpu_s=12.5, resumed=False)
     result = await e2e.run(options(tmp_path))
@@ -137,7 +138,7 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(tmp_path: Path, m
     started = tmp_path / "cotrained-0" / "demo-0-1"
     started.mkdir(parents=True)
     (started / "config.toml").write_text("")
-    monkeypatch.setattr(e2e, "_child", pretend)
+    monkeypatch.setattr(demo_runs, "child", pretend)
     await e2e.run(options(tmp_path))
     assert "--no-speculation" in commands[0]
     assert commands[1][-2:] == ["--resume", "demo-0-1"]

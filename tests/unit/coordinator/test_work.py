@@ -81,5 +81,5 @@ def test_other_tasks_come_from_their_step_on_and_evaluations_follow_them(tmp_pat
 
 def test_later_tasks_are_checked_at_the_start(tmp_path: Path) -> None:
     write_tasks(tmp_path / "few.jsonl", [Task("a", "1=", "1")])
-    with pytest.raises(ConfigError, match="few.jsonl has too few tasks"):
+    with pytest.raises(ConfigError, match="has too few tasks"):
         source(tmp_path, later={"from_step": 2, "tasks_path": str(tmp_path / "few.jsonl")})
