@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 KEEP = 1.0 - 1.0 / 32
 """Per round, of an arm's share of the last rounds."""
+SETTLE = 1.0 / 16
 
 
 @dataclass(slots=True)
@@ -29,6 +30,7 @@ class Pace:
 
     log: float = 0.0
     rounds: int = 0
+    settled: float = 0.0  # the same, some rounds late: a burst of slow rounds is no reason to try other arms
 
     def learn(self, arm: Measured, off: float, part: float) -> float:
         """A round that took exp(off) times its expected seconds, of which `part` is believed; the machine's log in it."""
@@ -37,9 +39,10 @@ class Pace:
         arm.last = self.rounds
         moved = part * off * arm.share / (1.0 - KEEP**self.rounds)
         self.log += moved
+        self.settled += SETTLE * (self.log - self.settled)
         arm.pace += moved + part * (self.log - arm.pace - moved)
         return moved
 
     def ahead(self, arm: Measured) -> float:
         """By how much the machine is thought to be slower than when the arm was measured; a log, at least 0."""
-        return max(self.log - arm.pace, 0.0)
+        return max(min(self.log, self.settled) - arm.pace, 0.0)
