@@ -22,12 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_gateway.bandits.base import CostSample
-from rollout_gateway.bandits.pace import Measured, Pace
+from rollout_gateway.bandits.pace import CLIP, Measured, Pace
 from rollout_gateway.bandits.shape import Shape
 from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.evidence import CostEvidence
 
-CLIP = 0.3  # log seconds beyond which a round is suspected to be an outlier
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known
 SIZE_SHARE = 0.1  # of a new round in the mean batch size
@@ -77,7 +76,7 @@ class Correction:
         if replaces:
             part, self.weight, self.streak = 1.0, 0.0, 0
         else:
-            clip = CLIP if self.weight >= 1.0 else STALE_CLIP
+            clip = CLIP if self.weight >= 1.0 or off > 0 else STALE_CLIP
             part = max(1.0 / (self.weight + 1.0), 1.0 / MOST_ROUNDS) * clip / max(abs(off), clip)
         self.weight = min(self.weight + 1.0, MOST_ROUNDS)
         return part

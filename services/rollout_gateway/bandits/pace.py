@@ -13,6 +13,7 @@ from dataclasses import dataclass
 KEEP = 1.0 - 1.0 / 32
 """Per round, of an arm's share of the last rounds."""
 SETTLE = 1.0 / 16
+CLIP = 0.3  # log seconds beyond which a round is suspected to be an outlier
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Measured:
     share: float = 0.0  # of the last rounds of all arms, as it was in its own last round
     last: int = 0  # number of that round
     pace: float = 0.0  # at which its rounds were, each weighed by what it counts in the arm's factor
+    falls: float = 0.0  # of Pace when it was last as expected
 
 
 @dataclass(slots=True)
@@ -31,6 +33,7 @@ class Pace:
     log: float = 0.0
     rounds: int = 0
     settled: float = 0.0  # the same, some rounds late: a burst of slow rounds is no reason to try other arms
+    falls: float = 0.0  # logs by which arms became faster of themselves, summed: or was it the machine?
 
     def learn(self, arm: Measured, off: float, part: float) -> float:
         """A round that took exp(off) times its expected seconds, of which `part` is believed; the machine's log in it."""
@@ -41,8 +44,12 @@ class Pace:
         self.log += moved
         self.settled += SETTLE * (self.log - self.settled)
         arm.pace += moved + part * (self.log - arm.pace - moved)
+        if off < -CLIP:
+            self.falls += moved - part * off
+        elif off <= CLIP:
+            arm.falls = self.falls
         return moved
 
     def ahead(self, arm: Measured) -> float:
         """By how much the machine is thought to be slower than when the arm was measured; a log, at least 0."""
-        return max(min(self.log, self.settled) - arm.pace, 0.0)
+        return max(min(self.log, self.settled) - arm.pace, 0.0) + self.falls - arm.falls
