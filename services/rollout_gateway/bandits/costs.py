@@ -158,7 +158,7 @@ class CostTable:
         else:
             factor = here.total / rounds
         doubt = DOUBT / math.sqrt(rounds + (PRIMED_ROUNDS if primed else 0.0) + 0.25)
-        return Estimate(factor, math.exp(factor), math.exp(doubt + self._pace.ahead(here.measured)))
+        return Estimate(factor, math.exp(factor), math.exp(doubt + self._pace.hope(here.measured)))
 
     def _table(self, batch: int, context: int) -> list[float]:
         key = (batch, context // CONTEXT_STEP)
@@ -237,16 +237,15 @@ class CostTable:
         for one in (one for row in self._corrections for one in row):
             one.told_factor = one.told_weight = 0.0
         told = [
-            (self._corrections[group][index], one)
+            (self._corrections[self._groups[one.batch_group]][self._arms[one.arm]], one)
             for one in evidence
-            if (index := self._arms.get(one.arm)) is not None
-            and (group := self._groups.get(one.batch_group)) is not None
+            if one.arm in self._arms and one.batch_group in self._groups
         ]
-        weights = [min(here.weight, one.weight) for here, one in told]
-        apart = sum(w * (one.log_factor - here.factor) for w, (here, one) in zip(weights, told, strict=True))
+        weights = [min(here.weight, new.weight) for here, new in told]
+        apart = sum(w * (new.log_factor - here.factor) for w, (here, new) in zip(weights, told, strict=True))
         apart /= sum(weights) or 1.0
-        for here, one in told:
-            here.told_factor, here.told_weight = one.log_factor - apart, min(one.weight, MOST_ROUNDS)
+        for here, new in told:
+            here.told_factor, here.told_weight = new.log_factor - apart, min(new.weight, MOST_ROUNDS)
         self._estimates = [None] * len(self._estimates)
 
 
