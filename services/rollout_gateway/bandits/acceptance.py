@@ -40,6 +40,9 @@ IDLE_SHARE = 0.2  # of the window: rounds in which evidence that is not renewed 
 FIRST_SLOTS = 64
 TRIAL_ROWS = 4  # after which a drafter is no longer new
 OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
+SLACK = 1.02  # by which a window of trials may be exceeded before it is cut
+STALE_SHARE = 0.05  # rows since beliefs were made anew, as a share of the trials they rest on
+STALE_ROUNDS = 8  # after which they are made anew in any case
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
 Floats = npt.NDArray[np.float64]
@@ -108,6 +111,7 @@ class Acceptance:
         self._idle_keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
         self._window = float(window)
         self._beliefs: list[Beliefs | None] = [None] * len(groups)
+        self._stale_rows = self._stale_rounds = 0  # since beliefs were made
         self._pool = np.zeros((2, positions))  # accepted and trials of all groups; fades with the rounds of every group
         # Rows of rounds by group and family, since the start, the last new drafter or the last `doubt`.
         self._seen = [dict.fromkeys(self._families, 0) for _ in groups]
@@ -164,11 +168,18 @@ class Acceptance:
             self._accepted[0, group, span.first : end] += reached[1:]
             self._pool[0, span.first : end] += reached[1:]
             self._pool[1, span.first : end] += fresh
-            if own.max() > self._window:
+            if own.max() > SLACK * self._window:
                 self._cap(group, self._window)
-        self._beliefs = [None] * len(self._beliefs)
+        self._age(len(slots), self._window if span is None else float(self._trials[0, group, span.first]))
         if span is not None:
             self.rows.observe(slots, span, accepted, more, self.beliefs(group).chances)
+
+    def _age(self, rows: int, trials: float) -> None:
+        """Beliefs outlive a few rounds where these change next to nothing."""
+        self._stale_rows += rows
+        self._stale_rounds += 1
+        if self._stale_rows > STALE_SHARE * trials or self._stale_rounds >= STALE_ROUNDS:
+            self._changed()
 
     def _believe(self, group: int) -> Beliefs:
         pool_accepted, pool_trials = self._pool.tolist()
@@ -199,6 +210,7 @@ class Acceptance:
         self._pool *= most / np.maximum(self._pool[1], most)
 
     def _changed(self) -> None:
+        self._stale_rows = self._stale_rounds = 0
         self._beliefs = [None] * len(self._beliefs)
 
     def forget(self, arms: Set[str], changed: Target) -> None:
@@ -259,6 +271,9 @@ class RowAcceptance:
         self.generated, self.limits = np.zeros(FIRST_SLOTS), np.zeros(FIRST_SLOTS)  # response tokens: so far, at most
         self._free = list(range(FIRST_SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
+        counts, places = np.arange(positions + 1)[:, None], np.arange(positions)
+        # By drafts accepted and position; a draft was tried when the one before it was accepted.
+        self._hits, self._tried = (places < counts).astype(np.float64), (places <= counts).astype(np.float64)
         families = {span.family for span in spans if span is not None}
         self._arms = {
             family: [index for index, span in enumerate(spans) if span is not None and span.family == family]
@@ -307,11 +322,9 @@ class RowAcceptance:
 
     def observe(self, slots: Counts, span: Span, accepted: Counts, more: Flags, group: Floats) -> None:
         """Count a round's drafts for the requests in `slots` [B]; group: chances of the group's positions [P]."""
-        hits = np.arange(span.steps) < accepted[:, None]
-        tried = np.ones_like(hits)  # a draft was tried when the one before it was accepted
-        tried[:, 1:] = hits[:, :-1]
+        hits, tried = self._hits[accepted, : span.steps], self._tried[accepted, : span.steps]
         if not more.all():
-            tried &= hits | more[:, None]
+            tried = np.where(more[:, None], tried, hits)
         known, seen = self._accepted[slots], self._trials[slots]
         known *= ROW_KEEP
         seen *= ROW_KEEP

@@ -1,30 +1,32 @@
 """How long a round of each arm takes: the table measured at start, corrected by rounds. Knows no tokens.
 
-    seconds(arm, batch, context) = table(arm, batch, context) x exp(factor(arm, batch-size group))
+    seconds(arm, batch, context) = table(arm, batch, context) x exp(factor(arm, batch-size group) + pace)
+
+The pace is the machine's (pace.py); a factor holds what is the arm's own, and it alone is told to other engines.
 
 The table is linear between its batch sizes and contexts and goes on beyond its largest batch size as it ends. An arm
 that was not measured has the table 1 + slope x batch, whose slope is fitted to its rounds (shape.py) and whose level is
-a factor like the others. Factors follow the
-log of measured over expected seconds by a clipped moving average, so that a round that took ten times as long moves
-them by one clip's share; three in a row on one side beyond the clip are no outliers, and the factor goes there at once.
+a factor like the others. Factor and pace together follow the log of measured over expected seconds by a clipped moving
+average, so that a round that took ten times as long moves them by one clip's share; three in a row on one side beyond
+the clip are no outliers, and they go there at once.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from rollout_gateway.bandits.base import CostSample
+from rollout_gateway.bandits.pace import CLIP, Measured, Pace
 from rollout_gateway.bandits.shape import Shape
 from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.evidence import CostEvidence
 
-CLIP = 0.3  # log seconds beyond which a round is suspected to be an outlier
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known
 SIZE_SHARE = 0.1  # of a new round in the mean batch size
@@ -42,7 +44,7 @@ REFRESH_ROUNDS = 16  # after which estimates of arms that were not used are made
 class Estimate(NamedTuple):
     """What is believed of one arm in one group."""
 
-    factor: float  # log of its seconds over the table's; NaN: never seen
+    factor: float  # log of its seconds over the table's, the pace apart; NaN: never seen
     scale: float  # the same, not as a logarithm
     doubt: float  # factor by which it may be faster than that
 
@@ -51,12 +53,13 @@ class Estimate(NamedTuple):
 class Correction:
     """What rounds of one arm in one group say of the table."""
 
-    factor: float = 0.0  # log of measured over table
+    factor: float = 0.0  # log of measured over table, the pace apart
     weight: float = 0.0  # rounds it rests on, discounted
     streak: int = 0  # rounds beyond the clip, signed by their side
     size: float = 0.0  # mean batch size of its rounds
     told_factor: float = 0.0  # by other engines
     told_weight: float = 0.0
+    measured: Measured = field(default_factory=Measured)
 
     @property
     def rounds(self) -> float:
@@ -68,15 +71,15 @@ class Correction:
         """Factors summed by weight."""
         return self.weight * self.factor + self.told_weight * self.told_factor
 
-    def take(self, off: float, *, replaces: bool) -> None:
-        """A round whose log is `off` from the factor so far."""
+    def take(self, off: float, *, replaces: bool) -> float:
+        """A round whose log is `off` from what was expected; the part of it that is believed."""
         if replaces:
-            self.factor, self.weight, self.streak = self.factor + off, 0.0, 0
+            part, self.weight, self.streak = 1.0, 0.0, 0
         else:
-            share = max(1.0 / (self.weight + 1.0), 1.0 / MOST_ROUNDS)
-            clip = CLIP if self.weight >= 1.0 else STALE_CLIP
-            self.factor += share * min(max(off, -clip), clip)
+            clip = CLIP if self.weight >= 1.0 or off > 0 else STALE_CLIP
+            part = max(1.0 / (self.weight + 1.0), 1.0 / MOST_ROUNDS) * clip / max(abs(off), clip)
         self.weight = min(self.weight + 1.0, MOST_ROUNDS)
+        return part
 
     def count(self, off: float) -> int:
         """Rounds in a row beyond the clip on one side, this one included."""
@@ -106,7 +109,7 @@ class CostTable:
         self._tables: dict[tuple[int, int], list[float]] = {}
         self._estimates: list[list[Estimate] | None] = [None] * len(groups)
         self._shapes = [Shape() for _ in arms]  # of arms that were not measured
-        self._rounds = 0
+        self._pace = Pace()
 
     def prime(self, samples: Sequence[CostSample]) -> None:
         """Take a table; of several samples of one place the median counts. Arms not served are left out."""
@@ -127,7 +130,8 @@ class CostTable:
         table = self._table(batch, context)
         if len(self._measured) < len(table):
             table = [one if arm in self._measured else self._shapes[arm].at(batch) for arm, one in enumerate(table)]
-        return [one * estimate.scale for one, estimate in zip(table, self._estimate(group), strict=True)]
+        pace = math.exp(self._pace.log)
+        return [one * estimate.scale * pace for one, estimate in zip(table, self._estimate(group), strict=True)]
 
     def doubts(self, group: int) -> list[float]:
         """By what factor, at least 1, each arm's rounds [A] may be faster than expected, for all that is known."""
@@ -153,8 +157,8 @@ class CostTable:
             factor = (here.total + PRIOR_ROUNDS * prior) / (rounds + PRIOR_ROUNDS)
         else:
             factor = here.total / rounds
-        doubt = math.exp(DOUBT / math.sqrt(rounds + (PRIMED_ROUNDS if primed else 0.0) + 0.25))
-        return Estimate(factor, math.exp(factor), doubt)
+        doubt = DOUBT / math.sqrt(rounds + (PRIMED_ROUNDS if primed else 0.0) + 0.25)
+        return Estimate(factor, math.exp(factor), math.exp(doubt + self._pace.hope(here.measured)))
 
     def _table(self, batch: int, context: int) -> list[float]:
         key = (batch, context // CONTEXT_STEP)
@@ -181,13 +185,15 @@ class CostTable:
         here, known = self._corrections[group][index], self._estimate(group)[index].factor
         primed = index in self._measured
         table = self._table(batch, context)[index] if primed else self._shapes[index].at(batch)
-        level = math.log(seconds / table)
+        level = math.log(seconds / table) - self._pace.log
         if here.weight < 1.0:
             here.factor = level if math.isnan(known) else known
         off = level - here.factor
         # Nothing was known; or what was known is past; or, of the first rounds, a slow one was a warm-up.
-        young = not primed and (here.rounds == 0 or (here.weight < JUMP_ROUNDS and off < -CLIP))
-        here.take(off, replaces=here.count(off) >= JUMP_ROUNDS or young)
+        young = not primed and not here.told_weight and (not here.weight or (here.weight < JUMP_ROUNDS and off < -CLIP))
+        jumps = here.count(off) >= JUMP_ROUNDS
+        part = here.take(off, replaces=jumps or young)
+        here.factor += part * off - self._pace.learn(here.measured, 0.0 if young else off, part)
         for other, one in enumerate(self._corrections[group]):
             one.told_weight *= self._keep
             if other != index:
@@ -195,7 +201,7 @@ class CostTable:
         here.size = batch if here.weight <= 1.0 else here.size + SIZE_SHARE * (batch - here.size)
         if not primed and here.weight > 1.0:
             self._fit(index, batch, table * math.exp(here.factor + min(max(off, -CLIP), CLIP)))
-        self._refresh(group, index)
+        self._refresh(group, index, jumps=jumps)
 
     def _fit(self, arm: int, batch: int, seconds: float) -> None:
         """Bend an arm's shape; factors move so that nothing changes at the batch sizes where its rounds were."""
@@ -206,10 +212,9 @@ class CostTable:
                 one.factor += math.log(old / shape.at(one.size))
             self._estimates = [None] * len(self._estimates)
 
-    def _refresh(self, group: int, arm: int) -> None:
-        self._rounds += 1
-        known = self._estimates[group]
-        if known is None or self._rounds % REFRESH_ROUNDS == 0 or self._corrections[group][arm].weight < FULL_ROUNDS:
+    def _refresh(self, group: int, arm: int, *, jumps: bool) -> None:
+        known, young = self._estimates[group], self._corrections[group][arm].weight < FULL_ROUNDS
+        if known is None or jumps or young or self._pace.rounds % REFRESH_ROUNDS == 0:
             self._estimates = [None] * len(self._estimates)
         else:
             known[arm] = self._believe(group, arm)
@@ -224,14 +229,23 @@ class CostTable:
         )
 
     def merge(self, evidence: Sequence[CostEvidence]) -> None:
-        """What other engines' rounds have shown; arms and groups that are not served here are left out."""
+        """What other engines' rounds have shown; arms and groups that are not served here are left out.
+
+        Factors are known up to a number that is common to an engine's arms and belongs to its pace. Where both engines
+        have rounds it is chosen so that they agree on average; how the arms stand to each other is what is learned.
+        """
         for one in (one for row in self._corrections for one in row):
             one.told_factor = one.told_weight = 0.0
-        for told in evidence:
-            index, group = self._arms.get(told.arm), self._groups.get(told.batch_group)
-            if index is not None and group is not None:
-                here = self._corrections[group][index]
-                here.told_factor, here.told_weight = told.log_factor, min(told.weight, MOST_ROUNDS)
+        told = [
+            (self._corrections[self._groups[one.batch_group]][self._arms[one.arm]], one)
+            for one in evidence
+            if one.arm in self._arms and one.batch_group in self._groups
+        ]
+        weights = [min(here.weight, new.weight) for here, new in told]
+        apart = sum(w * (new.log_factor - here.factor) for w, (here, new) in zip(weights, told, strict=True))
+        apart /= sum(weights) or 1.0
+        for here, new in told:
+            here.told_factor, here.told_weight = new.log_factor - apart, min(new.weight, MOST_ROUNDS)
         self._estimates = [None] * len(self._estimates)
 
 

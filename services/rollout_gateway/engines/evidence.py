@@ -18,7 +18,7 @@ class AcceptanceEvidence:
 
 @dataclass(frozen=True, slots=True)
 class CostEvidence:
-    """How much longer an arm's rounds take than the table measured at start says."""
+    """How much longer an arm's rounds take than the table measured at start says, the machine's own pace apart."""
 
     arm: str
     batch_group: int

@@ -247,6 +247,27 @@ def test_costs_that_the_table_did_not_foresee_are_followed() -> None:
     assert play(bandit, 300, chances, seconds=beside)["off"] > 280
 
 
+@pytest.mark.parametrize("pace", [0.6, 1.5])
+def test_a_dead_drafter_stays_unused_when_the_machine_changes_its_pace(pace: float) -> None:
+    bandit = make()
+    play(bandit, 300, flat(0.0, 0.0), batch=4)
+    other = {arm: pace * seconds for arm, seconds in SECONDS.items()}
+    chosen = play(bandit, 900, flat(0.0, 0.0), seconds=other, batch=4, seed=1)
+    assert chosen["off"] > 880
+
+
+def test_the_best_arm_stays_so_through_all_changes_of_pace() -> None:
+    chances, source = flat(0.8), np.random.default_rng(4)
+    bandit = make()
+    play(bandit, 300, chances, batch=4)
+    chosen = Counter[str]()
+    for part in range(20):
+        pace = float(source.uniform(0.6, 1.8))
+        seconds = {arm: pace * one for arm, one in SECONDS.items()}
+        chosen += play(bandit, 150, chances, seconds=seconds, batch=4, seed=part)
+    assert chosen[hand_best(chances)] > 0.97 * 3000
+
+
 # ---- shapes of arms
 
 
@@ -303,7 +324,9 @@ def test_two_halves_merged_are_the_whole() -> None:
         merged, known = one._acceptance.beliefs(group), whole._acceptance.beliefs(group)
         assert merged.tokens == pytest.approx(known.tokens)
         assert merged.bound == pytest.approx(known.bound)
-    assert one._costs.seconds(1, 6, 10) == pytest.approx(whole._costs.seconds(1, 6, 10), rel=1e-3)
+    # How arms stand to each other; the pace is each engine's own, and hears its rounds alone.
+    merged_s, known_s = np.array(one._costs.seconds(1, 6, 10)), np.array(whole._costs.seconds(1, 6, 10))
+    assert merged_s / merged_s[1] == pytest.approx(known_s / known_s[1], rel=0.02)
 
 
 def test_a_merge_takes_the_place_of_the_last_and_is_not_told_again() -> None:
@@ -313,7 +336,7 @@ def test_a_merge_takes_the_place_of_the_last_and_is_not_told_again() -> None:
     for _ in range(5):
         pupil.merge(told)
     assert not pupil.snapshot()
-    assert pupil._acceptance.beliefs(0).tokens == pytest.approx(teacher._acceptance.beliefs(0).tokens, rel=1e-9)
+    assert pupil._acceptance.beliefs(0).tokens == pytest.approx(teacher._acceptance.beliefs(0).tokens, rel=0.01)
 
 
 def test_a_pupil_chooses_as_its_teacher_from_the_first_round() -> None:

@@ -75,6 +75,99 @@ def test_what_slows_an_arm_in_one_group_is_expected_in_another() -> None:
     assert seconds(costs, 8, group=1) > 1.25
 
 
+# ---- what is the machine's and what is an arm's own
+
+
+def both(costs: CostTable, off: float, eagle: float, *, rounds: int = 60, burst: int = 6) -> None:
+    """Rounds of both arms in turns of `burst`, so long in seconds."""
+    for number in range(rounds):
+        arm, spent = (("off", off), ("eagle:3_1_4", eagle))[number // burst % 2]
+        costs.observe(0, arm, 1, 0, spent)
+
+
+def ratio(costs: CostTable) -> float:
+    """Of the two arms' seconds."""
+    off, eagle = costs.seconds(0, 1, 0)
+    return eagle / off
+
+
+@pytest.fixture
+def measured() -> CostTable:
+    """Both arms are known, one second and two, and off is in use."""
+    costs = table(CostSample("off", 1, 0, 1.0), CostSample("eagle:3_1_4", 1, 0, 2.0))
+    both(costs, 1.0, 2.0)
+    for _ in range(100):
+        costs.observe(0, "off", 1, 0, 1.0)
+    return costs
+
+
+@pytest.mark.parametrize("pace", [0.5, 0.8, 1.2, 1.5])
+def test_a_machine_of_another_pace_moves_the_seconds_of_arms_that_rest(measured: CostTable, pace: float) -> None:
+    for _ in range(300):
+        measured.observe(0, "off", 1, 0, pace)
+    assert seconds(measured, 1) == pytest.approx(pace, rel=0.02)
+    assert ratio(measured) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_machine_slower_than_when_the_table_was_measured_favours_no_arm() -> None:
+    costs = table(CostSample("off", 1, 0, 1.0), CostSample("eagle:3_1_4", 1, 0, 2.0))
+    for _ in range(10):
+        costs.observe(0, "off", 1, 0, 1.5)
+    assert ratio(costs) == pytest.approx(2.0, rel=0.02)
+
+
+def test_what_two_arms_contradict_each_other_in_is_their_own(measured: CostTable) -> None:
+    both(measured, 1.0, 2.5, rounds=400)
+    assert measured.seconds(0, 1, 0) == pytest.approx([1.0, 2.5], rel=0.05)
+
+
+def test_one_round_of_an_arm_that_rested_says_little_of_the_others(measured: CostTable) -> None:
+    for _ in range(300):
+        measured.observe(0, "off", 1, 0, 1.0)
+    measured.observe(0, "eagle:3_1_4", 1, 0, 1.6)
+    assert seconds(measured, 1) == pytest.approx(1.0, rel=0.02)
+    assert seconds(measured, 1, arm="eagle:3_1_4") < 1.9
+
+
+def test_an_arm_that_rests_while_another_slows_may_be_as_fast_as_it_was(measured: CostTable) -> None:
+    """Then a choice looks at it; a round as fast as it was shows whose the change is."""
+    before = measured.doubts(0)[1]
+    for _ in range(300):
+        measured.observe(0, "off", 1, 0, 1.5)
+    assert measured.doubts(0)[1] / before == pytest.approx(1.5, rel=0.1)
+    for _ in range(5):
+        measured.observe(0, "eagle:3_1_4", 1, 0, 2.0)
+    assert ratio(measured) == pytest.approx(2.0 / 1.5, rel=0.1)
+
+
+def test_an_arm_that_is_used_is_not_hoped_to_be_faster_whatever_the_pace(measured: CostTable) -> None:
+    for _ in range(300):
+        measured.observe(0, "off", 1, 0, 1.5)
+    assert measured.doubts(0)[0] == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("pace", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("primed", [True, False])
+def test_an_engine_of_another_pace_does_not_shift_the_arms_against_each_other(pace: float, primed: bool) -> None:
+    """Of this one's arms only off is known by its own rounds; eagle is known by the other's."""
+    samples = (CostSample("off", 1, 0, 1.0), CostSample("eagle:3_1_4", 1, 0, 2.0)) if primed else ()
+    here, there = table(*samples), table(*samples)
+    both(there, pace, 2.4 * pace)
+    for _ in range(40):
+        here.observe(0, "off", 1, 0, 1.0)
+    here.merge(there.snapshot())
+    assert here.seconds(0, 1, 0) == pytest.approx([1.0, 2.4], rel=0.08)
+
+
+def test_what_was_told_first_holds_at_the_pace_of_the_rounds_that_follow() -> None:
+    here, there = table(), table()
+    both(there, 3.0, 7.2)
+    here.merge(there.snapshot())
+    for _ in range(20):
+        here.observe(0, "off", 1, 0, 1.0)
+    assert here.seconds(0, 1, 0) == pytest.approx([1.0, 2.4], rel=0.08)
+
+
 def test_the_first_slow_rounds_of_an_arm_without_a_table_are_warm_ups() -> None:
     costs = table()
     for spent in (9.0, 1.0, 1.0):
