@@ -41,8 +41,8 @@ FIRST_SLOTS = 64
 TRIAL_ROWS = 4  # after which a drafter is no longer new
 OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
 SLACK = 1.02  # by which a window of trials may be exceeded before it is cut
-STALE_SHARE = 0.05  # rows since beliefs were made anew, as a share of the trials they rest on
-STALE_ROUNDS = 8  # after which they are made anew in any case
+STALE_SHARE = 0.02  # rows since beliefs were made anew, as a share of the trials they rest on
+STALE_ROUNDS = 4  # after which they are made anew in any case
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
 
 Floats = npt.NDArray[np.float64]
