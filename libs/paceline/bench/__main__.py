@@ -11,7 +11,11 @@ import uvloop
 
 from paceline.errors import PacelineError
 
-BENCHES = {"transport": "paceline.bench.transport", "e2e": "paceline.bench.e2e"}
+BENCHES = {
+    "transport": "paceline.bench.transport",
+    "e2e": "paceline.bench.e2e",
+    "drafter": "paceline.bench.drafter",
+}
 """Name -> module with add_arguments(parser) and async run(options) -> BenchResult."""
 
 

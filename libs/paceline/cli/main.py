@@ -49,6 +49,7 @@ class Bench(StrEnum):
 
     TRANSPORT = "transport"
     E2E = "e2e"
+    DRAFTER = "drafter"
     ENGINE = "engine"
     SGLANG = "sglang"
     BANDIT = "bandit"
