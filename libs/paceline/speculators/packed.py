@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class PackedRow:
     next_tokens: Tensor
     """int64 [T]: token t + 1."""
     draft_tokens: Tensor
-    """int64 [T]: token t + 2, what the first draft is compared with; -1 where the target drew none (under a branch)."""
+    """int64 [T]: token t + 2, what the first draft is compared with; -1 in a branch, where the target drew none."""
     positions: Tensor
     """int64 [T]: t within its document, from 0 on."""
     parents: Tensor
@@ -42,12 +44,14 @@ class PackedRow:
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """Where each position is `steps` tokens on: indices [T] (its own where there is none) and bool [T] if there is.
 
-        Position t + 1 follows t when it is its child and stands at the token that t is to draft.
+        Position t + 1 follows t when it is its child and stands at the token that t is to draft; in a branch, where the
+        target drew no token, any child follows that stands right after its parent.
         """
         count, device = len(self), self.next_tokens.device
         here = torch.arange(count, device=device)
         follows = torch.zeros(count, dtype=torch.int64, device=device)
-        follows[1:] = (self.parents[1:] == here[:-1]) & (self.draft_tokens[:-1] == self.next_tokens[1:])
+        drawn = self.draft_tokens[:-1]
+        follows[1:] = (self.parents[1:] == here[:-1]) & ((drawn == self.next_tokens[1:]) | (drawn < 0))
         runs = (1 - follows).cumsum(0)
         there = (here + steps).clamp(max=count - 1)
         inside = (runs[there] == runs) & (here + steps < count)
@@ -59,13 +63,27 @@ class PackedRow:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children."""
-    count = len(parents)
-    here = torch.arange(count, device=parents.device)
+    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children.
+
+    Works on runs, stretches in which each position is the parent of the next: all of a run see the same positions of
+    every other run, its first ones up to a limit.
+    """
+    count, device = len(parents), parents.device
+    here = torch.arange(count, device=device)
     starts = parents != here - 1
     starts[:1] = True
-    runs = starts.long().cumsum(0)
-    mask = (runs[:, None] == runs) & (here[:, None] >= here)
-    for start in (starts & (parents >= 0)).nonzero()[:, 0].tolist():
-        mask[runs == runs[start]] |= mask[int(parents[start])]
-    return mask
+    runs = starts.long().cumsum(0) - 1
+    limits = torch.as_tensor(_limits(parents[starts].tolist(), runs.tolist()), device=device)
+    seen = here <= limits[:, runs]  # [R, T]
+    return seen[runs] & (here[:, None] >= here)
+
+
+def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
+    """[R, R]: the last position of run k that run r sees, -1 for none, of the parents of R runs' first positions."""
+    limits = np.full((len(parents), len(parents)), -1)
+    for run, parent in enumerate(parents):
+        if parent >= 0:
+            limits[run] = limits[runs[parent]]
+            limits[run, runs[parent]] = parent
+        limits[run, run] = len(runs)
+    return limits

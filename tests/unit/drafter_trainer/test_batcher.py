@@ -8,7 +8,7 @@ import torch
 from unit.drafter_trainer.samples import PROMPT, TARGET, batch, sample, toy_policy, with_rejected
 
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import sample_from
+from drafter_trainer.sample import sample_from
 from paceline.speculators import PackedRow
 from paceline.speculators.eagle import EagleNet
 from paceline.streams import decode_features, encode_features

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from unit.drafter_trainer.samples import TARGET, batch, sample, sessions
 
-from drafter_trainer.buffer import FeatureBuffer, sample_from
+from drafter_trainer.buffer import FeatureBuffer
+from drafter_trainer.sample import sample_from
 from paceline.errors import DataLoss
 from paceline.streams import FeatureBatch
 from paceline.tensors import from_numpy
