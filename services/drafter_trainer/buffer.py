@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from statistics import median_low
+from statistics import median_high
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class FeatureBuffer:
     def _begin_step(self, step: int) -> None:
         """The newest step becomes the previous one: the longer half of its samples are its long ones."""
         if self._now:
-            self._long_from = median_low(sample.positions for sample in self._now)
+            self._long_from = median_high(sample.positions for sample in self._now)
             self._previous_step, self._long_arrived = self._step, 0
             short = [sample for sample in self._now if sample.positions < self._long_from]
             self._long_expected = len(self._now) - len(short)
