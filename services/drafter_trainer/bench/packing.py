@@ -34,8 +34,8 @@ DEMO = ModelConfig(
 )
 """Shape of the demo's policy."""
 LOG_MEAN, LOG_DEVIATION, SHORTEST, LONGEST, PROMPT = 3.12, 0.66, 11, 231, 7
-"""Tokens of the demo's sequences: logarithms' mean and deviation, and the extremes, over rollouts of its start policy at
-temperature 1 on the first 512 training tasks (median 21, mean 29, 90th percentile 56)."""
+"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and extremes, over rollouts of
+its start policy at temperature 1 on the first 512 training tasks (median 21, mean 29, 90th percentile 56)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Figures:
     """Medians over batches, each trained once in either form."""
 
     packed: float  # samples/s
-    padded: float  # samples/s
+    padded: float
     ratio: float  # of packed to padded samples/s, batch by batch
     quartiles: tuple[float, float]  # of the ratio
     filled: float  # share of a padded batch that is no padding

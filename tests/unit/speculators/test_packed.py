@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.speculators import PackedRow
-from paceline.speculators.packed import ancestor_mask
+from paceline.speculators.packed import _edges, ancestor_mask, packed_attention
 
 
 @st.composite
@@ -68,3 +68,30 @@ def test_the_last_position_does_not_lead_into_a_rejected_draft_beside_its_succes
     one = row([-1, 0, 1, 2], next_tokens=[3, 4, 7, 8], draft_tokens=[4, 5, -1, -1])
     assert one.ahead(1)[1].tolist() == [True, False, True, False]
     assert one.ahead(2)[1].tolist() == [False] * 4
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=5), st.integers(0, 30), st.integers(1, 2))
+def test_attention_in_blocks_is_attention_over_the_whole_row(lengths: list[int], branches: int, batch: int) -> None:
+    generator = torch.Generator().manual_seed(sum(lengths) + branches)
+    parents = list[int]()
+    for length in lengths:
+        first = len(parents)
+        parents += [-1, *range(first, first + length - 1)]
+        for _ in range(branches // len(lengths)):
+            parents.append(int(torch.randint(first - 1, len(parents), (), generator=generator)))
+            parents[-1] = -1 if parents[-1] < first else parents[-1]
+    mask = ancestor_mask(torch.tensor(parents)).expand(batch, 1, -1, -1)
+    queries, keys, values = (
+        torch.randn(batch, heads, len(parents), 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+    scores = (queries @ keys.repeat_interleave(2, dim=1).mT / 8**0.5).masked_fill(~mask, float("-inf"))
+    expected = scores.softmax(-1) @ values.repeat_interleave(2, dim=1)
+    torch.testing.assert_close(packed_attention(queries, keys, values, mask), expected)
+
+
+def test_blocks_end_where_documents_end_and_are_not_small() -> None:
+    mask = torch.block_diag(*(torch.ones(n, n).tril() for n in (60, 10, 10, 100, 5))).bool()
+    assert _edges(mask) == [0, 70, 180, 185]
+    mask[184, 0] = True  # one look back joins them all
+    assert _edges(mask) == [0, 185]
