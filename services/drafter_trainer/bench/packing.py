@@ -21,21 +21,15 @@ from paceline.speculators.eagle import EagleNet
 from paceline.speculators.losses import eagle_loss
 
 DEMO = ModelConfig(
-    family="llama",
-    vocab_size=320,
-    hidden_size=128,
-    intermediate_size=352,
-    num_layers=12,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    rms_norm_eps=1e-6,
-    max_position_embeddings=512,
-)
+    family="llama", vocab_size=320, hidden_size=128, intermediate_size=352, num_layers=12, num_heads=4, num_kv_heads=2,
+    head_dim=32, rms_norm_eps=1e-6, max_position_embeddings=512,
+)  # fmt: skip
 """Shape of the demo's policy."""
 LOG_MEAN, LOG_DEVIATION, SHORTEST, LONGEST, PROMPT = 3.12, 0.66, 11, 231, 7
-"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and extremes, over rollouts of
-its start policy at temperature 1 on the first 512 training tasks (median 21, mean 29, 90th percentile 56)."""
+"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and extremes.
+
+Of rollouts of its start policy at temperature 1 on 512 training tasks: median 21, mean 29, 90th percentile 56.
+"""
 
 
 @dataclass(frozen=True, slots=True)
