@@ -101,6 +101,20 @@ def test_where_the_previous_steps_long_samples_are_too_few_or_headless_draws_are
     assert {one.step for one in held.draw(100, recency=0.5, known=["new"])} == {2}
 
 
+def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_are_not_mixed_in() -> None:
+    made = steps_of({0: (90, 95), 1: (10, 40, 12, 11, 50), 2: (9,)})
+    late, made[5:7] = made[5:7], []
+    held = buffer(long_share=1.0, samples=8)
+    for one in (*made, *late):
+        held.add(dataclasses.replace(one, lm_head_hash="one"))  # nothing but their step tells them apart
+    drawn = [one for _ in range(50) for one in held.draw(60, recency=1, known=["one"])]
+    assert {one.positions + 2 for one in drawn} == {40, 12, 50}
+    held.forget(lambda one: one.step == 1, "other")
+    for number in range(2):
+        held.add(dataclasses.replace(steps_of({2: (20 + number,)})[0], step=2))
+    assert [one.positions + 2 for one in held] == [10, 11, 40, 12, 50, 20, 21]
+
+
 def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_seed() -> None:
     length, window = 120, 16
     (name,) = sessions(1, heldout=False, every=EVERY)
