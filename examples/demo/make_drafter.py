@@ -23,10 +23,11 @@ import torch.distributed as dist
 from tokenizers import Tokenizer
 
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureBuffer, FeatureSample
+from drafter_trainer.buffer import FeatureBuffer
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.heads import load_policy_head
 from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.sample import FeatureSample
 from paceline.config import load_config
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet

@@ -30,7 +30,14 @@ class BufferConfig(Config):
     heldout_every: int = Field(default=8, ge=2, description="one session in this many is held out for the gate")
     heldout_samples: int = Field(default=64, ge=1, description="held-out samples kept at most")
     recency: float = Field(default=0.7, gt=0, le=1, description="weight of a head one version older than the newest")
-    window: int = Field(default=512, ge=8, description="positions of one sample used at most")
+    window: int = Field(default=512, ge=8, description="positions of one sample used at a time, at most")
+    long_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="share of draws from the previous step's long samples until this step's come",
+    )
+    rejected: bool = Field(default=True, description="learn from rejected drafts where the engine captures them")
 
 
 class GateConfig(Config):

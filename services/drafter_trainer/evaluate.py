@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureSample
 from drafter_trainer.gate import Judgement, accepted_tokens, judge
 from drafter_trainer.heads import PolicyHead
+from drafter_trainer.sample import FeatureSample
 from paceline.speculators import DraftNet, PackedRow
 
 PIECE_POSITIONS = 192

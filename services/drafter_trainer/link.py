@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from drafter_trainer import messages as m
-from drafter_trainer.buffer import FeatureSample, sample_from
+from drafter_trainer.sample import FeatureSample, sample_from
 from paceline import telemetry
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.local.ranks import RankLink

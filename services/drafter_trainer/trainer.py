@@ -9,7 +9,7 @@ from typing import Any
 from drafter_trainer import messages as m
 from drafter_trainer import sharing
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureBuffer, FeatureSample
+from drafter_trainer.buffer import FeatureBuffer
 from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.evaluate import GateJob
@@ -17,6 +17,7 @@ from drafter_trainer.gate import Judgement
 from drafter_trainer.heads import PolicyHead, PolicyHeads
 from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
+from drafter_trainer.sample import FeatureSample
 from paceline.speculators import DraftNet
 from paceline.telemetry import get_logger, span
 
@@ -70,6 +71,9 @@ class DrafterTrainer:
             heldout_every=settings.heldout_every,
             heldout_samples=settings.heldout_samples,
             seed=config.run.seed,
+            window=settings.window,
+            long_share=settings.long_share,
+            rejected=settings.rejected,
         )
         self.serving = DrafterState(0, learner.snapshot())
         self._handed_over = False  # this activation has promoted a candidate

@@ -32,7 +32,7 @@ from paceline.speculators.eagle_checkpoint import (
 )
 from paceline.speculators.losses import eagle_loss
 from paceline.speculators.net import DraftNet, Objective
-from paceline.speculators.packed import PackedRow
+from paceline.speculators.packed import PackedRow, packed_attention
 
 
 class EagleOptions(Config):
@@ -93,12 +93,12 @@ class EagleAttention(nn.Module):
         if chain is not None:
             chain.keys.append(keys)
             chain.values.append(values)
-        if chain is None or len(chain.keys) == 1:
-            out = functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-            )
-        else:
+        if chain is not None and len(chain.keys) > 1:
             out = chain_attention(queries, chain, mask)
+        elif mask is None:
+            out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        else:
+            out = packed_attention(queries, keys, values, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

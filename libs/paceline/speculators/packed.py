@@ -7,9 +7,16 @@ under a position of its document. Position t pairs the states captured at a toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+_BLOCK = 64
+"""Positions of a block of attention at least: smaller ones cost more calls than they save products."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,7 @@ class PackedRow:
     next_tokens: Tensor
     """int64 [T]: token t + 1."""
     draft_tokens: Tensor
-    """int64 [T]: token t + 2, what the first draft is compared with; -1 where the target drew none (under a branch)."""
+    """int64 [T]: token t + 2, what the first draft is compared with; -1 in a branch, where the target drew none."""
     positions: Tensor
     """int64 [T]: t within its document, from 0 on."""
     parents: Tensor
@@ -42,12 +49,14 @@ class PackedRow:
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
         """Where each position is `steps` tokens on: indices [T] (its own where there is none) and bool [T] if there is.
 
-        Position t + 1 follows t when it is its child and stands at the token that t is to draft.
+        Position t + 1 follows t when it is its child and stands at the token that t is to draft; in a branch, where the
+        target drew no token, any child follows that stands right after its parent.
         """
         count, device = len(self), self.next_tokens.device
         here = torch.arange(count, device=device)
         follows = torch.zeros(count, dtype=torch.int64, device=device)
-        follows[1:] = (self.parents[1:] == here[:-1]) & (self.draft_tokens[:-1] == self.next_tokens[1:])
+        drawn = self.draft_tokens[:-1]
+        follows[1:] = (self.parents[1:] == here[:-1]) & ((drawn == self.next_tokens[1:]) | (drawn < 0))
         runs = (1 - follows).cumsum(0)
         there = (here + steps).clamp(max=count - 1)
         inside = (runs[there] == runs) & (here + steps < count)
@@ -59,13 +68,56 @@ class PackedRow:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children."""
-    count = len(parents)
-    here = torch.arange(count, device=parents.device)
+    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children.
+
+    Works on runs, stretches in which each position is the parent of the next: all of a run see the same positions of
+    every other run, its first ones up to a limit.
+    """
+    count, device = len(parents), parents.device
+    here = torch.arange(count, device=device)
     starts = parents != here - 1
     starts[:1] = True
-    runs = starts.long().cumsum(0)
-    mask = (runs[:, None] == runs) & (here[:, None] >= here)
-    for start in (starts & (parents >= 0)).nonzero()[:, 0].tolist():
-        mask[runs == runs[start]] |= mask[int(parents[start])]
-    return mask
+    runs = starts.long().cumsum(0) - 1
+    limits = torch.as_tensor(_limits(parents[starts].tolist(), runs.tolist()), device=device)
+    seen = here <= limits[:, runs]  # [R, T]
+    return seen[runs] & (here[:, None] >= here)
+
+
+def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
+    """[R, R]: the last position of run k that run r sees, -1 for none, of the parents of R runs' first positions."""
+    limits = np.full((len(parents), len(parents)), -1)
+    for run, parent in enumerate(parents):
+        if parent >= 0:
+            limits[run] = limits[runs[parent]]
+            limits[run, runs[parent]] = parent
+        limits[run, run] = len(runs)
+    return limits
+
+
+def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """scaled_dot_product_attention, on a CPU without the products of documents that do not see each other.
+
+    queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries that see themselves
+    and earlier positions only. Returns [B, heads, T, D].
+    """
+    # An accelerator does the whole square faster than many small ones.
+    split = len(mask) == 1 and queries.device.type == "cpu"
+    edges = _edges(mask[0, 0]) if split else [0, mask.shape[-1]]
+    parts = [
+        functional.scaled_dot_product_attention(
+            queries[:, :, a:b], keys[:, :, a:b], values[:, :, a:b], attn_mask=mask[:, :, a:b, a:b], enable_gqa=True
+        )
+        for a, b in pairwise(edges)
+    ]
+    return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+
+
+def _edges(mask: Tensor) -> list[int]:
+    """0, positions about _BLOCK apart before which no later position of mask [T, T] looks back over, and T."""
+    first = mask.to(torch.uint8).argmax(dim=1)
+    behind = first.flip(0).cummin(0).values.flip(0)  # what position t or a later one sees first
+    edges = [0]
+    for place in (behind == torch.arange(len(mask))).nonzero()[:, 0].tolist():
+        if place - edges[-1] >= _BLOCK:
+            edges.append(place)
+    return [*edges, len(mask)]

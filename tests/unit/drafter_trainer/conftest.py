@@ -1,4 +1,4 @@
-"""A process group of one: FSDP2 needs one even where nothing is shared."""
+"""One thread, so that tests side by side do not wait for each other; a process group of one, which FSDP2 needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafter_trainer.buffer import FeatureSample, sample_from
 from drafter_trainer.heads import PolicyHead
+from drafter_trainer.sample import FeatureSample, sample_from
 from paceline.models.config import ModelConfig
 from paceline.streams import FeatureBatch, RejectedRows
-from paceline.tensors import from_numpy
+from paceline.tensors import as_numpy, from_numpy
 
 VOCABULARY, HIDDEN = 23, 16
 TARGET = ModelConfig(
@@ -90,12 +90,26 @@ def batch(length: int, seed: int, *, session: str = "", version: int = 0, head: 
     )
 
 
-def with_rejected(one: FeatureBatch) -> FeatureBatch:
-    """The same batch with a chain of two rejected drafts under its middle row."""
-    middle = one.rows // 2
-    states = np.full((2, one.hidden_size), 1e6, dtype=np.float32)
-    numbers = np.array([[7, middle + 1, middle], [8, middle + 2, one.rows]], dtype=np.int32)
-    return replace(one, rejected=RejectedRows(from_numpy("rejected_hidden", states), *numbers.T))
+def with_rejected(one: FeatureBatch, seed: int = 0, count: int = 6) -> FeatureBatch:
+    """The same batch with rejected drafts under random rows of it or under one another, their states the policy's."""
+    random, policy = np.random.default_rng(seed), toy_policy()
+    states, positions = list(as_numpy(one.hidden)), one.positions.tolist()
+    tokens, parents = list[int](), list[int]()
+    for _ in range(count):
+        deeper = bool(tokens) and random.random() < 0.5
+        parents.append(int(random.integers(one.rows, len(states)) if deeper else random.integers(one.rows)))
+        tokens.append(int(random.integers(VOCABULARY)))
+        state = policy.step(torch.tensor(states[parents[-1]]), torch.tensor(tokens[-1]))
+        states.append(state.numpy())
+        positions.append(positions[parents[-1]] + 1)
+    hidden = from_numpy("rejected_hidden", np.stack(states[one.rows :]))
+    numbers = (np.array(part, dtype=np.int32) for part in (tokens, positions[one.rows :], parents))
+    return replace(one, rejected=RejectedRows(hidden, *numbers))
+
+
+def sample_with_rejected(length: int, seed: int) -> FeatureSample:
+    """A sample of the toy policy and some rejected drafts."""
+    return sample_from(with_rejected(batch(length, seed), seed), TARGET)
 
 
 def sample(length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH) -> FeatureSample:

@@ -7,9 +7,9 @@ import torch
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureSample
 from drafter_trainer.evaluate import PIECE_POSITIONS, GateJob, chain_matches
 from drafter_trainer.gate import accepted_tokens
+from drafter_trainer.sample import FeatureSample
 from paceline.speculators.eagle import EagleNet
 
 STEPS = 4

@@ -105,8 +105,9 @@ def test_a_partial_gradient_outlives_a_preemption(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_rejected_rows_in_its_batches_change_no_bit_of_what_is_trained(tmp_path: Path) -> None:
-    without, beside = Trainer(tmp_path / "a"), Trainer(tmp_path / "b")
+def test_rejected_rows_change_no_bit_of_what_is_trained_when_switched_off(tmp_path: Path) -> None:
+    buffer = {"heldout_every": EVERY, "rejected": False}
+    without, beside = Trainer(tmp_path / "a"), Trainer(tmp_path / "b", buffer=buffer)
     rows = trained_rows()
     without.feed(rows)
     beside.feed([with_rejected(one) for one in rows])

@@ -1,0 +1,178 @@
+"""One finished request as the trainer learns from it: its rows, its rejected drafts, windows of it.
+
+Owns what a sample is and which stream entries make one; not what is kept (buffer.py) nor how it is packed (batcher.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.errors import DataLoss
+from paceline.models.config import ModelConfig
+from paceline.streams import FeatureBatch, RejectedRows
+from paceline.tensors import NamedTensor
+
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """B rejected drafts beside R rows, depth first: the first child of a draft stands right after it."""
+
+    hidden: Tensor  # [B, W] states at the drafts
+    token_ids: Tensor  # [B] int64
+    parents: Tensor  # [B] int64, i < R: row i of the sample; R + j: draft j before
+    roots: Tensor  # [B] int64: the row that they hang under, directly or under one another
+    depths: Tensor  # [B] int64: drafts between it and its root
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(part.nbytes for part in (self.hidden, self.token_ids, self.parents, self.roots, self.depths))
+
+    def cut(self, rows: int, start: int, length: int) -> Branches:
+        """Those under rows start .. start + length - 1 of `rows`, as beside a sample of these rows alone."""
+        kept = (self.roots >= start) & (self.roots < start + length)
+        places = kept.long().cumsum(0) - 1
+        under = self.parents[kept]
+        parents = torch.where(under < rows, under - start, length + places[(under - rows).clamp(min=0)])
+        return Branches(self.hidden[kept], self.token_ids[kept], parents, self.roots[kept] - start, self.depths[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSample:
+    """Rows of one finished request. R rows stand at tokens 0..R-1; the last token has none."""
+
+    session: str
+    step: int
+    policy_version: int
+    lm_head_hash: str
+    hidden: Tensor  # [R, W] as captured, the last hidden_size columns the state after the final norm
+    token_ids: Tensor  # [R + 1] int64
+    generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
+    hidden_size: int  # H
+    layers: str = "last"  # what a row holds, see CaptureSpec.layers
+    branches: Branches | None = None
+
+    @property
+    def positions(self) -> int:
+        """Training positions of the sequence: each needs its row and the next one."""
+        return self.hidden.shape[0] - 1
+
+    @property
+    def size(self) -> int:
+        """Training positions, those of rejected drafts included."""
+        return self.positions + (len(self.branches) if self.branches is not None else 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        own = self.hidden.nbytes + self.token_ids.nbytes + self.generated.nbytes
+        return own + (self.branches.nbytes if self.branches is not None else 0)
+
+    def cut(self, start: int, length: int) -> FeatureSample:
+        """A copy of training positions start .. start + length - 1 and of the drafts that hang beside them."""
+        rows, branches = length + 1, self.branches
+        return replace(
+            self,
+            hidden=self.hidden[start : start + rows].clone(),
+            token_ids=self.token_ids[start : start + rows + 1].clone(),
+            generated=self.generated[start : start + rows + 1].clone(),
+            branches=None if branches is None else branches.cut(self.hidden.shape[0], start, rows),
+        )
+
+    def window(self, length: int, random: np.random.Generator) -> FeatureSample:
+        """Itself, or when it is longer a stretch of `length` positions around one of its targets drawn at random."""
+        room = self.positions - length
+        if room <= 0:
+            return self
+        targets = self.generated[2:].nonzero()[:, 0]
+        target = int(targets[random.integers(len(targets))])
+        return self.cut(int(random.integers(max(0, target - length + 1), min(target, room) + 1)), length)
+
+
+def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
+    """Turns a stream entry into tensors. Raises DataLoss when nothing of `target` can be trained with it.
+
+    Rows that another policy version computed than the last row's are not trained on: their head is another, and a batch
+    names the last one's alone.
+    """
+    _check(batch, target)
+    # The last token has no row and no mask bit; it is always the policy's.
+    generated = np.append(batch.mask, 1).astype(bool)
+    own = batch.versions == batch.policy_version
+    generated[1:] &= own
+    return FeatureSample(
+        session=batch.session_id,
+        step=batch.step,
+        policy_version=batch.policy_version,
+        lm_head_hash=batch.lm_head_hash,
+        hidden=_states(batch.hidden, batch.session_id),
+        token_ids=torch.as_tensor(batch.token_ids.astype(np.int64)),
+        generated=torch.as_tensor(generated),
+        hidden_size=target.hidden_size,
+        layers=batch.layers,
+        branches=None if batch.rejected is None else _branches(batch.rejected, own, batch.session_id),
+    )
+
+
+def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) -> Branches | None:
+    """The rejected drafts under rows of the last version; own [R] bool says which rows these are."""
+    rows, parents = len(own), rejected.parents.tolist()
+    children = defaultdict[int, list[int]](list)
+    for draft, parent in enumerate(parents):
+        children[parent].append(draft)
+    order, roots, depths = list[int](), list[int](), list[int]()
+    stack = [(draft, root, 0) for root in range(rows) if own[root] for draft in children[root]][::-1]
+    while stack:
+        draft, root, depth = stack.pop()
+        order.append(draft)
+        roots.append(root)
+        depths.append(depth)
+        stack += [(child, root, depth + 1) for child in reversed(children[rows + draft])]
+    if not order:
+        return None
+    places = {rows + draft: rows + place for place, draft in enumerate(order)}
+    return Branches(
+        hidden=_states(rejected.hidden, session)[order],
+        token_ids=torch.as_tensor(rejected.token_ids[order].astype(np.int64)),
+        parents=torch.tensor([places.get(parents[draft], parents[draft]) for draft in order]),
+        roots=torch.tensor(roots),
+        depths=torch.tensor(depths),
+    )
+
+
+def _states(rows: NamedTensor, session: str) -> Tensor:
+    """[n, W] of a stream entry. Raises DataLoss for numbers that are not finite."""
+    hidden = torch.frombuffer(bytearray(rows.data), dtype=_DTYPES[rows.dtype]).view(rows.shape)
+    if not torch.isfinite(hidden).all():
+        raise DataLoss("a feature batch holds numbers that are not finite", seen=session)
+    return hidden
+
+
+def _check(batch: FeatureBatch, target: ModelConfig) -> None:
+    """Raises DataLoss when the batch does not fit the policy."""
+    if batch.rows < 2:
+        raise DataLoss("a feature batch is too short to train on", seen=f"{batch.rows} rows", allowed="at least 2")
+    names = batch.layers.split(",")
+    if names[-1] != "last" or batch.convention != "post_norm":
+        raise DataLoss(
+            "rows of another layer", seen=(batch.layers, batch.convention), allowed=("..., last", "post_norm")
+        )
+    if batch.hidden_size != len(names) * target.hidden_size:
+        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size)
+    tokens = batch.token_ids if batch.rejected is None else np.append(batch.token_ids, batch.rejected.token_ids)
+    if tokens.min() < 0 or tokens.max() >= target.vocab_size:
+        seen = (int(tokens.min()), int(tokens.max()))
+        raise DataLoss("tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}")
+    if (np.diff(batch.positions) != 1).any():
+        raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)

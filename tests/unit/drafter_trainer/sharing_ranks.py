@@ -1,0 +1,41 @@
+"""One rank of the hand-out test: rank 0 hands rows out, rank 1 writes down what it received."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from drafter_trainer import sharing
+from drafter_trainer.batcher import pack
+
+
+def main(samples: Path, out: Path) -> None:
+    """Two hand-outs with a snapshot between them."""
+    sys.path.insert(0, str(samples.parents[2]))
+    from unit.drafter_trainer.samples import sample, sample_with_rejected
+
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        own = pack([sample(9, 0)], window=512)
+        for row in (pack([sample_with_rejected(12, 1), sample(7, 2)], window=512), pack([sample(5, 3)], window=512)):
+            assert sharing.hand_out([own, row]) is own
+            sharing.announce_snapshot()
+        sharing.announce_stop()
+    else:
+        received = []
+        while (row_or_word := sharing.receive()) != "stop":
+            received.append(row_or_word)
+        torch.save(received, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    sys.stdout.flush()
+    os._exit(0)
