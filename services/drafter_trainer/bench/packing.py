@@ -5,9 +5,12 @@ Run as `python -m drafter_trainer.bench.packing`. Owns the padded rival; packing
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -104,7 +107,11 @@ def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> Figures:
     return Figures(packed, padded, float(np.median(ratios)), (low, high), float(np.median(filled)))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints both batch sizes; --json writes the larger one's ratio."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="also write the ratio to this file")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     for size in (8, 32):
         found = compare(samples=size)
@@ -113,3 +120,9 @@ if __name__ == "__main__":
             f"{found.ratio:.2f}x (quartiles {found.quartiles[0]:.2f} to {found.quartiles[1]:.2f}), "
             f"{found.filled:.0%} of a padded batch is no padding"
         )
+    if options.json is not None:
+        options.json.write_text(json.dumps({"samples": size, "ratio": found.ratio}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
