@@ -1,6 +1,6 @@
-"""ArcticLSTMSpeculator of Snowflake (arXiv 2507.11830), method "sum_lstm": a drafter with a gated cell.
+"""ArcticLSTMSpeculator of Snowflake (ArcticTraining), method "sum_lstm": a drafter with a gated cell.
 
-Owns the cell and its checkpoint, whose names and config.json are those of Arctic Inference's vLLM plug-in; see
+Owns the cell and its checkpoint, whose names and config.json are those of Arctic Inference's plug-in for vLLM; see
 recurrent.py for the rest. With W the first projections for draft 0 and the second ones for all others, and a, E, D the
 token's weight ew / sw (as in mlp.py), its embedding and the width:
 
@@ -8,8 +8,8 @@ token's weight ew / sw (as in mlp.py), its embedding and the width:
     c = f c + i GELU(cell_ln(W_c h + a E_c(token))), at first c = 0
     h = o GELU(state_ln(c)), logits = head(h)
 
-GELU stands where an LSTM has tanh. Norms and head are the same for all drafts; tie_lstm_embs: the embeddings as well.
-The plug-in reads projections only where they are.
+GELU stands where an LSTM has tanh. Norms and head are the same for all drafts; tie_lstm_embs: one E for all gates, all
+that the plug-in can serve. forget_proj.0 multiplies c = 0 and is never trained.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class LstmNet(RecurrentNet):
     speculator: ClassVar[str] = "lstm"
     architectures: ClassVar[frozenset[str]] = frozenset({"ArcticLSTMSpeculatorPreTrainedModel"})
     Options: ClassVar[type[Config]] = LstmOptions
+    options: LstmOptions
 
     def __init__(self, target: ModelConfig, options: LstmOptions) -> None:
         super().__init__(target, options)
-        self.tie_lstm_embs = options.tie_lstm_embs
-        self.embedded = GATES[:1] if self.tie_lstm_embs else GATES
+        self.embedded = GATES[:1] if options.tie_lstm_embs else GATES
         width, vocab = self.width, target.vocab_size
         for gate in self.embedded:
             self.add_module(f"{gate}_emb", nn.ModuleList([nn.Embedding(vocab, width)]))
@@ -128,7 +128,7 @@ class LstmNet(RecurrentNet):
             "n_candidates": self.options.n_predict,
             "method": "sum_lstm",
             "tie_weights": True,
-            "tie_lstm_embs": self.tie_lstm_embs,
+            "tie_lstm_embs": self.options.tie_lstm_embs,
             "scale_input": self.options.scale_input,
             "torch_dtype": "bfloat16",
         }
@@ -136,7 +136,7 @@ class LstmNet(RecurrentNet):
     def aliases(self) -> dict[str, str]:
         """See RecurrentNet.aliases."""
         tied = {f"head.{step}.weight": "head.0.weight" for step in range(1, self.options.n_predict)}
-        if self.tie_lstm_embs:
+        if self.options.tie_lstm_embs:
             tied |= {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES[1:]}
         return tied
 

@@ -34,7 +34,7 @@ class MlpOptions(RecurrentOptions):
     """Settings of an MLP drafter."""
 
     tie_weights: bool = Field(
-        default=True, description="all drafts share embedding, norm and head, all but the first their projection"
+        default=False, description="all drafts share embedding, norm and head, all but the first their projection"
     )
 
 
@@ -44,6 +44,7 @@ class MlpNet(RecurrentNet):
     speculator: ClassVar[str] = "mlp"
     architectures: ClassVar[frozenset[str]] = frozenset({"MLPSpeculatorPreTrainedModel"})
     Options: ClassVar[type[Config]] = MlpOptions
+    options: MlpOptions
 
     def __init__(self, target: ModelConfig, options: MlpOptions) -> None:
         super().__init__(target, options)

@@ -89,13 +89,13 @@ class RecurrentNet(DraftNet):
         self.target_head: Tensor = torch.empty(0)
         self.target, self.options = target, options
         self.width = options.inner_dim or target.hidden_size
-        # By the paper's choice the target's state keeps half of the last state's variance.
+        # Chosen in the paper so that h_t makes up half of the last head's state.
         kept = 0.5 ** (0.5 / options.n_predict)
         self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
-        """See DraftNet.fresh; matrices are normal(0, 1 / sqrt(their smaller side, D at most)), norms do nothing."""
+        """See DraftNet.fresh; matrices are normal(0, spread), norms only divide by the root mean square."""
         assert isinstance(options, RecurrentOptions)
         net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
