@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline.errors import ConfigError, InvalidInput
@@ -12,8 +13,11 @@ from paceline.models.config import ModelConfig, architecture, read_config_json
 from paceline.speculators.base import Speculator, SpeculatorSetup
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle_drafter import EagleDrafter
+from paceline.speculators.lstm import LstmNet
+from paceline.speculators.mlp import MlpNet
 from paceline.speculators.net import DraftNet
 from paceline.speculators.ngram import NgramSpeculator
+from paceline.speculators.recurrent_drafter import RecurrentDrafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,8 @@ class SpeculatorKind:
 
 SPECULATORS: dict[str, SpeculatorKind] = {
     "eagle": SpeculatorKind(EagleDrafter, EagleNet),
+    "lstm": SpeculatorKind(partial(RecurrentDrafter, LstmNet), LstmNet),
+    "mlp": SpeculatorKind(partial(RecurrentDrafter, MlpNet), MlpNet),
     "ngram": SpeculatorKind(NgramSpeculator),
 }
 

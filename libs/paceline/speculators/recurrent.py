@@ -1,0 +1,251 @@
+"""What the drafters "mlp" and "lstm" share: a state that is carried from draft to draft, and a head for each draft.
+
+Owns alignment, loss, offline chain and how tied weights are stored; the cells are mlp.py and lstm.py, drafting in the
+engine is recurrent_drafter.py. Source: Wertheimer et al. 2024, arXiv 2404.19124.
+
+Alignment: the state starts as h_t, the target's last hidden state after the final norm. Draft i reads token t + 1 + i
+and its head predicts token t + 2 + i. There is no attention: a position needs no other position's state.
+
+Tied tensors are stored once, under the first of their names, without a prefix: the loaders of vLLM and Arctic Inference
+look tensors up among their own parameters, which a shared one joins under its first name only, and safetensors refuses
+tensors that share storage. What other exporters write is read as well: all names, if the copies agree, and a prefix
+"speculator.".
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config import Config
+from paceline.errors import InvalidInput, WeightsError
+from paceline.models.config import ModelConfig, architecture
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.packed import PackedRow
+
+NORM_EPS = 1e-6
+
+State = tuple[Tensor, ...]
+"""What one draft leaves to the next, [N, D] each: first what the head reads."""
+
+
+class RecurrentOptions(Config):
+    """Settings of a recurrent drafter."""
+
+    n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
+    inner_dim: int = Field(default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size")
+    scale_input: bool = Field(default=True, description="divide the target's state by its root mean square and by √2")
+    targets: Literal["drawn", "distribution"] = Field(
+        default="drawn", description="what a head learns: the policy's token, or the distribution it was drawn from"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """Weights of one draft; a cell has G gates of width D."""
+
+    proj: Tensor
+    """[G D, H] for the first draft, [G D, D] for others."""
+    embeds: tuple[Tensor, ...]
+    """[V, D] for each gate, or one for all."""
+    norms: tuple[tuple[Tensor, Tensor], ...]
+    """Weight and bias [D] of each norm."""
+    head: Tensor
+    """[V, D]"""
+
+
+class BiasedNorm(nn.Module):
+    """Weight and bias of `biased_norm`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is subtracted."""
+    return functional.rms_norm(x, weight.shape, weight, NORM_EPS) + bias
+
+
+class RecurrentNet(DraftNet):
+    """A drafter's network without attention: see DraftNet."""
+
+    Options: ClassVar[type[Config]] = RecurrentOptions
+
+    def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
+        super().__init__()
+        # In these checkpoints `head` is a list of the drafter's own; the target's, kept there otherwise, makes room.
+        del self.head
+        self.target_head: Tensor = torch.empty(0)
+        self.target, self.options = target, options
+        self.width = options.inner_dim or target.hidden_size
+        # Chosen in the paper so that h_t makes up half of the last head's state.
+        kept = 0.5 ** (0.5 / options.n_predict)
+        self.token_weight = math.sqrt((1 - kept**2) * self.width / 2) / kept
+
+    @classmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """See DraftNet.fresh; matrices are normal(0, spread), norms only divide by the root mean square."""
+        assert isinstance(options, RecurrentOptions)
+        net, generator = cls(target, options), torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in net.parameters():
+                if parameter.dim() == 2:
+                    parameter.normal_(0, net.spread(parameter), generator=generator)
+        return net
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'."""
+        assert isinstance(options, RecurrentOptions)
+        if (name := architecture(raw)) not in cls.architectures:
+            raise InvalidInput(f"architectures is no {cls.speculator} drafter", seen=name, allowed=cls.architectures)
+        return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
+
+    @classmethod
+    @abstractmethod
+    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+        """Options that a config.json fixes. Raises InvalidInput naming the key that does not fit."""
+
+    def twin(self) -> Self:
+        """See DraftNet.twin."""
+        return type(self)(self.target, self.options)
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture."""
+        return CaptureSpec()
+
+    def bind(self, embed: Tensor, head: Tensor) -> None:
+        """See DraftNet.bind: lm_head alone is used, to learn distributions."""
+        self.target_head = head.detach()
+
+    def add_heads(self, count: int) -> None:
+        """Adds the heads of the drafts, `head.0` and so on."""
+        heads = (nn.Linear(self.width, self.target.vocab_size, bias=False) for _ in range(count))
+        self.add_module("head", nn.ModuleList(heads))
+
+    def norm_pair(self, name: str) -> tuple[Tensor, Tensor]:
+        """Weight and bias of a norm."""
+        return self.get_parameter(f"{name}.weight"), self.get_parameter(f"{name}.bias")
+
+    # ---- the cell
+
+    @abstractmethod
+    def spread(self, parameter: Tensor) -> float:
+        """Standard deviation of a fresh matrix."""
+
+    @abstractmethod
+    def step_weights(self) -> list[StepWeights]:
+        """Weights of draft 0, 1, ...; what is tied is the same tensor."""
+
+    def start(self, hidden: Tensor) -> State:
+        """The state before the first draft, of the target's hidden states [N, H]."""
+        if self.options.scale_input:
+            hidden = functional.rms_norm(hidden, hidden.shape[-1:], eps=NORM_EPS) / math.sqrt(2)
+        return (hidden,)
+
+    @abstractmethod
+    def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
+        """The next state; sums [N, G D]: W h + (ew / sw) E(token) of every gate, `state` as it was before."""
+
+    def advance(self, weights: StepWeights, state: State, tokens: Tensor) -> State:
+        """The state one draft on, after reading tokens int64 [N]; see `cell`."""
+        embedded = torch.cat([functional.embedding(tokens, table) for table in weights.embeds], dim=-1)
+        if (gates := weights.proj.shape[0] // embedded.shape[-1]) > 1:
+            embedded = embedded.repeat(1, gates)
+        sums = torch.addmm(embedded, state[0], weights.proj.t(), beta=self.token_weight)
+        return self.cell(sums, state, weights)
+
+    # ---- learning
+
+    def forward(self, row: PackedRow) -> Objective:
+        """See DraftNet.forward: the sum over drafts of their cross-entropies, each where the policy drew its token.
+
+        A chain that leaves its document, or reaches tokens the policy did not draw, ends there for all later drafts.
+        Where no token was drawn, under a rejected draft, the target's distribution softmax(lm_head h_{t+1}) is learned.
+        Terms: loss_0, loss_1, ... and, of the first draft, how often the most likely token is right.
+        """
+        soft = row.valid & ((row.draft_tokens < 0) | (self.options.targets == "distribution"))
+        teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
+        place = soft.cumsum(0) - 1
+        index = row.valid.nonzero()[:, 0]
+        state = self.start(self._last(row)[index])
+        terms: dict[str, Tensor] = {}
+        total = teacher.new_zeros(())
+        # Steps without positions are computed all the same: ranks of FSDP2 must agree on which gradients there are.
+        for step, weights in enumerate(self.step_weights()):
+            there, inside = row.ahead(step)
+            kept = inside[index] & row.valid[there[index]]
+            index = index[kept]
+            at = there[index]
+            state = self.advance(weights, tuple(part[kept] for part in state), row.next_tokens[at])
+            log_q = torch.log_softmax(functional.linear(state[0], weights.head).float(), dim=-1)
+            by_soft, drawn = soft[at], row.draft_tokens[at]
+            p = teacher[place[at[by_soft]]]
+            loss = functional.nll_loss(log_q[~by_soft], drawn[~by_soft], reduction="sum") - (p * log_q[by_soft]).sum()
+            total = total + loss
+            terms[f"loss_{step}"] = loss.detach()
+            if step == 0:
+                terms["correct"] = (log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))).sum()
+        return Objective(total, row.valid.sum(), terms)
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """See DraftNet.chain_logits; n_predict tensors at most."""
+        state, chain = self.start(self._last(row)), []
+        for step, weights in enumerate(self.step_weights()[:steps]):
+            there, _ = row.ahead(step)
+            state = self.advance(weights, state, row.next_tokens[there])
+            chain.append(functional.linear(state[0], weights.head))
+        return chain
+
+    def _last(self, row: PackedRow) -> Tensor:
+        """The last hidden states [T, H] of captured rows."""
+        return row.states[:, -self.target.hidden_size :]
+
+    # ---- checkpoints
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See DraftNet.shapes."""
+        return {name: tuple(parameter.shape) for name, parameter in self.named_parameters()}
+
+    @abstractmethod
+    def aliases(self) -> dict[str, str]:
+        """Other names of tied tensors and the name each is stored under."""
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors. Raises WeightsError when the copies of a tied tensor differ."""
+        aliases, own = self.aliases(), dict[str, Tensor]()
+        for given, value in tensors.items():
+            name = given.removeprefix("speculator.")
+            name = aliases.get(name, name)
+            known = own.setdefault(name, value)
+            if known is not value and (known.dtype != value.dtype or not torch.equal(known, value)):
+                raise WeightsError(f"tensor {given} is tied to {name}, but the two differ", seen=given, allowed="equal")
+        return own
+
+
+def read_count(raw: Mapping[str, Any], key: str, least: int) -> int:
+    """A whole number of a config.json. Raises InvalidInput naming the key."""
+    value = raw.get(key)
+    if type(value) is not int or value < least:
+        raise InvalidInput(f"{key} is no whole number that works", seen=raw.get(key, "(none)"), allowed=f">= {least}")
+    return value
+
+
+def read_flag(raw: Mapping[str, Any], key: str) -> bool:
+    """A switch of a config.json, off when it is not there. Raises InvalidInput naming the key."""
+    value = raw.get(key, False)
+    if not isinstance(value, bool):
+        raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
+    return value
