@@ -34,6 +34,7 @@ class FeatureSample:
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
     hidden_size: int  # H
     layers: str = "last"  # what a row holds, see CaptureSpec.layers
+    traceparent: str = ""  # of the batch it came in
 
     @property
     def positions(self) -> int:
