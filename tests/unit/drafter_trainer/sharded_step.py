@@ -37,8 +37,10 @@ def main(samples: Path, out: Path) -> None:
         weights = learner.snapshot().state_dict()
         sharing.announce_stop()
     else:
-        while (row := sharing.receive()) != "stop":
-            if isinstance(row, str):
+        while (told := sharing.receive()) is not None:
+            student, row = told
+            assert student == 0
+            if row is None:
                 learner.snapshot()
                 continue
             assert row.lm_head_hash == head.hash
