@@ -29,6 +29,12 @@ from paceline.speculators.eagle import EagleNet
 STEPS = 4
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Thousands of tiny products: a second thread only waits for the first."""
+    torch.set_num_threads(1)
+
+
 def rough_net(seed: int) -> EagleNet:
     """A net that is right now and then."""
     policy, net = toy_policy(), EagleNet(TARGET, seed=seed)
