@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from coordinator import commands, events
 from coordinator.config import CoordinatorConfig
 from coordinator.events import Event, Figure
-from coordinator.figures import Samples, accept_length, accuracy, pulls, rollout_figures
+from coordinator.figures import Samples, accept_length, accuracy, gate_figures, pulls, rollout_figures, round_costs
 from coordinator.peers import Peers
 from coordinator.state import Evaluation, Service, Versions
 from coordinator.work import TaskSource
@@ -41,6 +41,7 @@ class Calls:
     emit: Emit
     clock: Callable[[], float]
     _samples: tuple[int, Samples] | None = None
+    _round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
 
     def context(self, step: int, epoch: int) -> CommandContext:
         """What every command carries."""
@@ -61,6 +62,7 @@ class Calls:
                         self.emit(events.ShareDone(self.clock(), command.epoch, response.share.worker_index))
                     case "finished":
                         figures = rollout_figures(samples.ordered, response.finished)
+                        self._round_costs = round_costs(response.finished.arms)
                         self.emit(events.TasksFinished(self.clock(), command.epoch, figures))
                         return
         raise Unavailable("the gateway ended RunTasks before its last message", seen="end of stream")
@@ -101,13 +103,17 @@ class Calls:
         raise Unavailable("the gateway ended RunTasks before its last message", seen="end of stream")
 
     async def activate(self, command: commands.ActivateDrafter) -> None:
-        """DrafterActivated, GatePromoted for each promotion, Detached. TimeoutError when training does not begin."""
+        """DrafterActivated, GatePromoted or GateDecided for each decision, Detached.
+
+        TimeoutError when training does not begin.
+        """
         request = drafter_pb2.ActivateRequest(
             context=self.context(command.step, command.epoch),
             slots=command.slots,
             deadline_s=command.deadline_s,
             versions=versions_message(command.versions),
             max_steps=self.config.max_drafter_steps,
+            round_costs=self._round_costs,
         )
         async with asyncio.timeout(command.deadline_s) as until_activated:
             with rpc_errors():
@@ -128,8 +134,12 @@ class Calls:
                 }
                 self.emit(events.DrafterActivated(self.clock(), epoch, attached))
             case "gate" if response.gate.promoted:
-                version, figures = response.gate.drafter_version, _gate_figures(response.gate)
+                version, figures = response.gate.drafter_version, gate_figures(response.gate)
                 self.emit(events.GatePromoted(self.clock(), epoch, version, figures))
+            case "gate":
+                gate = response.gate
+                figures = gate_figures(gate)
+                self.emit(events.GateDecided(self.clock(), epoch, gate.decision, gate.drafter_version, figures))
             case "detached":
                 reason, figures = response.detached.reason, _detached_figures(response.detached)
                 self.emit(events.Detached(self.clock(), epoch, reason, figures))
@@ -221,17 +231,6 @@ class Calls:
 def versions_message(versions: Versions) -> VersionSetMessage:
     """The set on the wire."""
     return VersionSetMessage(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
-
-
-def _gate_figures(gate: drafter_pb2.GateDecision) -> dict[str, Figure]:
-    return {
-        "candidate_accept_length": gate.candidate_accept_length,
-        "serving_accept_length": gate.serving_accept_length,
-        "noise": gate.noise,
-        "policy_version": gate.policy_version,
-        "positions": gate.positions,
-        "optimizer_steps": gate.optimizer_steps,
-    }
 
 
 def _detached_figures(detached: drafter_pb2.Detached) -> dict[str, Figure]:

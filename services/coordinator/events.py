@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from coordinator.state import Evaluation, Service, Settings, Versions
 
-Figure = float | int | str | Mapping[str, float | int] | tuple[int, ...] | None
+Figure = float | int | str | Mapping[str, float | int] | tuple[int, ...] | tuple[float, ...] | None
 Details = Mapping[str, Figure]
 
 
@@ -83,6 +83,17 @@ class GatePromoted:
 
     at_s: float
     epoch: int
+    drafter_version: int
+    details: Details = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GateDecided:
+    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened or rolled_back."""
+
+    at_s: float
+    epoch: int
+    decision: str
     drafter_version: int
     details: Details = field(default_factory=dict)
 
@@ -235,6 +246,7 @@ Event = (
     | WorkerLost
     | DrafterActivated
     | GatePromoted
+    | GateDecided
     | Preempted
     | Detached
     | RankLost

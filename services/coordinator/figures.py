@@ -1,4 +1,4 @@
-"""Figures of a rollout, from the messages of a RunTasks call. Pure; owns no call and no record."""
+"""Figures of rollouts and of the drafter's gate, from messages. Pure; owns no call and no record."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from coordinator.events import Figure
 from paceline.trajectory import NEAR_TIE_GAP
+from paceline.v1.drafter_pb2 import GateDecision
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished
 from paceline.v1.trajectory_pb2 import SpeculationStats
@@ -70,6 +71,40 @@ def quantile(ordered: Sequence[int], share: float) -> int:
     if not ordered:
         return 0
     return ordered[max(0, min(len(ordered), -int(-len(ordered) * share // 1)) - 1)]
+
+
+def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
+    """Seconds per row of a round by arm, relative to arm "off" in the same batch-size group, groups weighted by pulls.
+
+    A row's round takes its mean tokens by its tokens per second. Arms are left out where a group lacks "off".
+    """
+    measured = [arm for arm in arms if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0]
+    seconds = {(arm.arm, arm.batch_group): arm.mean_accept_length / arm.mean_tokens_per_s for arm in measured}
+    summed: dict[str, float] = {}
+    weights: dict[str, int] = {}
+    for arm in measured:
+        plain = seconds.get(("off", arm.batch_group))
+        if plain is not None and arm.arm != "off":
+            cost = seconds[arm.arm, arm.batch_group] / plain
+            summed[arm.arm] = summed.get(arm.arm, 0.0) + cost * arm.pulls
+            weights[arm.arm] = weights.get(arm.arm, 0) + arm.pulls
+    return {arm: summed[arm] / weights[arm] for arm in sorted(summed)}
+
+
+def gate_figures(gate: GateDecision) -> dict[str, Figure]:
+    """Everything that the journal keeps of a decision of the drafter's gate."""
+    names = ("candidate_accept_length", "serving_accept_length", "noise", "candidate_speedup", "serving_speedup",
+             "speedup_noise", "policy_version", "positions", "optimizer_steps", "temperature", "kind")  # fmt: skip
+    return {
+        **{name: getattr(gate, name) for name in names},
+        "costs_measured": int(gate.costs_measured),
+        **{name: tuple(getattr(gate, name)) for name in ("survival", "conditional", "serving_survival")},
+        "lengths_by_bucket": dict(gate.lengths_by_bucket),
+        "leaderboard_speedups": {one.kind: one.speedup for one in gate.leaderboard},
+        "leaderboard_lengths": {one.kind: one.accept_length for one in gate.leaderboard},
+        "leaderboard_noises": {one.kind: one.noise for one in gate.leaderboard},
+        "leaderboard_steps": {one.kind: one.optimizer_steps for one in gate.leaderboard},
+    }
 
 
 def pulls(arms: Iterable[ArmStats]) -> dict[str, float | int]:

@@ -46,6 +46,7 @@ from coordinator.events import (
     DrafterActivated,
     EvaluationDone,
     Event,
+    GateDecided,
     GatePromoted,
     PolicyPrepared,
     PolicyStepped,
@@ -90,6 +91,8 @@ def step(state: State, event: Event) -> Outcome:
             return _step_began(state, event)
         case ShareDone() | TasksFinished() | WorkerLost():
             return _rollout(state, event)
+        case GateDecided():
+            return state, ()  # a record, however late
         case DrafterActivated() | GatePromoted() | Preempted() | Detached():
             return _drafter(state, event)
         case RankLost():

@@ -71,7 +71,7 @@ class StepRecords:
         record.near_ties = int(_number(details, "near_ties"))
         record.tokens_hash = str(details.get("tokens_hash", ""))
         lengths = details.get("length_quantiles")
-        record.response_length_quantiles.extend(lengths if isinstance(lengths, tuple) else ())
+        record.response_length_quantiles.extend(map(int, lengths) if isinstance(lengths, tuple) else ())
         for arm, rounds in self._new_pulls(details).items():
             record.arm_rounds[arm] = rounds
 

@@ -17,6 +17,7 @@ class Candidates:
     def __init__(self, directory: Path, target: ModelConfig) -> None:
         self._directory, self._target = directory, target
         self._needed: list[int] = []
+        self._best: dict[str, tuple[int, float]] = {}
 
     def path(self, version: int) -> Path:
         """Directory of a version."""
@@ -42,6 +43,16 @@ class Candidates:
         if version not in self.versions:
             return None
         return read_drafter(self.path(version), self._target).eval()
+
+    def export_best(self, net: DraftNet, rank: tuple[int, float]) -> None:
+        """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the directory.
+
+        `rank`: policy version and length on its held-out rows; lengths on rows of different policies do not compare,
+        so the newer policy's counts more.
+        """
+        if rank >= self._best.get(net.speculator, (-1, 0.0)):
+            self._best[net.speculator] = rank
+            net.save(self._directory.parent / f"speculator-{net.speculator}")
 
     def serves(self, version: int) -> None:
         """Keeps this version and the one that served before."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -48,6 +48,23 @@ class GateConfig(Config):
     draft_steps: int = Field(default=5, ge=1, description="tokens drafted per position when judging")
     samples: int = Field(default=32, ge=1, description="held-out samples used at most")
     bootstrap: int = Field(default=200, ge=20, description="resamples for the noise")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="of the rollouts: acceptance depends on it")
+    verification: Literal["same_draw", "rejection"] = Field(
+        default="same_draw", description="how the engine accepts: greedy drafts equal to its draw, or min(1, p/q)"
+    )
+    verify_cost: float = Field(
+        default=0.05,
+        ge=0,
+        description="cost of verifying a draft, in plain rounds, until the engine measured it",
+    )
+    draft_cost: dict[str, float] = Field(
+        default={}, description="cost of a draft by kind, in plain rounds, until the engine measured it"
+    )
+    other_draft_cost: float = Field(default=0.1, ge=0, description="draft_cost of kinds without one")
+    freeze_after: int = Field(
+        default=20, ge=0, description="judgements in a row without promotion and gain that freeze training; 0: never"
+    )
+    freeze_gain: float = Field(default=0.01, ge=0, description="share of projected speed that counts as no gain")
 
 
 class DrafterTrainerConfig(ServiceConfig):
@@ -59,6 +76,9 @@ class DrafterTrainerConfig(ServiceConfig):
         description="speculator to train from fresh weights ('eagle', package.module:KIND), or a checkpoint directory",
     )
     options: dict[str, Any] = Field(default={}, description="settings of the fresh speculator's shape and loss")
+    shadows: list[str] = Field(default=[], description="speculators trained on the same rows beside it, as `drafter`")
+    shadow_share: float = Field(default=0.5, gt=0, lt=1, description="of the micro-batches, for all shadows together")
+    servable: list[str] = Field(default=[], description="kinds the engine can serve; empty: that of `drafter` alone")
     ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
     threads_per_rank: int = Field(default=1, ge=1)
     niceness: int = Field(default=10, ge=0, le=19, description="of the ranks: rollouts on the same CPU come first")

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from drafter_trainer import messages as m
 from drafter_trainer.sample import FeatureSample, sample_from
@@ -115,7 +116,8 @@ class TrainerLink:
 
     async def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:
         try:
-            return sample_from(decode_features(entry.fields, entry.payload), self._target)
+            sample = sample_from(decode_features(entry.fields, entry.payload), self._target)
+            return replace(sample, traceparent=entry.fields.get("traceparent", ""))
         except DataLoss as error:
             self.dropped["unusable"] += 1
             log.warning("feature batch cannot be used", entry=entry.id, error=str(error))

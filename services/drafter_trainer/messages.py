@@ -19,6 +19,7 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
+    round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1; see economy.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +60,48 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True)
+class Contender:
+    """One kind of drafter on the leaderboard, as last judged."""
+
+    kind: str
+    accept_length: float
+    noise: float  # half-width of the difference to the serving drafter's length
+    speedup: float  # projected
+    optimizer_steps: int
+    policy_version: int  # of the held-out rows
+    servable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Judged:
-    """A gate decision; a promoted candidate lies at `path`."""
+    """A decision of the gate with its numbers; a promoted candidate lies at `path`.
+
+    Lengths count the bonus token; noises are half-widths of 95 % intervals of the paired difference. A rollback has
+    the numbers of the promotion that it takes back, as far as they are still known.
+    """
 
     epoch: int
-    drafter_version: int
-    promoted: bool
-    candidate: float
-    serving: float
-    noise: float
-    policy_version: int
-    positions: int
-    optimizer_steps: int
-    lm_head_hash: str
-    path: str  # where a promoted candidate was written
+    decision: str  # "promoted" | "kept" | "frozen" | "reopened" | "rolled_back"
+    kind: str  # of the candidate
+    drafter_version: int  # of the candidate; of the drafter that served, when there is none
+    candidate: float = 0.0  # E[len]; 0 without a candidate
+    serving: float = 0.0
+    noise: float = 0.0
+    candidate_speedup: float = 0.0
+    serving_speedup: float = 0.0
+    speedup_noise: float = 0.0
+    costs_measured: bool = False  # by the engine; else configured
+    policy_version: int = 0
+    positions: int = 0
+    optimizer_steps: int = 0
+    temperature: float = 0.0
+    lm_head_hash: str = ""
+    path: str = ""  # where a promoted candidate was written
+    survival: list[float] = field(default_factory=list)  # P(drafts 1 .. i all accepted)
+    conditional: list[float] = field(default_factory=list)  # P(draft i accepted | all before it were)
+    serving_survival: list[float] = field(default_factory=list)
+    lengths_by_bucket: dict[str, float] = field(default_factory=dict)  # E[len] by part of the response
+    leaderboard: list[Contender] = field(default_factory=list)  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +109,7 @@ class Stopped:
     """The activation is over; the slots are free."""
 
     epoch: int
-    reason: str  # "preempted" | "epochs" | "no_data" | "max_steps"
+    reason: str  # "preempted" | "epochs" | "no_data" | "max_steps" | "frozen"
     steps: int = 0
     micro_batches: int = 0
     tokens: int = 0
@@ -100,6 +129,9 @@ class Standing:
     buffer_samples: int = 0
     buffer_bytes: int = 0
     lm_head_hashes: list[str] = field(default_factory=list)  # newest last
+    serving_version: int = 0
+    frozen: bool = False
+    leaderboard: list[Contender] = field(default_factory=list)  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +147,17 @@ _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Mess
 
 
 def encode(message: Message) -> bytes:
-    """One JSON object with its kind."""
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+    """One JSON object with its type's name."""
+    return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
 
 
 def decode(data: bytes) -> Message:
     """The message; InternalError when it is none: parent and rank are one program."""
     try:
         fields = json.loads(data)
-        message: Message = _KINDS[fields.pop("kind")](**fields)
+        if "leaderboard" in fields:
+            fields["leaderboard"] = [Contender(**one) for one in fields["leaderboard"]]
+        message: Message = _KINDS[fields.pop("message")](**fields)
     except (ValueError, KeyError, TypeError) as error:
         raise InternalError("a rank message does not decode", seen=repr(error)) from error
     return message

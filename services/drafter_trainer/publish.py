@@ -43,7 +43,7 @@ async def push_drafter(
         decision.drafter_version,
         tensors,
         lm_head_hash=decision.lm_head_hash,
-        metadata={"speculator": "eagle"},
+        metadata={"speculator": decision.kind},
     )
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 

@@ -18,14 +18,13 @@ from drafter_trainer.candidates import Candidates
 from drafter_trainer.checkpoint import CheckpointWriter, read_checkpoint
 from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
 from drafter_trainer.heads import PolicyHead, PolicyHeads, load_policy_head
-from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink, activation_span
+from drafter_trainer.students import Students, initial_nets
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
-from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.errors import InvalidInput, PacelineError
 from paceline.local.ranks import RankLink
 from paceline.models.config import read_config
-from paceline.speculators import DraftNet, find_kind, read_drafter
 from paceline.streams import RedisStream, connect, run_key
 
 IDLE_S = 1.0
@@ -48,15 +47,16 @@ class Rank:
         self.link = TrainerLink(ranks, stream, self._target)
         self.heads = PolicyHeads()
         self.heads.add(load_policy_head(Path(config.model), 0))
-        initial = self._initial_net()
+        nets = initial_nets(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         self.directory = checkpoints / "drafter"
         candidates = Candidates(checkpoints / "drafter-candidates", self._target)
         if self.rank == 0 and not candidates.versions:
-            candidates.save(0, initial)
-        self._whole = initial.twin()
-        self.learner = DrafterLearner(initial, config.optimizer, micro_batches=config.micro_batches_per_step)
-        self.trainer = DrafterTrainer(config, self.learner, self.heads, self.link, candidates)
+            candidates.save(0, nets[0])
+        self._whole = nets[0].twin()
+        students = Students(config, nets)
+        self.learner = students.primary.learner
+        self.trainer = DrafterTrainer(config, students, self.heads, self.link, candidates)
         self._writer = CheckpointWriter(self.directory, self._write_drafter)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         if config.resume and (state := read_checkpoint(self.directory)) is not None:
@@ -64,15 +64,6 @@ class Rank:
             self._saved_steps = self.learner.total_steps
         self.link.on_command = self.obey
         self.link.open_stream()
-
-    def _initial_net(self) -> DraftNet:
-        drafter = self._config.drafter
-        if Path(drafter).is_dir():
-            return read_drafter(Path(drafter), self._target)
-        net = find_kind(drafter).net
-        if net is None:
-            raise ConfigError("a speculator without weights is not trained", seen=drafter, allowed="one with weights")
-        return net.fresh(self._target, net.Options.model_validate(self._config.options), self._config.run.seed)
 
     def run(self) -> None:
         """Until SIGTERM: wait for a lease, train under it, write a checkpoint when it is time."""
@@ -97,11 +88,13 @@ class Rank:
         if self.rank == 0:
             self.link.send(self.trainer.run_activation(command))
             return
-        while (row := sharing.receive()) != "stop":
-            if isinstance(row, str):
-                self.learner.snapshot()
-                continue
-            self.learner.micro_step(row, self._head(row.lm_head_hash))
+        while (told := sharing.receive()) is not None:
+            student, row = told
+            learner = self.trainer.students[student].learner
+            if row is None:
+                learner.snapshot()
+            else:
+                learner.micro_step(row, self._head(row.lm_head_hash))
 
     def _head(self, wanted: str) -> PolicyHead:
         """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have looked yet."""

@@ -62,6 +62,7 @@ class FeatureSample:
     hidden_size: int  # H
     layers: str = "last"  # what a row holds, see CaptureSpec.layers
     branches: Branches | None = None
+    traceparent: str = ""  # of the batch it came in
 
     @property
     def positions(self) -> int:

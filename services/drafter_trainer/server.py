@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.metrics import LeaseMetrics
 from drafter_trainer.publish import Outcome, Promoter
 from drafter_trainer.ranks import DrafterRanks, Lease
 from paceline.errors import ConfigError, InvalidInput, PacelineError
@@ -55,6 +56,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._gateway = channel(config.addresses.gateway, config.security)
         self._promoter = Promoter(self._gateway, config.push_deadline_s)
         self._preempted_epoch = 0
+        self._metrics = LeaseMetrics()
 
     async def Activate(self, request: pb.ActivateRequest, context: Any) -> AsyncIterator[pb.ActivateResponse]:
         """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes away ends it."""
@@ -70,13 +72,16 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             drafter_version=request.versions.drafter,
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
+            round_costs=dict(request.round_costs),
         )
+        started = time.monotonic()
         lease = await self._ranks.begin(command, request.deadline_s or self._config.rank_start_deadline_s)
         try:
             async for response in self._news(lease, request.context):
                 yield response
         finally:
             self._ranks.abandon(lease)
+            self._metrics.held(len(request.slots), time.monotonic() - started)
 
     async def _news(self, lease: Lease, context: CommandContext) -> AsyncGenerator[pb.ActivateResponse]:
         """What the ranks say and what became of pushes, as it comes; ends with Detached."""
@@ -86,18 +91,18 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             match message:
                 case m.Attached():
                     yield _activated(message)
-                case m.Judged(promoted=True):
+                case m.Judged(decision="promoted"):
                     self._promoter.start(message, context)
                 case m.Judged():
-                    yield _gate(message, promoted=False)
+                    yield _gate(message)
                 case Outcome(decision, prepared):
-                    yield _gate(decision, promoted=prepared)
+                    yield _pushed(decision, prepared=prepared)
                 case m.Stopped():
                     if self._promoter.push is not None:
                         await asyncio.wait({self._promoter.push}, timeout=self._config.push_grace_s)
                         if self._promoter.push.done():
                             outcome = self._promoter.take()
-                            yield _gate(outcome.decision, promoted=outcome.prepared)
+                            yield _pushed(outcome.decision, prepared=outcome.prepared)
                     yield _detached(message)
                     return
 
@@ -129,7 +134,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
         await self._ranks.stop_lease(lease)
-        return pb.PreemptResponse(stopped_after_s=time.monotonic() - started, was_active=True)
+        stopped_after_s = time.monotonic() - started
+        self._metrics.preempted(stopped_after_s)
+        return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
     async def GetDrafterStatus(self, request: pb.GetDrafterStatusRequest, context: Any) -> pb.GetDrafterStatusResponse:
         """Where the trainer stands, and the processes."""
@@ -161,17 +168,22 @@ def _activated(message: m.Attached) -> pb.ActivateResponse:
     return pb.ActivateResponse(activated=pb.Activated(attach_s=message.attach_s, world_size=message.world_size))
 
 
-def _gate(message: m.Judged, *, promoted: bool) -> pb.ActivateResponse:
+def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
+    """A promotion, once the gateway has answered."""
+    return _gate(decision if prepared else replace(decision, decision="refused"))
+
+
+def _gate(message: m.Judged) -> pb.ActivateResponse:
+    shared = ("decision", "kind", "drafter_version", "noise", "candidate_speedup", "serving_speedup", "speedup_noise",
+              "costs_measured", "policy_version", "positions", "optimizer_steps", "temperature", "survival",
+              "conditional", "serving_survival", "lengths_by_bucket")  # fmt: skip
     return pb.ActivateResponse(
         gate=pb.GateDecision(
-            drafter_version=message.drafter_version,
-            promoted=promoted,
+            promoted=message.decision == "promoted",
             candidate_accept_length=message.candidate,
             serving_accept_length=message.serving,
-            noise=message.noise,
-            policy_version=message.policy_version,
-            positions=message.positions,
-            optimizer_steps=message.optimizer_steps,
+            leaderboard=[pb.Contender(**asdict(one)) for one in message.leaderboard],
+            **{name: getattr(message, name) for name in shared},
         )
     )
 

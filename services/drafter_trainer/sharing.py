@@ -16,17 +16,17 @@ _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents",
 
 def announce_stop() -> None:
     """Rank 0: the activation is over."""
-    _announce(_STOP)
+    _announce(_STOP, 0)
 
 
-def announce_snapshot() -> None:
-    """Rank 0: the next collective is a snapshot."""
-    _announce(_SNAPSHOT)
+def announce_snapshot(student: int = 0) -> None:
+    """Rank 0: the next collective is a snapshot of that student (students.py)."""
+    _announce(_SNAPSHOT, student)
 
 
-def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
-    """Rank 0: sends row r to rank r and returns its own; one row per rank, all of one head."""
-    _announce(_ROW)
+def hand_out(rows: Sequence[PackedRow], student: int = 0) -> PackedRow:
+    """Rank 0: sends row r to rank r for that student and returns its own; one row per rank, all of one head."""
+    _announce(_ROW, student)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()
         widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
@@ -37,12 +37,17 @@ def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
     return rows[0]
 
 
-def receive() -> PackedRow | str:
-    """Other ranks: the next row, or "stop" or "snapshot"."""
-    word = torch.zeros((), dtype=torch.int64)
-    dist.broadcast(word, 0)
+def receive() -> tuple[int, PackedRow | None] | None:
+    """Other ranks: a student and its next row, without a row its snapshot; None when the activation is over."""
+    announced = torch.zeros(2, dtype=torch.int64)
+    dist.broadcast(announced, 0)
+    word, student = announced.tolist()
     if word != _ROW:
-        return "stop" if word == _STOP else "snapshot"
+        return None if word == _STOP else (student, None)
+    return student, _receive_row()
+
+
+def _receive_row() -> PackedRow:
     size = torch.zeros(4 + _HASH_BYTES, dtype=torch.int64)
     dist.recv(size, 0)
     length, width, hidden_size, named, *hash_bytes = size.tolist()
@@ -67,6 +72,6 @@ def receive() -> PackedRow | str:
     )
 
 
-def _announce(word: int) -> None:
+def _announce(word: int, student: int) -> None:
     if dist.get_world_size() > 1:
-        dist.broadcast(torch.tensor(word), 0)
+        dist.broadcast(torch.tensor([word, student]), 0)

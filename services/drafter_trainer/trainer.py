@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from drafter_trainer import messages as m
@@ -12,28 +13,17 @@ from drafter_trainer.batcher import pack
 from drafter_trainer.buffer import FeatureBuffer
 from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.evaluate import GateJob
-from drafter_trainer.gate import Judgement
-from drafter_trainer.heads import PolicyHead, PolicyHeads
-from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.heads import PolicyHeads
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
+from drafter_trainer.metrics import TrainerMetrics
+from drafter_trainer.promotion import PublishGate
 from drafter_trainer.sample import FeatureSample
-from paceline.speculators import DraftNet
-from paceline.telemetry import get_logger, span
+from drafter_trainer.students import Students
+from paceline.telemetry import link_current, span
 
 FIRST_MICRO_BATCH_TOKENS = 128
 DATA_POLL_S = 0.05
 INGEST_EVERY_S = 0.25
-
-log = get_logger("drafter_trainer")
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterState:
-    """A drafter version whole and unsharded."""
-
-    version: int
-    net: DraftNet
 
 
 @dataclass(slots=True)
@@ -49,6 +39,7 @@ class Activation:
     tokens: int = 0
     loss_sum: float = 0.0
     busy_s: float = 0.0
+    batches: set[str] = field(default_factory=set)  # traceparents of the feature batches it learned from
 
 
 class DrafterTrainer:
@@ -57,13 +48,13 @@ class DrafterTrainer:
     def __init__(
         self,
         config: DrafterTrainerConfig,
-        learner: DrafterLearner,
+        students: Students,
         heads: PolicyHeads,
         link: TrainerLink,
         candidates: Candidates,
     ) -> None:
-        self._config, self._learner, self._heads, self._link = config, learner, heads, link
-        self._candidates = candidates
+        self._config, self.students, self._heads, self._link = config, students, heads, link
+        self._learner = students.primary.learner
         settings = config.buffer
         self.buffer = FeatureBuffer(
             max_samples=settings.samples,
@@ -75,35 +66,31 @@ class DrafterTrainer:
             long_share=settings.long_share,
             rejected=settings.rejected,
         )
-        self.serving = DrafterState(0, learner.snapshot())
-        self._handed_over = False  # this activation has promoted a candidate
-        self._job: GateJob | None = None
-        self._candidate: DrafterState | None = None  # under judgement
-        self.next_version = max([0, *candidates.versions]) + 1
-        self._last_judged_step = learner.total_steps
-        self._seconds_per_token = 0.0
+        self.gate = PublishGate(config, students, heads, self.buffer, candidates)
+        self._metrics = TrainerMetrics()
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
         started = time.monotonic()
-        self.on_serving(command.drafter_version)
-        self._handed_over = False
+        untold = self.gate.begin(command)
         while self.ingest() == ENTRIES_PER_READ and not self._link.preempted(command.epoch):
             pass
         activation = Activation(
             command.epoch, command.max_steps, started + self._config.data_wait_s, started + INGEST_EVERY_S
         )
         self._link.send(m.Attached(command.epoch, self._link.world_size, time.monotonic() - started))
+        self._tell(untold)
         while (reason := self._stop_reason(activation)) is None:
-            if self._job is not None:
+            if self.gate.judging:
                 self._advance_gate(activation)
-            elif self._gate_due():
-                self._start_gate()
+            elif self.gate.due():
+                self.gate.start()
             elif drawn := self._draw():
                 self._train(activation, drawn)
             else:
                 self.ingest(wait_s=DATA_POLL_S)
         sharing.announce_stop()
+        link_current(activation.batches)
         self._link.send(self.standing())
         return self._stopped(activation, reason)
 
@@ -113,6 +100,8 @@ class DrafterTrainer:
             return "preempted"
         if activation.max_steps and activation.steps >= activation.max_steps:
             return "max_steps"
+        if self.gate.frozen and not self.gate.judging and not self.gate.due():
+            return "frozen"
         if not self.buffer.tokens_of(self._heads.hashes):
             return None if time.monotonic() < activation.data_until else "no_data"
         return "epochs" if activation.tokens >= self._config.max_epochs * self.buffer.tokens else None
@@ -136,18 +125,22 @@ class DrafterTrainer:
         rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
         head = self._heads.get(rows[0].lm_head_hash)
         assert head is not None
-        with span("drafter.micro_step", policy_version=head.policy_version) as current:
-            result = self._learner.micro_step(sharing.hand_out(rows), head)
+        student = self.students.take_turn(rows[0].layers)
+        with span("drafter.micro_step", policy_version=head.policy_version, drafter=student.kind) as current:
+            result = student.learner.micro_step(sharing.hand_out(rows, student.index), head)
             current.set_attribute("positions", result.positions)
             current.set_attribute("loss", result.loss)
             current.set_attribute("stepped", result.stepped)
         seconds = time.perf_counter() - started
-        self._learn_speed(seconds / max(len(rows[0]), 1))
-        activation.micro_batches += 1
-        activation.steps += result.stepped
-        activation.tokens += sum(int(row.valid.sum()) for row in rows)
-        activation.loss_sum += result.loss
+        student.learn_speed(seconds / max(len(rows[0]), 1))
         activation.busy_s += seconds
+        activation.batches |= {sample.traceparent for samples in drawn for sample in samples if sample.traceparent}
+        self._metrics.learned(student.kind, result, samples=sum(map(len, drawn)))
+        if student is self.students.primary:  # limits, passes and the loss told are the primary's
+            activation.micro_batches += 1
+            activation.steps += result.stepped
+            activation.tokens += sum(int(row.valid.sum()) for row in rows)
+            activation.loss_sum += result.loss
         if time.monotonic() >= activation.ingest_due:
             self.ingest()
             activation.ingest_due = time.monotonic() + INGEST_EVERY_S
@@ -164,87 +157,31 @@ class DrafterTrainer:
         return [samples[rank::world] for rank in range(world)] if samples else []
 
     def _micro_batch_tokens(self) -> int:
-        if not self._seconds_per_token:
+        """As many as the slowest drafter learns from in the time of a micro-batch."""
+        slowest = max(student.seconds_per_token for student in self.students)
+        if not slowest:
             return min(FIRST_MICRO_BATCH_TOKENS, self._config.max_micro_batch_tokens)
-        fitting = int(self._config.micro_batch_ms / 1_000 / self._seconds_per_token)
+        fitting = int(self._config.micro_batch_ms / 1_000 / slowest)
         return max(32, min(fitting, self._config.max_micro_batch_tokens))
-
-    def _learn_speed(self, seconds_per_token: float) -> None:
-        old = self._seconds_per_token
-        self._seconds_per_token = 0.8 * old + 0.2 * seconds_per_token if old else seconds_per_token
-
-    def _gate_due(self) -> bool:
-        if self._handed_over:
-            return False
-        return self._learner.total_steps - self._last_judged_step >= self._config.gate.interval_steps
-
-    def _start_gate(self) -> None:
-        self._last_judged_step = self._learner.total_steps
-        samples = self.buffer.heldout(self._heads.hashes)[-self._config.gate.samples :]
-        if sum(int(sample.generated[2:].sum()) for sample in samples) < self._config.gate.min_positions:
-            return
-        head = self._heads.get(samples[-1].lm_head_hash)
-        assert head is not None
-        sharing.announce_snapshot()
-        self._candidate = DrafterState(self.next_version, self._learner.snapshot())
-        self._job = GateJob(
-            self._candidate.net,
-            self.serving.net,
-            samples,
-            head,
-            steps=self._config.gate.draft_steps,
-            window=self._config.buffer.window,
-        )
 
     def _advance_gate(self, activation: Activation) -> None:
         started = time.perf_counter()
-        job, candidate = self._job, self._candidate
-        assert job is not None
-        assert candidate is not None
-        with span("drafter.gate", drafter_version=candidate.version):
-            job.advance()
-            if job.done:
-                self._decide(activation.epoch, job, candidate)
+        with span("drafter.gate", drafter_version=self.gate.next_version) as current:
+            decisions = self.gate.advance(activation.epoch)
+            for decision in decisions:
+                current.set_attribute("decision", decision.decision)
+                current.set_attribute("drafter", decision.kind)
         activation.busy_s += time.perf_counter() - started
+        self._tell(decisions)
 
-    def _decide(self, epoch: int, job: GateJob, candidate: DrafterState) -> None:
-        self._job = self._candidate = None
-        judgement = job.judgement(resamples=self._config.gate.bootstrap)
-        path = ""
-        if judgement.promoted:
-            path = str(self._candidates.save(candidate.version, candidate.net))
-            self._handed_over = True
-            self.next_version = candidate.version + 1
-        log.info("judged", drafter_version=candidate.version, promoted=judgement.promoted, **asdict(judgement))
-        self._link.send(self._judged(epoch, job.head, candidate.version, judgement, path))
-
-    def _judged(self, epoch: int, head: PolicyHead, version: int, judgement: Judgement, path: str) -> m.Judged:
-        return m.Judged(
-            epoch=epoch,
-            drafter_version=version,
-            promoted=judgement.promoted,
-            candidate=judgement.candidate,
-            serving=judgement.serving,
-            noise=judgement.noise,
-            policy_version=head.policy_version,
-            positions=judgement.positions,
-            optimizer_steps=self._learner.total_steps,
-            lm_head_hash=head.hash,
-            path=path,
-        )
+    def _tell(self, decisions: Iterable[m.Judged]) -> None:
+        for decision in decisions:
+            self._metrics.judged(decision)
+            self._link.send(decision)
 
     def on_serving(self, version: int) -> None:
-        """The engines serve this drafter now: a promotion was committed, or an older one came back."""
-        self._candidates.serves(version)
-        if version == self.serving.version:
-            return
-        net = self._candidates.load(version)
-        if net is None:
-            log.warning("the serving drafter is not kept here", seen=version, kept=self._candidates.versions)
-            return
-        self.serving = DrafterState(version, net)
-        self.next_version = max(self.next_version, version + 1)
-        self._job = self._candidate = None  # it was compared with another
+        """The engines serve this drafter now."""
+        self.gate.on_serving(version)
 
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
         return m.Stopped(
@@ -262,20 +199,23 @@ class DrafterTrainer:
     def standing(self) -> m.Standing:
         """Where the trainer stands."""
         return m.Standing(
-            drafter_version=self.next_version - 1,
+            drafter_version=self.gate.next_version - 1,
             total_steps=self._learner.total_steps,
             total_tokens=self._learner.total_tokens,
             buffer_samples=len(self.buffer),
             buffer_bytes=self.buffer.nbytes,
             lm_head_hashes=list(self._heads.hashes),
+            serving_version=self.gate.serving.version,
+            frozen=self.gate.frozen,
+            leaderboard=self.gate.leaderboard.ranked,
         )
 
     def state(self) -> dict[str, Any]:
         """What a later process needs; a collective of all ranks."""
-        return {"learner": self._learner.state(), "serving_version": self.serving.version}
+        return {"learner": self._learner.state(), "shadows": self.students.state(), "gate": self.gate.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from `state`."""
         self._learner.load_state(state["learner"])
-        self.on_serving(state["serving_version"])
-        self._last_judged_step = self._learner.total_steps
+        self.students.load_state(state["shadows"])
+        self.gate.load_state(state["gate"])

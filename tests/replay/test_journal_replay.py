@@ -27,6 +27,9 @@ EVENTS: list[Event] = [
     events.ShareDone(4.0, 2, 1),
     events.DrafterActivated(4.5, 3, {"attach_s": 0.5}),
     events.GatePromoted(5.0, 3, 1),
+    events.GateDecided(
+        5.5, 3, "kept", 2, {"kind": "eagle", "survival": (0.5, 0.25), "lengths_by_bucket": {"late": 1.5}}
+    ),
     events.TasksFinished(6.0, 2, {**ROLLOUT, "length_quantiles": (5, 9, 11)}),
     events.Preempted(6.5, 3),
     events.Detached(6.6, 3, "preempted", {"steps": 4}),

@@ -6,8 +6,9 @@ The journal is copied from Redis to a file of the run first, so that a report ca
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ class RunHistory:
     away_s: float  # seconds in which no coordinator ran, before a resume
     drafter_tokens: int  # tokens the drafter trained on
     phase: str  # of the last entry
+    decisions: Mapping[str, int] = field(default_factory=dict)  # of the drafter's gate, by kind of decision
 
     @property
     def slots(self) -> int:
@@ -111,6 +113,7 @@ def read_history(path: Path) -> RunHistory:
     served: list[Served] = []
     began_s = ended_s = away_s = 0.0
     tokens, phase = 0, ""
+    decisions: Counter[str] = Counter()
     for entry in read_entries(path):
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
         began_s = began_s or at_s
@@ -129,10 +132,12 @@ def read_history(path: Path) -> RunHistory:
                 records[made.steps - 1].evaluations[made.kind] = made.value
         elif event == "Detached":
             tokens += int(data.get("details", {}).get("tokens", 0))
+        elif event in ("GatePromoted", "GateDecided"):
+            decisions[str(data.get("decision", "promoted"))] += 1
     if not began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
     return RunHistory(
         tuple(records[step] for step in sorted(records)), tuple(evaluations), tuple(served),
         tuple(slot_intervals(read_entries(path))), tuple(step_windows(read_entries(path))),
-        began_s, ended_s, away_s, tokens, phase,
+        began_s, ended_s, away_s, tokens, phase, dict(decisions),
     )  # fmt: skip

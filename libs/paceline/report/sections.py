@@ -122,6 +122,7 @@ def counts_table(summary: Summary) -> str:
         ("policy versions served", summary["policy_versions"]),
         ("drafter versions served", summary["drafter_versions"]),
         ("drafter optimiser steps", summary["drafter_steps"]),
+        ("gate decisions", ", ".join(f"{count} {made}" for made, count in summary["gate_decisions"].items()) or 0),
         ("samples with a near-tie draw", summary["near_ties"]),
         ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
         ("trace shown", summary["trace_id"]),

@@ -50,6 +50,7 @@ def summarize(
         "accept_len_live_last": mean([record.accept_length for record in tail if record.accept_length]),
         "policy_versions": len({served.policy for served in history.served}),
         "drafter_versions": len({served.drafter for served in history.served}),
+        "gate_decisions": dict(history.decisions),
         "drafter_train_slot_s": drafter_train_slot_s(history.intervals),
         "idle_slot_s": idle_slot_s(history.intervals, history.windows),
         "slot_wall_s": slot_wall_s(history.slots, history.windows),

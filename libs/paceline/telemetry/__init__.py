@@ -10,7 +10,7 @@ from paceline.telemetry.context import (
 )
 from paceline.telemetry.log import get_logger
 from paceline.telemetry.setup import PROMETHEUS_TYPE, TelemetrySettings, prometheus_page, setup, shutdown
-from paceline.telemetry.trace import mark_failed, meter, span, tracer
+from paceline.telemetry.trace import link_current, mark_failed, meter, span, tracer
 
 __all__ = [
     "PROMETHEUS_TYPE",
@@ -22,6 +22,7 @@ __all__ = [
     "get_logger",
     "inject",
     "inject_frame",
+    "link_current",
     "mark_failed",
     "meter",
     "prometheus_page",

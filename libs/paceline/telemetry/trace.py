@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -16,6 +16,7 @@ from opentelemetry.trace import (
     StatusCode,
     Tracer,
     TracerProvider,
+    get_current_span,
 )
 from opentelemetry.util.types import AttributeValue
 
@@ -76,6 +77,14 @@ def span(
         except Exception as error:
             mark_failed(opened, error)
             raise
+
+
+def link_current(traceparents: Iterable[str]) -> None:
+    """Link the current span to others that are known only when it ends; invalid ones are left out."""
+    current = get_current_span()
+    for traceparent in sorted(traceparents):
+        if (found := span_context(traceparent)) is not None:
+            current.add_link(found)
 
 
 def mark_failed(failed: Span, error: BaseException) -> None:

@@ -8,18 +8,27 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ActivateRequest(_message.Message):
-    __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps")
+    __slots__ = ("context", "slots", "deadline_s", "versions", "max_steps", "round_costs")
+    class RoundCostsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_COSTS_FIELD_NUMBER: _ClassVar[int]
     context: _trajectory_pb2.CommandContext
     slots: _containers.RepeatedScalarFieldContainer[int]
     deadline_s: float
     versions: _trajectory_pb2.VersionSet
     max_steps: int
-    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ...) -> None: ...
+    round_costs: _containers.ScalarMap[str, float]
+    def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., slots: _Optional[_Iterable[int]] = ..., deadline_s: _Optional[float] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., max_steps: _Optional[int] = ..., round_costs: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ActivateResponse(_message.Message):
     __slots__ = ("activated", "gate", "detached")
@@ -40,7 +49,14 @@ class Activated(_message.Message):
     def __init__(self, attach_s: _Optional[float] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class GateDecision(_message.Message):
-    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps")
+    __slots__ = ("drafter_version", "promoted", "candidate_accept_length", "serving_accept_length", "noise", "policy_version", "positions", "optimizer_steps", "decision", "kind", "candidate_speedup", "serving_speedup", "speedup_noise", "costs_measured", "temperature", "survival", "conditional", "serving_survival", "lengths_by_bucket", "leaderboard")
+    class LengthsByBucketEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +65,18 @@ class GateDecision(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    SERVING_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    SPEEDUP_NOISE_FIELD_NUMBER: _ClassVar[int]
+    COSTS_MEASURED_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    SURVIVAL_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONAL_FIELD_NUMBER: _ClassVar[int]
+    SERVING_SURVIVAL_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_BY_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    LEADERBOARD_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     promoted: bool
     candidate_accept_length: float
@@ -57,7 +85,37 @@ class GateDecision(_message.Message):
     policy_version: int
     positions: int
     optimizer_steps: int
-    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ...) -> None: ...
+    decision: str
+    kind: str
+    candidate_speedup: float
+    serving_speedup: float
+    speedup_noise: float
+    costs_measured: bool
+    temperature: float
+    survival: _containers.RepeatedScalarFieldContainer[float]
+    conditional: _containers.RepeatedScalarFieldContainer[float]
+    serving_survival: _containers.RepeatedScalarFieldContainer[float]
+    lengths_by_bucket: _containers.ScalarMap[str, float]
+    leaderboard: _containers.RepeatedCompositeFieldContainer[Contender]
+    def __init__(self, drafter_version: _Optional[int] = ..., promoted: _Optional[bool] = ..., candidate_accept_length: _Optional[float] = ..., serving_accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., policy_version: _Optional[int] = ..., positions: _Optional[int] = ..., optimizer_steps: _Optional[int] = ..., decision: _Optional[str] = ..., kind: _Optional[str] = ..., candidate_speedup: _Optional[float] = ..., serving_speedup: _Optional[float] = ..., speedup_noise: _Optional[float] = ..., costs_measured: _Optional[bool] = ..., temperature: _Optional[float] = ..., survival: _Optional[_Iterable[float]] = ..., conditional: _Optional[_Iterable[float]] = ..., serving_survival: _Optional[_Iterable[float]] = ..., lengths_by_bucket: _Optional[_Mapping[str, float]] = ..., leaderboard: _Optional[_Iterable[_Union[Contender, _Mapping]]] = ...) -> None: ...
+
+class Contender(_message.Message):
+    __slots__ = ("kind", "accept_length", "noise", "speedup", "optimizer_steps", "policy_version", "servable")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    NOISE_FIELD_NUMBER: _ClassVar[int]
+    SPEEDUP_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVABLE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    accept_length: float
+    noise: float
+    speedup: float
+    optimizer_steps: int
+    policy_version: int
+    servable: bool
+    def __init__(self, kind: _Optional[str] = ..., accept_length: _Optional[float] = ..., noise: _Optional[float] = ..., speedup: _Optional[float] = ..., optimizer_steps: _Optional[int] = ..., policy_version: _Optional[int] = ..., servable: _Optional[bool] = ...) -> None: ...
 
 class Detached(_message.Message):
     __slots__ = ("reason", "steps", "micro_batches", "tokens", "loss", "busy_s", "total_steps", "dropped")
@@ -105,7 +163,7 @@ class GetDrafterStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDrafterStatusResponse(_message.Message):
-    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids")
+    __slots__ = ("drafter_version", "total_steps", "total_tokens", "buffer_samples", "buffer_bytes", "active_epoch", "lm_head_hashes", "rank_pids", "serving_version", "frozen", "leaderboard")
     DRAFTER_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +172,9 @@ class GetDrafterStatusResponse(_message.Message):
     ACTIVE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     LM_HEAD_HASHES_FIELD_NUMBER: _ClassVar[int]
     RANK_PIDS_FIELD_NUMBER: _ClassVar[int]
+    SERVING_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FROZEN_FIELD_NUMBER: _ClassVar[int]
+    LEADERBOARD_FIELD_NUMBER: _ClassVar[int]
     drafter_version: int
     total_steps: int
     total_tokens: int
@@ -122,7 +183,10 @@ class GetDrafterStatusResponse(_message.Message):
     active_epoch: int
     lm_head_hashes: _containers.RepeatedScalarFieldContainer[str]
     rank_pids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ...) -> None: ...
+    serving_version: int
+    frozen: bool
+    leaderboard: _containers.RepeatedCompositeFieldContainer[Contender]
+    def __init__(self, drafter_version: _Optional[int] = ..., total_steps: _Optional[int] = ..., total_tokens: _Optional[int] = ..., buffer_samples: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., active_epoch: _Optional[int] = ..., lm_head_hashes: _Optional[_Iterable[str]] = ..., rank_pids: _Optional[_Iterable[int]] = ..., serving_version: _Optional[int] = ..., frozen: _Optional[bool] = ..., leaderboard: _Optional[_Iterable[_Union[Contender, _Mapping]]] = ...) -> None: ...
 
 class SaveDrafterCheckpointRequest(_message.Message):
     __slots__ = ("context",)

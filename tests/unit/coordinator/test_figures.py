@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 import pytest
 
-from coordinator.figures import Samples, accuracy, pulls, quantile, rollout_figures
+from coordinator.codec import decode_event, encode_event
+from coordinator.events import GateDecided
+from coordinator.figures import Samples, accuracy, gate_figures, pulls, quantile, rollout_figures, round_costs
+from paceline.v1.drafter_pb2 import Contender, GateDecision
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished, TaskSpec
 from paceline.v1.trajectory_pb2 import Reward, SpeculationStats
@@ -56,3 +60,36 @@ def test_quantiles_are_values_that_occur(values: list[int], share: float, expect
 def test_pulls_are_summed_over_batch_groups() -> None:
     arms = [ArmStats(arm="off", batch_group=1, pulls=2), ArmStats(arm="eagle:3_1_4", pulls=5)]
     assert pulls([*arms, ArmStats(arm="off", batch_group=5, pulls=3)]) == {"eagle:3_1_4": 5, "off": 5}
+
+
+def arm(name: str, group: int, pulls: int, tokens_per_s: float, length: float) -> ArmStats:
+    return ArmStats(arm=name, batch_group=group, pulls=pulls, mean_tokens_per_s=tokens_per_s, mean_accept_length=length)
+
+
+def test_a_round_costs_its_tokens_by_their_rate_relative_to_plain_decoding() -> None:
+    arms = [
+        arm("off", 1, 10, 100.0, 1.0),
+        arm("eagle:3_1_4", 1, 30, 200.0, 3.0),  # 15 ms against 10 ms
+        arm("off", 5, 10, 400.0, 1.0),
+        arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 5 ms against 2.5 ms
+        arm("eagle:3_1_4", 21, 99, 500.0, 2.5),  # nothing to compare with
+        arm("ngram:4_1_5", 1, 0, 0.0, 0.0),
+    ]
+    assert round_costs(arms) == pytest.approx({"eagle:3_1_4": (30 * 1.5 + 10 * 2.0) / 40})
+    assert round_costs([]) == round_costs(arms[1:2]) == {}
+
+
+def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
+    gate = GateDecision(
+        drafter_version=3, decision="kept", kind="eagle", candidate_speedup=1.75, survival=[0.5, 0.25],
+        conditional=[0.5, 0.5], lengths_by_bucket={"late": 1.5}, costs_measured=True,
+        leaderboard=[Contender(kind="lstm", speedup=2.0, accept_length=2.5), Contender(kind="eagle", speedup=1.75)],
+    )  # fmt: skip
+    figures = gate_figures(gate)
+    told = {field.name for field in GateDecision.DESCRIPTOR.fields}
+    assert told - set(figures) == {"drafter_version", "decision", "promoted", "leaderboard"}, "these are the event's"
+    assert (figures["survival"], figures["conditional"]) == ((0.5, 0.25), (0.5, 0.5))
+    assert figures["leaderboard_speedups"] == {"lstm": 2.0, "eagle": 1.75}
+    assert (figures["lengths_by_bucket"], figures["costs_measured"]) == ({"late": 1.5}, 1)
+    event = GateDecided(1.0, 2, "kept", 3, figures)
+    assert decode_event("GateDecided", 1.0, json.loads(json.dumps(encode_event(event)))) == event

@@ -237,6 +237,12 @@ def test_a_promotion_overtaken_by_the_preemption_is_kept_for_the_next_commit() -
     assert state.promoted == 7
 
 
+@pytest.mark.parametrize("decision", ["kept", "refused", "frozen", "reopened", "rolled_back"])
+def test_other_decisions_of_the_gate_are_records_that_change_nothing(decision: str) -> None:
+    for state in (training(), in_policy()):
+        assert step(state, events.GateDecided(5, 2, decision, 7)) == (state, ())
+
+
 def test_a_newer_candidate_replaces_an_uncommitted_one() -> None:
     state, issued = run(training(), events.GatePromoted(3, 2, 7), events.GatePromoted(4, 2, 8))
     assert (state.promoted, issued) == (8, (commands.AbortDrafter(0, 2, 7),))

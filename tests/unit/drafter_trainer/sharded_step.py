@@ -16,6 +16,8 @@ from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learner import DrafterLearner
 from paceline.speculators.eagle import EagleNet
 
+STUDENT = 1  # any that is not the default
+
 
 def main(samples: Path, out: Path) -> None:
     """Steps once, however many ranks there are."""
@@ -31,16 +33,19 @@ def main(samples: Path, out: Path) -> None:
     if dist.get_rank() == 0:
         rows = [pack([sample(9 + 3 * r + s, 4 * r + s) for s in range(4)], window=512) for r in range(4)]
         for first in range(0, 4, world):
-            result = learner.micro_step(sharing.hand_out(rows[first : first + world]), head)
+            result = learner.micro_step(sharing.hand_out(rows[first : first + world], STUDENT), head)
             loss += result.loss * result.positions
         sharing.announce_snapshot()
         weights = learner.snapshot().state_dict()
         sharing.announce_stop()
     else:
-        while (row := sharing.receive()) != "stop":
-            if isinstance(row, str):
+        while (told := sharing.receive()) is not None:
+            student, row = told
+            if row is None:
+                assert student == 0
                 learner.snapshot()
                 continue
+            assert student == STUDENT
             assert row.lm_head_hash == head.hash
             result = learner.micro_step(row, head)
             loss += result.loss * result.positions

@@ -9,16 +9,29 @@ import pytest
 from drafter_trainer import messages as m
 from paceline.errors import InternalError
 
+CONTENDER = m.Contender("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
-    m.Activate(3, 1, 2, 0, "00-ab-cd-01"),
+    m.Activate(3, 1, 2, 0, "00-ab-cd-01", {"eagle:3_1_4": 1.5}),
     m.Preempt(3),
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),
     m.Save(),
     m.Attached(3, 2, 0.25),
-    m.Judged(3, 5, True, 2.5, 2.25, float("inf"), 4, 900, 40, "00ff", "/candidates/drafter-5"),
+    m.Judged(
+        3,
+        "promoted",
+        "eagle",
+        5,
+        2.5,
+        2.25,
+        float("inf"),
+        survival=[0.75, 0.5],
+        lengths_by_bucket={"late": 2.5},
+        leaderboard=[CONTENDER],
+        path="/candidates/drafter-5",
+    ),
     m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 44, {"stale_head": 2}),
-    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"]),
+    m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True, [CONTENDER]),
     m.Saved("/checkpoints/drafter", 44),
 ]
 
@@ -28,7 +41,7 @@ def test_messages_round_trip() -> None:
     assert [m.decode(m.encode(example)) for example in EXAMPLES] == EXAMPLES
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"kind": "Unknown"}', b'{"kind": "Preempt", "other": 1}'])
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"message": "Unknown"}', b'{"message": "Preempt", "other": 1}'])
 def test_what_is_no_message_is_our_own_fault(data: bytes) -> None:
     with pytest.raises(InternalError):
         m.decode(data)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import pytest
 import torch
 from unit.drafter_trainer.samples import HASH, PROMPT, TARGET, batch, sessions, toy_policy, with_rejected
@@ -14,10 +17,14 @@ from drafter_trainer import messages as m
 from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.heads import PolicyHeads
-from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink
+from drafter_trainer.students import Students, initial_nets
 from drafter_trainer.trainer import DrafterTrainer
+from paceline.config import Config
+from paceline.models.config import ModelConfig
+from paceline.speculators import SPECULATORS, SpeculatorKind, read_drafter
 from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_drafter import EagleDrafter
 from paceline.streams import FeatureBatch, MemoryStream, encode_features
 
 EVERY = 4
@@ -26,8 +33,28 @@ CONFIG = {
     "data_wait_s": 0.0,
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
     "buffer": {"heldout_every": EVERY},
-    "gate": {"interval_steps": 1_000, "min_positions": 1},
 }
+# The toy policy draws its argmax, as at a temperature near 0.
+GATE = {"interval_steps": 1_000, "min_positions": 1, "temperature": 0.01}
+
+
+class OtherNet(EagleNet):
+    """A second kind, for want of another that learns this fast."""
+
+    speculator: ClassVar[str] = "other"
+    architectures: ClassVar[frozenset[str]] = frozenset({"OtherForTests"})
+
+    def config_json(self) -> dict[str, Any]:
+        return {**super().config_json(), "architectures": ["OtherForTests"]}
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        return super().parse({**raw, "architectures": ["LlamaForCausalLMEagle"]}, target, options)
+
+
+@pytest.fixture
+def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SPECULATORS, "other", SpeculatorKind(EagleDrafter, OtherNet))
 
 
 class ScriptedParent:
@@ -38,6 +65,7 @@ class ScriptedParent:
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
         self.script: list[list[m.Message]] = []
+        self.preempt_at = ""  # a decision that ends the activation
 
     def poll(self) -> bytes | None:
         if not self.script:
@@ -48,24 +76,27 @@ class ScriptedParent:
         return m.encode(self.script[0].pop(0))
 
     def send(self, data: bytes) -> None:
-        self.sent.append(m.decode(data))
+        self.sent.append(message := m.decode(data))
+        if isinstance(message, m.Judged) and message.decision == self.preempt_at:
+            self.script = [[m.Preempt(message.epoch)]]
 
 
 class Trainer:
     """A trainer over a memory stream and a scripted parent."""
 
-    def __init__(self, directory: Path, **config: object) -> None:
+    def __init__(self, directory: Path, *, gate: Mapping[str, object] | None = None, **config: object) -> None:
         self.parent, self.stream = ScriptedParent(), MemoryStream("features")
         self.link = TrainerLink(self.parent, self.stream, TARGET)  # type: ignore[arg-type]
         self.link.open_stream()
         self.heads = PolicyHeads()
         self.heads.add(toy_policy().policy_head())
-        settings = DrafterTrainerConfig.model_validate({**CONFIG, **config})
+        settings = DrafterTrainerConfig.model_validate({**CONFIG, **config, "gate": {**GATE, **(gate or {})}})
         self.candidates = Candidates(directory, TARGET)
-        net = EagleNet(TARGET, seed=1)
-        self.candidates.save(0, net)
-        self.learner = DrafterLearner(net, settings.optimizer, micro_batches=settings.micro_batches_per_step)
-        self.trainer = DrafterTrainer(settings, self.learner, self.heads, self.link, self.candidates)
+        nets = [EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
+        self.candidates.save(0, nets[0])
+        self.students = Students(settings, nets)
+        self.learner = self.students.primary.learner
+        self.trainer = DrafterTrainer(settings, self.students, self.heads, self.link, self.candidates)
 
     def feed(self, batches: Iterable[FeatureBatch]) -> None:
         async def append() -> None:
@@ -74,11 +105,27 @@ class Trainer:
 
         asyncio.run(append())
 
-    def run(self, epoch: int, *, max_steps: int = 0, drafter: int = 0) -> m.Stopped:
+    def run(self, epoch: int, *, max_steps: int = 0, drafter: int = 0, until: str = "") -> m.Stopped:
+        self.parent.preempt_at = until
         return self.trainer.run_activation(m.Activate(epoch, 0, drafter, max_steps))
+
+    def learn_at(self, lr: float) -> None:
+        """Every student from now on."""
+        for student in self.students:
+            student.learner._config = student.learner._config.model_copy(update={"lr": lr})
+
+    def judged(self, *decisions: str) -> list[m.Judged]:
+        """What the gate said, of those decisions only if some are named."""
+        said = [message for message in self.parent.sent if isinstance(message, m.Judged)]
+        return [one for one in said if not decisions or one.decision in decisions]
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in self.learner.snapshot().state_dict().items()}
+
+
+def heldout_rows(count: int = 8, length: int = 24, **batch_of: Any) -> list[FeatureBatch]:
+    names = sessions(count, heldout=True, every=EVERY)
+    return [batch(length, 50 + i, session=name, **batch_of) for i, name in enumerate(names)]
 
 
 def trained_rows(count: int = 12, *, version: int = 0, head: str = HASH) -> list[FeatureBatch]:
@@ -141,44 +188,168 @@ def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_befor
 
 @pytest.mark.usefixtures("one_rank")
 def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 5, "min_positions": 1})
-    trainer.feed(trained_rows())
-    trainer.feed(batch(24, 50 + i, session=name) for i, name in enumerate(sessions(8, heldout=True, every=EVERY)))
-    trainer.run(1, max_steps=60)
-    judged = [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
-    assert [one.promoted for one in judged] == [False] * (len(judged) - 1) + [True]
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 5})
+    trainer.feed(trained_rows() + heldout_rows())
+    trainer.run(1, max_steps=60, until="promoted")
+    judged = trainer.judged()
+    assert [one.decision for one in judged] == ["kept"] * (len(judged) - 1) + ["promoted"]
     promoted = judged[-1]
-    assert promoted.drafter_version == 1
+    assert (promoted.drafter_version, promoted.kind, promoted.temperature) == (1, "eagle", 0.01)
     assert promoted.candidate - promoted.serving > promoted.noise
+    assert promoted.candidate == pytest.approx(1 + sum(promoted.survival))
+    assert np.cumprod(promoted.conditional) == pytest.approx(promoted.survival)
+    assert set(promoted.lengths_by_bucket) == {"prompt_end", "early", "late"}
     assert (promoted.lm_head_hash, promoted.path) == (HASH, str(trainer.candidates.path(1)))
     assert promoted.optimizer_steps % 5 == 0
-    assert trainer.trainer.serving.version == 0
+    (contender,) = trainer.trainer.standing().leaderboard
+    assert (contender.kind, contender.accept_length, contender.servable) == ("eagle", promoted.candidate, True)
+    assert trainer.trainer.gate.serving.version == 0
 
     trainer.parent.sent.clear()
-    trainer.run(2, max_steps=5, drafter=1)
-    (after,) = [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
+    trainer.run(2, max_steps=6, drafter=1)
+    (after,) = trainer.judged()
     assert after.drafter_version == 2
     assert after.serving == pytest.approx(promoted.candidate, abs=1e-9), "the same net on the same held-out rows"
     trainer.trainer.on_serving(0)
-    rolled_back = trainer.trainer.serving.net.state_dict()
+    rolled_back = trainer.trainer.gate.serving.net.state_dict()
     assert all(torch.equal(value, rolled_back[name]) for name, value in EagleNet(TARGET, seed=1).state_dict().items())
     trainer.trainer.on_serving(9)
-    assert trainer.trainer.serving.version == 0, "a drafter that is not kept here is no measure"
+    assert trainer.trainer.gate.serving.version == 0, "a drafter that is not kept here is no measure"
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(tmp_path: Path) -> None:
-    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "min_positions": 1, "samples": 32})
-    trainer.feed(trained_rows())
-    trainer.feed(batch(60, 50 + i, session=name) for i, name in enumerate(sessions(32, heldout=True, every=EVERY)))
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "samples": 32})
+    trainer.feed(trained_rows() + heldout_rows(32, 60))
     # Four micro-batches are one step; then the candidate is frozen; then come pieces of held-out rows.
     trainer.parent.script = [[], [], [], [], [], [], [m.Preempt(1)]]
     stopped = trainer.run(1)
     assert (stopped.reason, stopped.micro_batches, stopped.steps) == ("preempted", 4, 1)
-    assert not [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
+    assert not trainer.judged()
     trainer.run(2, max_steps=1)
-    (judged,) = [message for message in trainer.parent.sent if isinstance(message, m.Judged)]
+    (judged,) = trainer.judged()
     assert (judged.epoch, judged.positions) == (2, 32 * (60 - PROMPT))
+
+
+@pytest.mark.usefixtures("one_rank", "other_kind")
+def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(tmp_path: Path) -> None:
+    trainer = Trainer(
+        tmp_path / "candidates", max_epochs=1e6, shadows=["other"], shadow_share=0.25, gate={"interval_steps": 12}
+    )
+    trainer.feed(trained_rows() + heldout_rows())
+    stopped = trainer.run(1, max_steps=12)
+    eagle, other = trainer.students
+    assert (eagle.turns, other.turns) == (48, 15)
+    assert (stopped.steps, stopped.micro_batches, other.learner.total_steps) == (12, 48, 3)
+    assert not trainer.judged(), "the step that makes a round due is the last of this activation"
+    trainer.run(2, max_steps=12)
+    decision = trainer.judged()[0]
+    assert decision.kind == "eagle"
+    assert {one.kind: (one.optimizer_steps, one.servable) for one in decision.leaderboard} == {
+        "eagle": (12, True),
+        "other": (3, False),
+    }
+    kept = read_drafter(tmp_path / "speculator-other", TARGET)
+    assert isinstance(kept, OtherNet)
+
+
+@pytest.mark.usefixtures("one_rank", "other_kind")
+def test_a_better_kind_that_can_be_served_takes_over_with_the_next_version(tmp_path: Path) -> None:
+    trainer = Trainer(
+        tmp_path,
+        max_epochs=1e6,
+        shadows=["other"],
+        shadow_share=0.8,
+        servable=["eagle", "other"],
+        gate={"interval_steps": 4},
+    )
+    trainer.feed(trained_rows() + heldout_rows())
+    trainer.run(1, max_steps=20, until="promoted")
+    (promoted,) = trainer.judged("promoted")
+    assert (promoted.kind, promoted.drafter_version) == ("other", 1), "four times the steps"
+    assert promoted.candidate_speedup - promoted.serving_speedup > promoted.speedup_noise
+    trainer.run(2, max_steps=1, drafter=1)
+    assert isinstance(trainer.trainer.gate.serving.net, OtherNet)
+
+
+@pytest.mark.usefixtures("one_rank", "other_kind")
+def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> None:
+    """The same race as above, but the engine has measured that a round of the other kind takes four times as long."""
+    trainer = Trainer(
+        tmp_path,
+        max_epochs=1e6,
+        shadows=["other"],
+        shadow_share=0.8,
+        servable=["eagle", "other"],
+        gate={"interval_steps": 4},
+    )
+    trainer.feed(trained_rows() + heldout_rows())
+    costs = {"eagle:5_1_6": 1.5, "other:5_1_6": 6.0}
+    trainer.trainer.run_activation(m.Activate(1, 0, 0, 5, round_costs=costs))
+    assert trainer.judged()
+    for one in trainer.judged():
+        assert one.costs_measured
+        assert {row.kind: row.speedup for row in one.leaderboard} == pytest.approx(
+            {row.kind: row.accept_length / costs[f"{row.kind}:5_1_6"] for row in one.leaderboard}
+        )
+        assert one.kind == "eagle"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1})
+    trainer.feed(trained_rows() + heldout_rows())
+    trainer.run(1, until="promoted")
+    (promoted,) = trainer.judged("promoted")
+    trainer.learn_at(1e-12)
+    trainer.trainer.on_serving(1)
+    trainer.trainer.on_serving(0)  # live acceptance fell
+    trainer.parent.sent.clear()
+    trainer.run(2, max_steps=3)
+    rolled_back, *later = trainer.judged()
+    assert (rolled_back.decision, rolled_back.drafter_version, rolled_back.epoch) == ("rolled_back", 1, 2)
+    assert (rolled_back.candidate, rolled_back.serving) == (promoted.candidate, promoted.serving)
+    assert [one.decision for one in later] == ["kept"] * 2
+    assert all(one.candidate - one.serving > one.noise for one in later), "it would be promoted again at once"
+    trainer.learn_at(1e-2)
+    trainer.run(3, until="promoted")
+    (again,) = trainer.judged("promoted")
+    assert again.drafter_version == 2
+    assert again.candidate > promoted.candidate
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: Path) -> None:
+    settings = {"interval_steps": 1, "freeze_after": 3, "freeze_gain": 10.0}
+    trainer = Trainer(tmp_path, max_epochs=1e6, gate=settings)
+    trainer.feed(trained_rows() + heldout_rows())
+    trainer.learn_at(1e-12)
+    trainer.run(1, max_steps=5)
+    assert len(trainer.judged("kept")) > 3
+    assert not trainer.judged("frozen"), "a fresh drafter that is not beaten yet is still learning"
+    trainer.learn_at(1e-2)
+    trainer.run(2, max_steps=30)
+    trainer.run(3, until="promoted")
+    trainer.learn_at(1e-12)
+    stopped = trainer.run(4, drafter=2)
+    (frozen,) = trainer.judged("frozen")
+    assert stopped.reason == "frozen"
+    assert (stopped.steps, trainer.trainer.standing().frozen) == (3, True)
+    assert (again := trainer.run(5, drafter=2)).reason == "frozen"
+    assert again.micro_batches == 0, "the slots stay free"
+
+    # The next policy's rows are the same: nothing drifted. Then come rows whose embedding it never saw.
+    trainer.heads.add(toy_policy().policy_head("ab" * 8, 1))
+    trainer.feed(heldout_rows(version=1, head="ab" * 8))
+    assert trainer.run(6, drafter=2).reason == "frozen"
+    assert not trainer.judged("reopened")
+    moved = toy_policy().policy_head("cd" * 8, 2)
+    trainer.heads.add(dataclasses.replace(moved, embed_tokens=moved.embed_tokens.roll(1, 0)))
+    trainer.feed(heldout_rows(version=2, head="cd" * 8))
+    assert trainer.run(7, max_steps=1, drafter=2).reason == "max_steps"
+    (reopened,) = trainer.judged("reopened")
+    assert (reopened.policy_version, reopened.drafter_version) == (2, 2)
+    assert frozen.serving - reopened.serving > reopened.noise
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -80,6 +80,7 @@ def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, A
     yield _entry(
         now + 1.2 + DRAFTER_S, "Preempted", step, "policy", [_slot(i, "policy", epoch + 3, "completed") for i in both]
     )
+    yield _entry(now + 1.90, "GateDecided", step, "rollout", decision="kept" if step % 3 else "frozen")
     yield _entry(now + 1.96, "Detached", step, "policy", details={"tokens": 2000, "steps": 1}, reason="preempted")
     yield _entry(now + 3.8, "PolicyStepped", step, "policy", [_slot(i, "none", epoch + 3, "completed") for i in both])
     committed = {"seq": step + 1, "policy": step + 1, "drafter": (step + 1) // 10}

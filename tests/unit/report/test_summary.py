@@ -50,6 +50,7 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
     assert (summary["accept_len_first"], summary["accept_len_last"]) == (pytest.approx(1.1), pytest.approx(4.0))
     assert summary["tokens_per_s"] == pytest.approx(sum(4000 + 10 * step for step in range(30)) / 60.0)
     assert (summary["policy_versions"], summary["drafter_versions"]) == (31, 4)
+    assert (summary["gate_decisions"]["frozen"], summary["gate_decisions"]["kept"]) == (10, 20)
     assert summary["slot_wall_s"] == pytest.approx(2 * 30 * 4.0)
     # slot 1 waits 0.05 s for the drafter's slot, both slots are free for 0.2 s at the end of a step
     assert summary["idle_slot_s"] == pytest.approx(30 * (0.05 + 2 * 0.2))

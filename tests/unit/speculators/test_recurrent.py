@@ -15,9 +15,9 @@ from torch import Tensor
 from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, TARGET, VOCABULARY, sample, toy_policy
 
 from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureSample
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.sample import FeatureSample
 from paceline.errors import WeightsError
 from paceline.models.config import ModelConfig
 from paceline.models.loading import load_model

@@ -48,6 +48,16 @@ def test_a_span_becomes_one_line_with_its_parent_links_and_attributes(tmp_path: 
     assert outer["start_ns"] <= inner["start_ns"] <= inner["end_ns"] <= outer["end_ns"]
 
 
+def test_a_span_is_linked_to_what_it_used_when_it_ends(tmp_path: Path) -> None:
+    start(tmp_path)
+    with telemetry.span("elsewhere"):
+        link = telemetry.inject()["traceparent"]
+    with telemetry.span("step"):
+        telemetry.link_current({link, "bad"})
+    telemetry.link_current({link})  # no span, no link
+    assert written(tmp_path)["step"]["links"] == [link]
+
+
 def test_an_exception_marks_the_span_and_passes_through(tmp_path: Path) -> None:
     start(tmp_path)
     with pytest.raises(ValueError, match="no good"), telemetry.span("fails"):
