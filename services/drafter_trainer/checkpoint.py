@@ -12,7 +12,6 @@ import os
 import pickle
 import shutil
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -133,9 +132,7 @@ def _load(checkpoint: Path, tensors: dict[str, Tensor], members: Members | None)
     try:
         there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         wanted = {name: tensor for name, tensor in tensors.items() if name in there}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "assuming the intent is to load in a single process"
-            load(wanted, checkpoint_id=checkpoint, process_group=members.group if members else None, no_dist=alone)
+        load(wanted, checkpoint_id=checkpoint, process_group=members.group if members else None, no_dist=alone)
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
         raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
     return wanted

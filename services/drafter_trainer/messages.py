@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
@@ -19,7 +19,7 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
-    slots: Sequence[int] = (0,)  # leased; rank i of the members computes on slot i
+    slots: list[int] = field(default_factory=lambda: [0])  # leased; rank i of the members computes on slot i
 
 
 @dataclass(frozen=True, slots=True)

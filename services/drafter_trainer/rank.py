@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,7 @@ def main() -> None:
     os.nice(config.niceness)
     torch.set_num_threads(config.threads_per_rank)
     torch.manual_seed(config.run.seed)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one rank
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
     rank = Rank(config, link)

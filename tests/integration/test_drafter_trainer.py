@@ -214,7 +214,7 @@ async def test_two_ranks_train_save_and_learn_a_head_that_comes_while_they_train
     await world.start(ranks=2, **ENDLESS)
     head, embedding = new_head()
     tensors = [from_numpy("lm_head.weight", head), from_numpy("model.embed_tokens.weight", embedding)]
-    async with aclosing(world.activate(1)) as running, channel(world.address, SECURITY) as peer:
+    async with aclosing(world.activate(1, slots=(0, 1))) as running, channel(world.address, SECURITY) as peer:
         assert (await until(running, "activated")).world_size == 2
         await push_weights(peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1))
         await world.append([relabelled(batch, head_hash(head.tobytes()), 1) for batch in rows])
@@ -227,9 +227,14 @@ async def test_two_ranks_train_save_and_learn_a_head_that_comes_while_they_train
     saved = await saving
     assert saved.total_steps == detached.total_steps > 0
     EagleNet.read(Path(saved.path), read_config(POLICY))
-    again = (await collect(world.activate(2, max_steps=2)))[-1].detached
-    assert (again.steps, again.dropped) == (2, {})
-    assert detached.micro_batches + again.micro_batches == 4 * (detached.steps + again.steps), "a gradient was lost"
+    news = await collect(world.activate(2, max_steps=2, slots=[1]))
+    assert news[0].activated.world_size == 1, "one slot was leased"
+    again = await collect(world.activate(3, max_steps=2, slots=[3, 0, 5]))
+    assert again[0].activated.world_size == 2, "there are two ranks"
+    ended = [detached, news[-1].detached, again[-1].detached]
+    assert [one.steps for one in ended[1:]] == [2, 2]
+    assert sum(one.micro_batches for one in ended) == 4 * sum(one.steps for one in ended), "a gradient was lost"
+    assert ended[-1].total_steps == sum(one.steps for one in ended)
     await world.stop()
 
 
