@@ -104,13 +104,20 @@ class World:
         return CommandContext(run_id=self.run, step=step, epoch=epoch)
 
     def activate(
-        self, epoch: int, *, max_steps: int = 0, drafter: int = 0, policy: int = 0, slots: Sequence[int] = (0,)
+        self,
+        epoch: int,
+        *,
+        max_steps: int = 0,
+        drafter: int = 0,
+        policy: int = 0,
+        slots: Sequence[int] = (0,),
+        deadline_s: float = 30,
     ) -> AsyncIterator[pb.ActivateResponse]:
         """News of an activation; the channel closes with the iterator."""
         request = pb.ActivateRequest(
             context=self.context(epoch),
             slots=slots,
-            deadline_s=30,
+            deadline_s=deadline_s,
             versions=VersionSetMessage(seq=drafter, policy=policy, drafter=drafter),
             max_steps=max_steps,
         )
