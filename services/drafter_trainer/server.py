@@ -62,6 +62,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or killed.
         """
         self._check_run(request.context)
+        slots = _checked(request.slots)
         self._guard.check(request.context)
         epoch = request.context.epoch
         if epoch <= self._preempted_epoch:  # Preempt has overtaken its Activate
@@ -73,7 +74,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             drafter_version=request.versions.drafter,
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
-            slots=_checked(request.slots),
+            slots=slots,
         )
         lease = await self._ranks.begin(command, request.deadline_s or self._config.activation_deadline_s)
         try:
