@@ -20,6 +20,7 @@ class Activate:
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
     round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1; see economy.py
+    slots: list[int] = field(default_factory=lambda: [0])  # leased; rank i of the members computes on slot i
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,6 @@ class Attached:
 
     epoch: int
     world_size: int
-    attach_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,14 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """A checkpoint was begun; it is written while training goes on."""
+
+    total_steps: int
+    stall_s: float  # training stood still for it this long
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint is complete."""
 
@@ -142,7 +150,7 @@ class Saved:
     total_steps: int
 
 
-Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saved
+Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saving | Saved
 _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

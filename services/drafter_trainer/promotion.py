@@ -194,7 +194,7 @@ class PublishGate:
         taken = []
         for student in self._students:
             if student.learner.total_steps and student.reads(layers):
-                sharing.announce_snapshot(student.index)
+                sharing.announce_snapshot(student.learner.members, student.index)
                 taken.append(DrafterState(self.next_version, student.learner.snapshot()))
         return taken
 

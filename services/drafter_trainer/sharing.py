@@ -7,26 +7,33 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from drafter_trainer.membership import Members
 from paceline.speculators import PackedRow
 
-_STOP, _ROW, _SNAPSHOT = 0, 1, 2
+_STOP, _ROW, _SNAPSHOT, _SAVE = 0, 1, 2, 3
+_WORDS = {_STOP: "stop", _SNAPSHOT: "snapshot", _SAVE: "save"}
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
 
-def announce_stop() -> None:
+def announce_stop(members: Members) -> None:
     """Rank 0: the activation is over."""
-    _announce(_STOP, 0)
+    members.agree(_STOP, 0)
 
 
-def announce_snapshot(student: int = 0) -> None:
+def announce_snapshot(members: Members, student: int = 0) -> None:
     """Rank 0: the next collective is a snapshot of that student (students.py)."""
-    _announce(_SNAPSHOT, student)
+    members.agree(_SNAPSHOT, student)
 
 
-def hand_out(rows: Sequence[PackedRow], student: int = 0) -> PackedRow:
-    """Rank 0: sends row r to rank r for that student and returns its own; one row per rank, all of one head."""
-    _announce(_ROW, student)
+def announce_save(members: Members) -> None:
+    """Rank 0: now a checkpoint is taken."""
+    members.agree(_SAVE, 0)
+
+
+def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
+    """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all of one head."""
+    members.agree(_ROW, student)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()
         widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
@@ -37,14 +44,10 @@ def hand_out(rows: Sequence[PackedRow], student: int = 0) -> PackedRow:
     return rows[0]
 
 
-def receive() -> tuple[int, PackedRow | None] | None:
-    """Other ranks: a student and its next row, without a row its snapshot; None when the activation is over."""
-    announced = torch.zeros(2, dtype=torch.int64)
-    dist.broadcast(announced, 0)
-    word, student = announced.tolist()
-    if word != _ROW:
-        return None if word == _STOP else (student, None)
-    return student, _receive_row()
+def receive(members: Members) -> tuple[int, PackedRow | str]:
+    """Other members: a student and its next row, or "stop", "snapshot" or "save"."""
+    word, student = members.agree(_STOP, 0)
+    return student, _receive_row() if word == _ROW else _WORDS[word]
 
 
 def _receive_row() -> PackedRow:
@@ -70,8 +73,3 @@ def _receive_row() -> PackedRow:
         lm_head_hash=bytes(hash_bytes).hex(),
         layers=bytes(layers.tolist()).decode(),
     )
-
-
-def _announce(word: int, student: int) -> None:
-    if dist.get_world_size() > 1:
-        dist.broadcast(torch.tensor([word, student]), 0)

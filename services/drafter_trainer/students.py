@@ -12,6 +12,7 @@ from typing import Any
 
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.membership import Members
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.speculators import CaptureSpec, DraftNet, find_kind, read_drafter
@@ -42,7 +43,7 @@ class Student:
 class Students(Sequence[Student]):
     """The primary drafter first; turns are taken in proportion to the shares."""
 
-    def __init__(self, config: DrafterTrainerConfig, nets: Sequence[DraftNet]) -> None:
+    def __init__(self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members) -> None:
         """`nets`: that of `drafter`, then those of `shadows`. Raises ConfigError when two are of one kind."""
         kinds = [net.speculator for net in nets]
         if len(set(kinds)) < len(kinds):
@@ -55,7 +56,7 @@ class Students(Sequence[Student]):
             Student(
                 index,
                 net.speculator,
-                DrafterLearner(net, config.optimizer, micro_batches=steps),
+                DrafterLearner(net, config.optimizer, micro_batches=steps, members=members),
                 net.capture,
                 servable=net.speculator in servable,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ class DrafterTrainer:
         )
         self.gate = PublishGate(config, students, heads, self.buffer, candidates)
         self._metrics = TrainerMetrics()
+        self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
@@ -78,7 +79,7 @@ class DrafterTrainer:
         activation = Activation(
             command.epoch, command.max_steps, started + self._config.data_wait_s, started + INGEST_EVERY_S
         )
-        self._link.send(m.Attached(command.epoch, self._link.world_size, time.monotonic() - started))
+        self._link.send(m.Attached(command.epoch, self._learner.members.size))
         self._tell(untold)
         while (reason := self._stop_reason(activation)) is None:
             if self.gate.judging:
@@ -89,7 +90,7 @@ class DrafterTrainer:
                 self._train(activation, drawn)
             else:
                 self.ingest(wait_s=DATA_POLL_S)
-        sharing.announce_stop()
+        sharing.announce_stop(self._learner.members)
         link_current(activation.batches)
         self._link.send(self.standing())
         return self._stopped(activation, reason)
@@ -127,7 +128,8 @@ class DrafterTrainer:
         assert head is not None
         student = self.students.take_turn(rows[0].layers)
         with span("drafter.micro_step", policy_version=head.policy_version, drafter=student.kind) as current:
-            result = student.learner.micro_step(sharing.hand_out(rows, student.index), head)
+            row = sharing.hand_out(rows, student.learner.members, student.index)
+            result = student.learner.micro_step(row, head)
             current.set_attribute("positions", result.positions)
             current.set_attribute("loss", result.loss)
             current.set_attribute("stepped", result.stepped)
@@ -137,17 +139,19 @@ class DrafterTrainer:
         activation.batches |= {sample.traceparent for samples in drawn for sample in samples if sample.traceparent}
         self._metrics.learned(student.kind, result, samples=sum(map(len, drawn)))
         if student is self.students.primary:  # limits, passes and the loss told are the primary's
-            activation.micro_batches += 1
+            activation.micro_batches += len(rows)
             activation.steps += result.stepped
             activation.tokens += sum(int(row.valid.sum()) for row in rows)
-            activation.loss_sum += result.loss
+            activation.loss_sum += result.loss * len(rows)
+        if result.stepped:
+            self.after_step()
         if time.monotonic() >= activation.ingest_due:
             self.ingest()
             activation.ingest_due = time.monotonic() + INGEST_EVERY_S
 
     def _draw(self) -> list[list[FeatureSample]]:
         """One list of samples per rank, all of one head; empty when no usable sample is held."""
-        world = self._link.world_size
+        world = self._learner.members.size
         samples = self.buffer.draw(
             self._micro_batch_tokens() * world,
             recency=self._config.buffer.recency,

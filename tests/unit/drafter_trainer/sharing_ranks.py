@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from drafter_trainer import sharing
 from drafter_trainer.batcher import pack
+from drafter_trainer.membership import on_cpu
 
 
 def main(samples: Path, out: Path) -> None:
@@ -19,16 +20,18 @@ def main(samples: Path, out: Path) -> None:
     from unit.drafter_trainer.samples import sample, sample_with_rejected
 
     dist.init_process_group("gloo")
+    members = on_cpu(2)
     if dist.get_rank() == 0:
         own = pack([sample(9, 0)], window=512)
         for row in (pack([sample_with_rejected(12, 1), sample(7, 2)], window=512), pack([sample(5, 3)], window=512)):
-            assert sharing.hand_out([own, row]) is own
-            sharing.announce_snapshot()
-        sharing.announce_stop()
+            assert sharing.hand_out([own, row], members, 1) is own
+            sharing.announce_snapshot(members, 1)
+        sharing.announce_stop(members)
     else:
         received = []
-        while (row_or_word := sharing.receive()) != "stop":
-            received.append(row_or_word)
+        while (told := sharing.receive(members))[1] != "stop":
+            assert told[0] == 1
+            received.append(told[1])
         torch.save(received, out)
     dist.barrier()
     dist.destroy_process_group()

@@ -16,7 +16,8 @@ EXAMPLES: list[m.Message] = [
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),
     m.Save(),
-    m.Attached(3, 2, 0.25),
+    m.Attached(3, 2),
+    m.Saving(7, 0.25),
     m.Judged(
         3,
         "promoted",
