@@ -41,7 +41,7 @@ def rough_net(target: ModelConfig = TARGET, **options: object) -> Eagle3Net:
         net.choose_tokens(torch.randint(0, 9, (target.vocab_size,), generator=generator))
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     shape = (target.vocab_size, target.hidden_size)
     net.bind(torch.randn(shape, generator=generator), 0.5 * torch.randn(shape, generator=generator))
     return net
@@ -108,12 +108,12 @@ def inner_of(row: PackedRow) -> Array:
 
 def softmax(x: Array) -> Array:
     """Of a vector."""
-    e = np.exp(x - x.max())
-    return e / e.sum()
+    e: Array = np.exp(x - x.max())
+    return np.asarray(e / e.sum())
 
 
 def _norm(x: Array, weight: Array) -> Array:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + TARGET.rms_norm_eps) * weight
+    return np.asarray(x / np.sqrt((x * x).mean(-1, keepdims=True) + TARGET.rms_norm_eps) * weight)
 
 
 def _rotated(x: Array, position: int) -> Array:

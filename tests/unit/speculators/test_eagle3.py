@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def position_loss(p: Array, logits: Array, ids: Array, kind: str) -> tuple[float
     return float(w * (taught * np.log(taught / q)).sum() + (1 - w) * (1 - alpha)), alpha
 
 
-def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, object]) -> dict[str, float]:
+def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, Any]) -> dict[str, float]:
     """Sums of the training-time test over documents, one position and one step at a time."""
     ids = (w["d2t"] + np.arange(len(w["d2t"]))).astype(int)
     terms = {f"loss_{i}": 0.0 for i in range(STEPS)} | {"loss": 0.0, "correct": 0.0, "alpha": 0.0}
@@ -70,7 +71,7 @@ def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, objec
         {"draft_vocab_size": 21, "loss": "lk_hybrid"},
     ],
 )
-def test_loss_is_the_papers_training_time_test_over_packed_documents(options: dict[str, object]) -> None:
+def test_loss_is_the_papers_training_time_test_over_packed_documents(options: dict[str, Any]) -> None:
     net = rough_net(ttt_steps=STEPS, **options)
     rows = [document(9, 1), document(2, 2), document(11, 3)]
     loss, positions, terms = net(packed(rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def rough_net(weights: DecoderWeights, seed: int = 5, **options: object) -> Eagl
         net.choose_tokens(torch.arange(V) * 31 % 17)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
     net.bind(weights.embed, weights.head)
     return net
 
@@ -69,7 +70,7 @@ def predicted(net: Eagle3Net, batch: DraftBatch, row: int, drafts: list[int], st
 @pytest.mark.parametrize("family", ["llama", "llama3-scaled", "llama-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 41, "norm_before_residual": True}])
 @torch.inference_mode()
-def test_engine_drafts_what_the_chain_predicts(family: str, options: dict[str, object], tmp_path: Path) -> None:
+def test_engine_drafts_what_the_chain_predicts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     weights = target_of(tmp_path, family)
     net = rough_net(weights, **options)
     drafter = served(weights, net, tmp_path / "drafter")
@@ -87,7 +88,7 @@ def test_engine_drafts_what_the_chain_predicts(family: str, options: dict[str, o
 
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 41}])
 @torch.inference_mode()
-def test_every_node_of_a_tree_scores_as_its_path_alone(options: dict[str, object], tmp_path: Path) -> None:
+def test_every_node_of_a_tree_scores_as_its_path_alone(options: dict[str, Any], tmp_path: Path) -> None:
     weights = target_of(tmp_path, "qwen3")
     net = rough_net(weights, **options)
     drafter = served(weights, net, tmp_path / "drafter")
@@ -99,12 +100,13 @@ def test_every_node_of_a_tree_scores_as_its_path_alone(options: dict[str, object
         first = {tokens[node] for node in range(12) if parents[node] == 0}
         assert first <= set(predicted(net, batch, row, [], 1)[0].topk(3).indices.tolist())
         for node in range(12):
-            path, above = [], node + 1
+            path: list[int] = []
+            above = node + 1
             while above:
                 path.insert(0, tokens[above - 1])
                 above = parents[above - 1]
             steps = [logits.log_softmax(-1) for logits in predicted(net, batch, row, path, len(path))]
-            expected = sum(float(step[token]) for step, token in zip(steps, path, strict=True))
+            expected = sum((float(step[token]) for step, token in zip(steps, path, strict=True)), start=0.0)
             assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
 
 
