@@ -183,4 +183,4 @@ class SpeculatorSetup:
     directory: Path | None = None
     """Trained weights; None: fresh."""
     layers: str = "last"
-    """Names of the states in a row of DraftBatch.hidden, see CaptureSpec.layers."""
+    """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""

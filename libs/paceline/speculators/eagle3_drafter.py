@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
 from paceline.speculators.base import SpeculatorSetup
@@ -47,7 +48,13 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
             net = Eagle3Net.read(setup.directory, target)
         else:
             net = Eagle3Net.fresh(target, Eagle3Options(), setup.seed)
-        super().__init__(setup, net, net.config, net.reads)
+        super().__init__(setup, net)
+
+    def _config_of(self, net: Eagle3Net) -> ModelConfig:
+        return net.config
+
+    def _columns_of(self, net: Eagle3Net) -> slice | list[int]:
+        return net.reads.columns(self._layers, self._target.config.hidden_size)
 
     def _fuse(self, net: Eagle3Net) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}

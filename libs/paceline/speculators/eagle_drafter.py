@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
 from paceline.speculators.base import SpeculatorSetup
@@ -35,7 +36,10 @@ class EagleDrafter(LayerDrafter[EagleNet]):
     def __init__(self, setup: SpeculatorSetup) -> None:
         target = setup.target.config
         net = EagleNet.read(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
-        super().__init__(setup, net, net.config, net.capture)
+        super().__init__(setup, net)
+
+    def _config_of(self, net: EagleNet) -> ModelConfig:
+        return net.config
 
     def _fuse(self, net: EagleNet) -> None:
         device, hidden = self._device, self._config.hidden_size

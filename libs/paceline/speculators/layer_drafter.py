@@ -16,6 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.errors import WeightsError
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, DecoderWeights, Layout, make_block, tree_visible
@@ -40,13 +41,13 @@ class LayerDrafter(ABC, Generic[Net]):
     name: ClassVar[str]
     trainable = True
 
-    def __init__(self, setup: SpeculatorSetup, net: Net, config: ModelConfig, reads: CaptureSpec) -> None:
-        """config: of the drafter's layer; reads: the states it drafts from. Raises DataLoss when none keeps them."""
+    def __init__(self, setup: SpeculatorSetup, net: Net) -> None:
+        """Raises DataLoss when the engine keeps no states that the network drafts from."""
         self._net = net
+        self._layers = setup.layers
         self._target = setup.target
         self._dtype = setup.dtype
-        self._config = config
-        self._columns = reads.columns(setup.layers, setup.target.config.hidden_size)
+        self._config = config = self._config_of(net)
         self._device = setup.target.head.device
         self._cache = StaticCache(
             config, layers=1, slots=setup.slots, capacity=setup.capacity, dtype=setup.dtype, device=self._device
@@ -56,6 +57,14 @@ class LayerDrafter(ABC, Generic[Net]):
         self._serve(net)
 
     # ---- what each drafter says of itself
+
+    @abstractmethod
+    def _config_of(self, net: Net) -> ModelConfig:
+        """Shape of its layer."""
+
+    def _columns_of(self, net: Net) -> slice | list[int]:
+        """Columns of kept states that it drafts from. Raises DataLoss naming those that are not kept."""
+        return net.capture.columns(self._layers, self._target.config.hidden_size)
 
     @abstractmethod
     def _fuse(self, net: Net) -> None:
@@ -90,6 +99,7 @@ class LayerDrafter(ABC, Generic[Net]):
 
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
+        self._columns = self._columns_of(net)
         self._fuse(net)
         self._net = net
 
@@ -99,9 +109,20 @@ class LayerDrafter(ABC, Generic[Net]):
         self._serve(self._net)
 
     def load_state(self, directory: Path) -> Net:
-        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput."""
-        net = self._net.twin()
-        net.load_tensors(read_tensors(directory))
+        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
+
+        A directory without config.json is of the shape that serves.
+        """
+        if not (directory / "config.json").is_file():
+            net = self._net.twin()
+            net.load_tensors(read_tensors(directory))
+            return net
+        net = self._net.read(directory, self._target.config)
+        self._columns_of(net)
+        seen, serving = _attention(self._config_of(net)), _attention(self._config)
+        if seen != serving:
+            message = f"drafter {directory}: its attention is not the serving one's"
+            raise WeightsError(message, seen=seen, allowed=serving)
         return net
 
     def commit_state(self, state: object) -> None:
@@ -243,3 +264,9 @@ class LayerDrafter(ABC, Generic[Net]):
             replace(whole, tokens=1, cells=cells[:, k].reshape(-1), rotation=rotation[:, k], mask=masks[:, :, k])
             for k in range(steps)
         ]
+
+
+def _attention(config: ModelConfig) -> dict[str, object]:
+    """What a drafter's cache and rotation were made for."""
+    names = ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm", "rms_norm_eps", "rope")
+    return {name: getattr(config, name) for name in names}

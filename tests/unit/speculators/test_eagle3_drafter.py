@@ -162,13 +162,33 @@ def test_a_new_version_and_a_new_target_are_served_after_the_commit(tmp_path: Pa
         assert drafter.propose(batch, DraftShape(1)).tokens[:, 0].tolist() == expected
 
 
-def test_a_version_with_a_draft_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
+@torch.inference_mode()
+def test_a_version_may_have_another_draft_vocabulary_and_other_states_if_its_config_says_so(tmp_path: Path) -> None:
+    weights, batch = target_of(tmp_path), known_batch()
+    drafter = served(weights, rough_net(weights, draft_vocab_size=41), tmp_path / "drafter")
+    other = rough_net(weights, inner_layers=(1, 4, 5))
+    other.save(tmp_path / "other")
+    drafter.commit_state(drafter.load_state(tmp_path / "other"))
+    for slot in batch.slots:
+        drafter.free(slot)
+    drafts = drafter.propose(batch, DraftShape(3)).tokens.tolist()
+    for row in range(2):
+        assert drafts[row] == [int(logits.argmax()) for logits in predicted(other, batch, row, drafts[row], 3)]
+    (tmp_path / "drafter" / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"wrong shape"):
+        drafter.load_state(tmp_path / "drafter")
+
+
+def test_a_version_that_the_engine_cannot_draft_with_is_refused(tmp_path: Path) -> None:
     weights = target_of(tmp_path)
-    net = rough_net(weights, draft_vocab_size=41)
-    drafter = served(weights, net, tmp_path / "drafter")
-    rough_net(weights).save(tmp_path / "full")
-    with pytest.raises(WeightsError, match=r"d2t|lm_head"):
-        drafter.load_state(tmp_path / "full")
+    drafter = served(weights, rough_net(weights), tmp_path / "drafter")
+    rough_net(weights, inner_layers=(1, 4, 7)).save(tmp_path / "states")
+    with pytest.raises(DataLoss, match="reads: 7;"):
+        drafter.load_state(tmp_path / "states")
+    heads = Eagle3Net(replace(drafter.load_state(tmp_path / "drafter").config, num_kv_heads=4), (2, 4, 5))
+    heads.save(tmp_path / "heads")
+    with pytest.raises(WeightsError, match="attention is not the serving one's"):
+        drafter.load_state(tmp_path / "heads")
 
 
 def test_an_engine_that_keeps_no_inner_states_is_refused(tmp_path: Path) -> None:
