@@ -11,8 +11,7 @@ from torch.nn import functional
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
-from paceline.speculators.base import SpeculatorSetup
-from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options, over_tokens
+from paceline.speculators.eagle3 import Eagle3Net, over_tokens
 from paceline.speculators.layer_drafter import LayerDrafter
 
 
@@ -39,16 +38,8 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
     """The speculator "eagle3"."""
 
     name = "eagle3"
+    net = Eagle3Net
     _state: Eagle3State
-
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises DataLoss when the engine keeps no inner states that the drafter reads."""
-        target = setup.target.config
-        if setup.directory:
-            net = Eagle3Net.read(setup.directory, target)
-        else:
-            net = Eagle3Net.fresh(target, Eagle3Options(), setup.seed)
-        super().__init__(setup, net)
 
     def _config_of(self, net: Eagle3Net) -> ModelConfig:
         return net.config

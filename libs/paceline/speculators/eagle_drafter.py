@@ -11,7 +11,6 @@ from torch.nn import functional
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
-from paceline.speculators.base import SpeculatorSetup
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.layer_drafter import LayerDrafter
 
@@ -31,12 +30,8 @@ class EagleDrafter(LayerDrafter[EagleNet]):
     """The speculator "eagle"."""
 
     name = "eagle"
+    net = EagleNet
     _state: EagleState
-
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        target = setup.target.config
-        net = EagleNet.read(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
-        super().__init__(setup, net)
 
     def _config_of(self, net: EagleNet) -> ModelConfig:
         return net.config

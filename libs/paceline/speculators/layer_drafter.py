@@ -40,9 +40,16 @@ class LayerDrafter(ABC, Generic[Net]):
 
     name: ClassVar[str]
     trainable = True
+    net: type[Net]
+    """What it drafts with."""
 
-    def __init__(self, setup: SpeculatorSetup, net: Net) -> None:
-        """Raises DataLoss when the engine keeps no states that the network drafts from."""
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states to draft from."""
+        target = setup.target.config
+        if setup.directory:
+            net = self.net.read(setup.directory, target)
+        else:
+            net = self.net.fresh(target, self.net.Options(), setup.seed)
         self._net = net
         self._layers = setup.layers
         self._target = setup.target
@@ -117,7 +124,7 @@ class LayerDrafter(ABC, Generic[Net]):
             net = self._net.twin()
             net.load_tensors(read_tensors(directory))
             return net
-        net = self._net.read(directory, self._target.config)
+        net = self.net.read(directory, self._target.config)
         self._columns_of(net)
         seen, serving = _attention(self._config_of(net)), _attention(self._config)
         if seen != serving:
@@ -127,7 +134,7 @@ class LayerDrafter(ABC, Generic[Net]):
 
     def commit_state(self, state: object) -> None:
         """Serve what load_state returned; keys and values of the old weights stay until rows are rewritten."""
-        assert isinstance(state, type(self._net))
+        assert isinstance(state, self.net)
         self._serve(state)
 
     # ---- slots
