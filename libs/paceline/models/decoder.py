@@ -31,7 +31,7 @@ class LayerWeights:
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
     qkv: Matrix
-    """[(Nq + 2 Nkv) D, H]; query and key heads interleaved"""
+    """[(Nq + 2 Nkv) D, H], or as wide as the `inputs` of layer_forward; query and key heads interleaved"""
     qkv_bias: Tensor | None
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
@@ -197,13 +197,16 @@ def layer_forward(
     index: int,
     block: Block,
     finish: Finish | None = None,
+    inputs: Tensor | None = None,
 ) -> Tensor:
     """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H].
 
-    finish: what to call instead of finish_layer.
+    finish: what to call instead of finish_layer; inputs [N, K]: what queries, keys and values are projected from, None:
+    x under the layer's input_norm.
     """
-    normed = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    qkv = project(normed, layer.qkv, layer.qkv_bias)
+    if inputs is None:
+        inputs = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    qkv = project(inputs, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
     return (finish or finish_layer)(layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps)

@@ -96,8 +96,15 @@ def model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises WeightsError naming what is missing, extra, misshapen, no float, or not finite."""
+def check_tensors(
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Raises WeightsError naming what is missing, extra, misshapen, of a wrong dtype, or not finite.
+
+    dtypes: of tensors that are no weights; all others hold floats.
+    """
     missing, extra = sorted(shapes.keys() - tensors.keys()), sorted(tensors.keys() - shapes.keys())
     if missing:
         raise WeightsError(
@@ -113,18 +120,18 @@ def check_tensors(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
             allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
         )
     for name, shape in shapes.items():
-        _check_tensor(name, tensors[name], shape)
+        _check_tensor(name, tensors[name], shape, (dtypes[name],) if dtypes and name in dtypes else STORED_DTYPES)
 
 
 def _and_others(names: Sequence[str]) -> str:
     return f", as are {len(names) - 1} others" if len(names) > 1 else ""
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
-    if tensor.dtype not in STORED_DTYPES:
-        raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=STORED_DTYPES)
+    if tensor.dtype not in dtypes:
+        raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
     finite = torch.isfinite(tensor)
     if not finite.all():
         wrong = tensor[~finite]

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from paceline.errors import DataLoss
 from paceline.models.decoder import DecoderWeights
 
 
@@ -35,6 +36,21 @@ class CaptureSpec:
     def width(self, hidden_size: int) -> int:
         """Numbers of a row."""
         return hidden_size * (len(self.inner) + self.last)
+
+    def columns(self, layers: str, hidden_size: int) -> slice | list[int]:
+        """Where these states stand in rows that hold `layers`, to index the last dimension with.
+
+        Raises DataLoss naming the states that such rows lack.
+        """
+        held, wanted = layers.split(","), self.layers.split(",") if self.layers else []
+        if lacking := [name for name in wanted if name not in held]:
+            message = f"captured rows lack states the drafter reads: {', '.join(lacking)}"
+            raise DataLoss(message, seen=layers or "(none)", allowed=f"rows that hold {self.layers}")
+        starts = [held.index(name) for name in wanted]
+        first, count = min(starts, default=0), len(starts)
+        if starts == list(range(first, first + count)):
+            return slice(first * hidden_size, (first + count) * hidden_size)
+        return [start * hidden_size + offset for start in starts for offset in range(hidden_size)]
 
 
 class DraftSampler(Protocol):
@@ -166,3 +182,5 @@ class SpeculatorSetup:
     seed: int
     directory: Path | None = None
     """Trained weights; None: fresh."""
+    layers: str = "last"
+    """Names of the columns of DraftBatch.hidden, see CaptureSpec.layers."""

@@ -41,7 +41,12 @@ def strip_shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:
-    """config.json of an EAGLE checkpoint; max_position_embeddings is the target's, since loaders clamp RoPE by it."""
+    """config.json of an EAGLE checkpoint."""
+    return layer_config_json(config, ARCHITECTURES[config.family]) | {"fc_bias": fc_bias}
+
+
+def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
+    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp RoPE by it."""
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":
         rope["factor"] = config.rope.factor
@@ -52,7 +57,7 @@ def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:
             "original_max_position_embeddings": config.rope.original_max_position,
         }
     return {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [architecture],
         "model_type": config.family,
         "num_hidden_layers": 1,
         "vocab_size": config.vocab_size,
@@ -68,7 +73,6 @@ def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "rope_theta": config.rope.theta,
         "rope_parameters": rope,
-        "fc_bias": fc_bias,
     }
 
 
@@ -77,6 +81,11 @@ def check_eagle(raw: Mapping[str, Any], target: ModelConfig) -> None:
     name, allowed = architecture(raw), ARCHITECTURES[target.family]
     if name != allowed:
         raise InvalidInput("architectures is not the drafter of the target's family", seen=name, allowed=allowed)
+    check_one_layer(raw, target)
+
+
+def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
+    """Raises InvalidInput for a drafter of another width, vocabulary or depth."""
     check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
     layers = raw.get("num_hidden_layers", "(none)")
     if layers != 1:

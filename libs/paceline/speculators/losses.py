@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -38,3 +41,53 @@ def eagle_loss(
         positions=valid.sum(),
         terms={"feature": feature.detach(), "token": token.detach(), "correct": correct},
     )
+
+
+DraftLoss = Literal["soft_ce", "lk_alpha", "lk_hybrid"]
+"""Losses of a drafter with a head of its own, see draft_losses."""
+
+_KL_FADING = 3.0
+"""How fast lk_hybrid turns from KL to acceptance as acceptance grows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The target's distributions p, as a drafter of Vd tokens may learn them."""
+
+    log_p: Float[Tensor, "T Vd"]
+    """log p of the draftable tokens, not renormalised: what is lacking to 1 can only be rejected."""
+    drafted: Bool[Tensor, " T"]
+    """The target's most likely token is draftable."""
+
+
+@torch.no_grad()
+def teacher_of(states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]) -> Teacher:
+    """Teacher of the target's last hidden states; t2d: which tokens are draftable."""
+    log_p = torch.log_softmax((states @ lm_head.T.to(states.dtype)).float(), dim=-1)
+    return Teacher(log_p[:, t2d], t2d[log_p.argmax(-1)])
+
+
+def draft_losses(
+    logits: Float[Tensor, "N Vd"], log_p: Float[Tensor, "N Vd"], kind: DraftLoss
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
+    """Loss of each position and its acceptance alpha = sum_v min(p_v, q_v), both with gradients.
+
+    q = softmax(logits); p as in Teacher; p' = p / sum_v p_v over the draftable tokens v.
+
+    soft_ce: -sum_v p'_v log q_v (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+    lk_alpha: -log alpha; lk_hybrid: w KL(p' | q) + (1 - w) (1 - alpha), w = exp(-3 alpha) without gradient (LK losses,
+    arXiv 2602.23881).
+    """
+    log_q = torch.log_softmax(logits.float(), dim=-1)
+    # In logs: alpha of an untrained drafter may be too small for a float.
+    log_alpha = torch.logsumexp(torch.minimum(log_p, log_q), dim=-1)
+    alpha = log_alpha.exp()
+    if kind == "lk_alpha":
+        return -log_alpha, alpha
+    log_taught = torch.log_softmax(log_p, dim=-1)
+    cross_entropy = -(log_taught.exp() * log_q).sum(-1)
+    if kind == "soft_ce":
+        return cross_entropy, alpha
+    kl = cross_entropy + (log_taught.exp() * log_taught).sum(-1)
+    weight = torch.exp(-_KL_FADING * alpha.detach())
+    return weight * kl + (1 - weight) * (1 - alpha), alpha

@@ -113,13 +113,17 @@ class DraftNet(nn.Module, ABC):
         """A file's tensors under this network's names, without copies of the target's that some exporters write."""
         return dict(tensors)
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises WeightsError for tensors, under this network's names, that are not what it stores."""
+        check_tensors(tensors, self.shapes())
+
     def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Tensors to push or save, detached, on the CPU; dtype None keeps theirs. The network must not be sharded.
 
         Raises WeightsError for numbers that are not finite.
         """
         tensors = {name: value.detach().cpu() for name, value in self.state_dict().items()}
-        check_tensors(tensors, self.shapes())
+        self.check(tensors)
         return {
             name: (value.to(dtype) if dtype and value.is_floating_point() else value).contiguous()
             for name, value in tensors.items()
@@ -128,7 +132,7 @@ class DraftNet(nn.Module, ABC):
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a checkpoint's tensors. Raises WeightsError naming what is missing, extra or misshapen."""
         named = self.own_tensors(tensors)
-        check_tensors(named, self.shapes())
+        self.check(named)
         self.load_state_dict(named)
 
     def save(self, directory: Path, dtype: torch.dtype | None = None) -> None:

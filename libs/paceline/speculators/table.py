@@ -12,6 +12,8 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ModelConfig, architecture, read_config_json
 from paceline.speculators.base import Speculator, SpeculatorSetup
 from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle3 import Eagle3Net
+from paceline.speculators.eagle3_drafter import Eagle3Drafter
 from paceline.speculators.eagle_drafter import EagleDrafter
 from paceline.speculators.lstm import LstmNet
 from paceline.speculators.mlp import MlpNet
@@ -30,6 +32,7 @@ class SpeculatorKind:
 
 SPECULATORS: dict[str, SpeculatorKind] = {
     "eagle": SpeculatorKind(EagleDrafter, EagleNet),
+    "eagle3": SpeculatorKind(Eagle3Drafter, Eagle3Net),
     "lstm": SpeculatorKind(partial(RecurrentDrafter, LstmNet), LstmNet),
     "mlp": SpeculatorKind(partial(RecurrentDrafter, MlpNet), MlpNet),
     "ngram": SpeculatorKind(NgramSpeculator),

@@ -1,0 +1,132 @@
+"""Parts of one decoder layer as a drafter trains it. Owns the arithmetic of a layer and of a chain's attention.
+
+Owns no network: what a layer reads and what its output means is each drafter's own affair (eagle.py, eagle3.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.models.config import ModelConfig
+from paceline.models.rope import inverse_frequencies, rotate_halves
+from paceline.speculators.packed import packed_attention
+
+
+@dataclass(slots=True)
+class ChainKeys:
+    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first is that of true states."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+class RmsNorm(nn.Module):
+    """RMSNorm over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> same shape."""
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; biases and head norms are those of the config's family."""
+
+    def __init__(self, config: ModelConfig, width: int) -> None:
+        """width: numbers of an input, C."""
+        super().__init__()
+        self.config = config
+        hidden, dim = config.hidden_size, config.head_dim
+        kv_width, bias = config.num_kv_heads * dim, config.qkv_bias
+        self.q_proj = nn.Linear(width, config.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=bias)
+        self.o_proj = nn.Linear(config.num_heads * dim, hidden, bias=config.output_bias)
+        if config.qk_norm:
+            self.q_norm = RmsNorm(dim, config.rms_norm_eps)
+            self.k_norm = RmsNorm(dim, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None) -> Tensor:
+        """x [B, T, C]; cos, sin [B, 1, T, head_dim / 2]; mask bool [B, 1, T, T] or None for causal -> [B, T, H]."""
+        dim = self.config.head_dim
+        queries, keys, values = (
+            project(x).unflatten(-1, (-1, dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.config.qk_norm:
+            queries, keys = self.q_norm(queries), self.k_norm(keys)
+        queries, keys = (rotate_halves(part.transpose(1, 2), cos, sin).to(x.dtype) for part in (queries, keys))
+        values = values.transpose(1, 2)
+        if chain is not None:
+            chain.keys.append(keys)
+            chain.values.append(values)
+        if chain is not None and len(chain.keys) > 1:
+            out = chain_attention(queries, chain, mask)
+        elif mask is None:
+            out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+        else:
+            out = packed_attention(queries, keys, values, mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> Tensor:
+    """Attention of a later chain step: the rows of true states up to its own, then its own earlier steps.
+
+    queries [B, heads, T, D]; mask bool [B, 1, T, T] over the rows of true states or None for causal. Query t sees keys
+    of step 0 at rows <= t and, of every later step, only row t. Returns [B, heads, T, D].
+    """
+    group, dim = queries.shape[1] // chain.keys[0].shape[1], queries.shape[-1]
+    keys = [part.repeat_interleave(group, dim=1) for part in chain.keys]
+    values = [part.repeat_interleave(group, dim=1) for part in chain.values]
+    rows = queries.shape[2]
+    if mask is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).tril()
+    scores = (queries @ keys[0].transpose(-1, -2)).masked_fill(~mask, float("-inf"))
+    own = [(queries * part).sum(-1, keepdim=True) for part in keys[1:]]
+    weights = torch.softmax(torch.cat([scores, *own], dim=-1) / dim**0.5, dim=-1)
+    out = weights[..., :rows] @ values[0]
+    for step, part in enumerate(values[1:]):
+        out = out + weights[..., rows + step, None] * part
+    return out
+
+
+class SwiGlu(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, T, H] -> same shape."""
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, T, head_dim / 2] of positions int64 [B, T]."""
+    angles = positions[:, None, :, None].float() * inverse_frequencies(config.rope, config.head_dim).to(
+        positions.device
+    )
+    return angles.cos(), angles.sin()
+
+
+@torch.no_grad()
+def reset_weights(net: nn.Module, seed: int) -> None:
+    """Fresh weights: matrices normal(0, 0.02), norms 1, biases 0; in the order of the parameters."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in net.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 2:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+        else:
+            parameter.fill_(1.0)

@@ -1,0 +1,279 @@
+"""Drafting with a network of one decoder layer: its KV cache, catching up from true states, chains and trees.
+
+Owns no weights and no training; what the layer reads and how its output becomes logits is each drafter's own affair.
+What drafting writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows with
+rows from true hidden states. So the drafter may be off for any number of rounds: the engine keeps the states.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.errors import WeightsError
+from paceline.models.cache import StaticCache, cache_rows
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Block, DecoderWeights, Layout, make_block, tree_visible
+from paceline.models.loading import read_tensors
+from paceline.models.rope import rotation_table
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.draft_tree import Beam, grow_tree
+from paceline.speculators.net import DraftNet
+
+LAG_ROWS = 8
+"""A slot that lacks more rows than this catches up apart, so that the others do not compute its rows' padding."""
+
+Net = TypeVar("Net", bound=DraftNet)
+
+
+class LayerDrafter(ABC, Generic[Net]):
+    """A speculator of one layer (see speculators/base.py for the methods).
+
+    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a vocabulary of its own.
+    """
+
+    name: ClassVar[str]
+    trainable = True
+    net: type[Net]
+    """What it drafts with."""
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states to draft from."""
+        target = setup.target.config
+        if setup.directory:
+            net = self.net.read(setup.directory, target)
+        else:
+            net = self.net.fresh(target, self.net.Options(), setup.seed)
+        self._net = net
+        self._layers = setup.layers
+        self._target = setup.target
+        self._dtype = setup.dtype
+        self._config = config = self._config_of(net)
+        self._device = setup.target.head.device
+        self._cache = StaticCache(
+            config, layers=1, slots=setup.slots, capacity=setup.capacity, dtype=setup.dtype, device=self._device
+        )
+        self._rotation = rotation_table(config.rope, config.head_dim, setup.capacity).to(self._device)
+        self._valid = [0] * setup.slots
+        self._serve(net)
+
+    # ---- what each drafter says of itself
+
+    @abstractmethod
+    def _config_of(self, net: Net) -> ModelConfig:
+        """Shape of its layer."""
+
+    def _columns_of(self, net: Net) -> slice | list[int]:
+        """Columns of kept states that it drafts from. Raises DataLoss naming those that are not kept."""
+        return net.capture.columns(self._layers, self._target.config.hidden_size)
+
+    @abstractmethod
+    def _fuse(self, net: Net) -> None:
+        """Make the network's weights, bound to the target's, ready for inference."""
+
+    @abstractmethod
+    def _true_features(self, hidden: Tensor) -> Tensor:
+        """Features [N, H] of the target's states [N, W] that it reads."""
+
+    @abstractmethod
+    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
+        """One forward of the layer: the next features [N, H] from token ids int64 [N] and features [N, H]."""
+
+    @abstractmethod
+    def _logits(self, features: Tensor) -> Tensor:
+        """Logits [..., draft ids] of features [..., H]."""
+
+    def _token_ids(self, draft_ids: Tensor) -> Tensor:
+        """Token ids of draft ids, same shape."""
+        return draft_ids
+
+    def _over_tokens(self, logits: Tensor) -> Tensor:
+        """Logits [B, V] by token of logits [B, draft ids]; -inf for tokens it cannot draft."""
+        return logits
+
+    # ---- weights
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See Speculator.capture."""
+        return self._net.capture
+
+    def _serve(self, net: Net) -> None:
+        net.bind(self._target.embed, self._target.head)
+        self._columns = self._columns_of(net)
+        self._fuse(net)
+        self._net = net
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Use embed_tokens and lm_head of this target."""
+        self._target = target
+        self._serve(self._net)
+
+    def load_state(self, directory: Path) -> Net:
+        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
+
+        A directory without config.json is of the shape that serves.
+        """
+        if not (directory / "config.json").is_file():
+            net = self._net.twin()
+            net.load_tensors(read_tensors(directory))
+            return net
+        net = self.net.read(directory, self._target.config)
+        self._columns_of(net)
+        seen, serving = _attention(self._config_of(net)), _attention(self._config)
+        if seen != serving:
+            message = f"drafter {directory}: its attention is not the serving one's"
+            raise WeightsError(message, seen=seen, allowed=serving)
+        return net
+
+    def commit_state(self, state: object) -> None:
+        """Serve what load_state returned; keys and values of the old weights stay until rows are rewritten."""
+        assert isinstance(state, self.net)
+        self._serve(state)
+
+    # ---- slots
+
+    def ended(self, batch: DraftBatch) -> None:
+        """Learns from hidden states in its trainer, not from tokens."""
+
+    def flush(self) -> None:
+        """Keeps nothing of earlier sequences."""
+
+    def free(self, slot: int) -> None:
+        """Forget a slot."""
+        self._valid[slot] = 0
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Copy what is kept of a sequence to another slot."""
+        self._cache.move(source, destination, length)
+        self._valid[destination] = self._valid[source]
+        self._valid[source] = 0
+
+    # ---- drafting
+
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """The most likely chain or tree; see Speculator.propose."""
+        self.catch_up(batch)
+        lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
+        features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
+        if shape.topk == 1:
+            return self._chain(batch, features, shape)
+        return self._tree(batch, features, shape)
+
+    def _chain(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
+        """The most likely token after each, or one drawn, from features [B, H] of the last true row."""
+        blocks = self._chain_blocks(batch, shape.steps - 1)
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for step in range(shape.steps):
+            if step:
+                features = self._advance(tokens[-1], features, blocks[step - 1])
+            logits = self._logits(features)
+            if batch.sampler is None:
+                share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
+                token = self._token_ids(draft_ids)
+            else:
+                logits = self._over_tokens(logits)
+                token = batch.sampler(logits, step)
+                share = torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
+            tokens.append(token)
+            scores.append(share if not step else scores[-1] * share)
+            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+                break
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+
+    def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
+        """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
+        count = len(batch.slots)
+        bases = torch.tensor(batch.lengths, device=self._device) - 1
+        known = features[:, None]
+        seen = torch.zeros(count, 1, 0, dtype=torch.bool, device=self._device)
+
+        def expand(beam: Beam) -> Tensor:
+            nonlocal known, seen
+            width = beam.tokens.shape[1]
+            rows = torch.arange(count, device=self._device)[:, None]
+            own = torch.eye(width, dtype=torch.bool, device=self._device).expand(count, width, width)
+            seen = torch.cat((seen[rows, beam.sources], own), dim=2)
+            block = self._beam_block(batch, bases, beam, seen)
+            tokens = self._token_ids(beam.tokens.flatten())
+            known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(count, width, -1)
+            return self._logprobs(known)
+
+        drafts = grow_tree(self._logprobs(features), expand, shape)
+        return replace(drafts, tokens=self._token_ids(drafts.tokens))
+
+    def _logprobs(self, features: Tensor) -> Tensor:
+        return torch.log_softmax(self._logits(features).float(), dim=-1)
+
+    def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
+        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees, its own included."""
+        width, drafted = beam.tokens.shape[1], seen.shape[2]
+        length = max(batch.lengths) - 1 + drafted
+        stored = bases[:, None] + torch.arange(drafted - width, drafted, device=self._device)
+        positions = (bases + beam.level - 1)[:, None].expand_as(stored)
+        layout = Layout(stored, tree_visible(bases, seen, length))
+        return make_block(
+            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, layout, masked=True
+        )
+
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Slots that lack more than LAG_ROWS rows get them."""
+        late = [
+            (slot, n)
+            for slot, n in zip(batch.slots, batch.lengths, strict=True)
+            if n - 1 - self._valid[slot] > LAG_ROWS
+        ]
+        if late:
+            slots, lengths = [slot for slot, _ in late], [n for _, n in late]
+            self._feed(batch, slots, lengths, max(n - 1 - self._valid[slot] for slot, n in late))
+
+    def _feed(self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Tensor:
+        """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2, [B, H].
+
+        Slots that lack fewer rows compute some again, with the same result: no padding and no masks of padding.
+        """
+        device = self._device
+        last = torch.tensor(lengths, device=device) - 2
+        # A sequence shorter than `rows` repeats row 0 at its front.
+        positions = (last[:, None] + torch.arange(1 - rows, 1, device=device)).clamp_(min=0)
+        index = torch.tensor(slots, device=device)[:, None]
+        hidden, tokens = batch.hidden[index, positions], batch.token_ids[index, positions + 1]
+        features = self._true_features(hidden.flatten(0, 1)[:, self._columns])
+        block = make_block(
+            self._config, self._rotation, self._cache, cache_rows(slots), positions, max(1, max(lengths) - 1)
+        )
+        out = self._advance(tokens.reshape(-1), features, block)
+        for slot, n in zip(slots, lengths, strict=True):
+            self._valid[slot] = max(n - 1, 0)
+        return out.view(len(slots), rows, -1)[:, -1]
+
+    def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
+        """Blocks of one token each at positions n - 1, n, ...: planned together, since small operations dominate."""
+        if steps < 1:
+            return []
+        device, length = self._device, max(batch.lengths) - 1 + steps
+        positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(-1, steps - 1, device=device)
+        whole = make_block(
+            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, masked=True
+        )
+        count, group = len(batch.slots), self._config.group
+        assert whole.mask is not None
+        masks = whole.mask.view(count, 1, steps, group, length)
+        cells, rotation = whole.cells.view(count, steps, -1), whole.rotation.view(count, steps, 1, -1)
+        return [
+            replace(whole, tokens=1, cells=cells[:, k].reshape(-1), rotation=rotation[:, k], mask=masks[:, :, k])
+            for k in range(steps)
+        ]
+
+
+def _attention(config: ModelConfig) -> dict[str, object]:
+    """What a drafter's cache and rotation were made for."""
+    names = ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm", "rms_norm_eps", "rope")
+    return {name: getattr(config, name) for name in names}

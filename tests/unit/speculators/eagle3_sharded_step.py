@@ -1,0 +1,61 @@
+"""One rank of the equality test: an optimiser step over four rows, its weights written by rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from unit.speculators.eagle3_rows import document, packed, rough_net
+
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.heads import PolicyHead
+from drafter_trainer.learner import DrafterLearner
+from paceline.speculators.eagle3 import Eagle3Net
+from paceline.speculators.packed import PackedRow
+
+ROWS = 4
+CONFIG = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+
+
+def drafter() -> Eagle3Net:
+    """What is trained."""
+    return rough_net(draft_vocab_size=21, ttt_steps=3)
+
+
+def step_rows() -> list[PackedRow]:
+    """What is learned from in one step, over all ranks."""
+    return [packed([document(4 + row + part, 7 * row + part) for part in range(3)]) for row in range(ROWS)]
+
+
+def main(out: Path) -> None:
+    """Steps once, however many ranks there are."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    net = drafter()
+    head = PolicyHead("", 0, net.embed, net.head)
+    learner = DrafterLearner(net, CONFIG, micro_batches=ROWS // world)
+    for row in step_rows()[rank::world]:
+        learner.micro_step(row, head)
+    # Resumed from what rank 0 gathered, as every rank reads it from the checkpoint.
+    states = [learner.state()]
+    dist.broadcast_object_list(states)
+    state = states[0]
+    learner.load_state(state)
+    weights = learner.snapshot().state_dict()
+    if rank == 0:
+        moments = {f"exp_avg.{name}": one["exp_avg"] for name, one in state["optimizer"]["state"].items()}
+        save_file({**weights, **moments}, out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    sys.stdout.flush()
+    os._exit(0)

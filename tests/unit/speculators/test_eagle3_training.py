@@ -1,0 +1,124 @@
+"""EAGLE-3 learns a target whose next state is a known function of state and token, if its rows are aligned."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, toy_policy
+from unit.speculators.eagle3_rows import packed, row_of
+from unit.speculators.eagle3_sharded_step import CONFIG, drafter, step_rows
+
+from paceline.local.ports import free_port
+from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
+from paceline.speculators.packed import PackedRow
+
+DEEP = replace(TARGET, num_layers=4)
+LENGTH = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_text(policy: ToyPolicy, seed: int) -> PackedRow:
+    """A document of random tokens, so that no state tells the next one; inner states are rotations of the last."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (LENGTH + 2,), generator=generator)
+    hidden = [torch.tanh(torch.randn(HIDDEN, generator=generator))]
+    for token in tokens[1:-1]:
+        hidden.append(policy.step(hidden[-1], token))
+    states, fixed = torch.stack(hidden), torch.Generator().manual_seed(9)
+    turns = [torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=fixed)).Q for _ in range(3)]
+    return row_of(
+        torch.cat([*(states @ turn for turn in turns), states], dim=1), tokens, layers="1,2,3,last", hidden=HIDDEN
+    )
+
+
+def excess(net: Eagle3Net, row: PackedRow, step: int) -> float:
+    """Mean KL of draft `step` from the target over the documents: zero for a drafter that has learned it all."""
+    there, inside = row.ahead(step)
+    log_p = (row.next_states[there] @ net.head.T).log_softmax(-1)
+    with torch.no_grad():
+        log_q = net.chain_logits(row, step + 1)[step].log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1)[inside].mean())
+
+
+def trained(shift: int) -> tuple[float, float]:
+    """KL of the first and the second draft on new documents, after training on tokens moved by `shift`."""
+    policy, steps = toy_policy(), 120
+    net = Eagle3Net.fresh(DEEP, Eagle3Options(ttt_steps=2), 0)
+    net.bind(policy.embed, policy.head)
+    rows = [moved(packed([random_text(policy, 24 * n + m) for m in range(24)]), shift) for n in range(40)]
+    optimizer = torch.optim.Adam(net.parameters(), betas=(0.9, 0.98))
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 20) * (1 - step / steps)
+        objective = net(rows[step % 39])
+        optimizer.zero_grad()
+        (objective.loss / objective.positions).backward()
+        optimizer.step()
+    return excess(net, rows[39], 0), excess(net, rows[39], 1)
+
+
+def moved(row: PackedRow, shift: int) -> PackedRow:
+    """The tokens a drafter reads, moved by some places; targets stay."""
+    tokens = row.next_tokens.roll(shift)
+    return replace(row, next_tokens=tokens, draft_tokens=torch.where(row.positions < LENGTH - 1, tokens.roll(-1), -1))
+
+
+def test_only_the_right_alignment_learns_the_target() -> None:
+    first, second = trained(0)
+    for shift in (1, -1):
+        shifted_first, shifted_second = trained(shift)
+        assert first < 0.55 * shifted_first
+        assert second < 0.8 * shifted_second
+
+
+def stepped(out: Path, ranks: int) -> dict[str, torch.Tensor]:
+    """Weights after one optimiser step of `ranks` real gloo processes, with first moments as `exp_avg.*`."""
+    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    environment = {**os.environ, **{name: str(value) for name, value in shared.items()}}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    script = [sys.executable, str(Path(__file__).parent / "eagle3_sharded_step.py"), str(out)]
+    workers = [
+        subprocess.Popen(script, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        assert [worker.wait(timeout=90) for worker in workers] == [0] * ranks
+    finally:
+        for worker in workers:
+            worker.kill()
+    return load_file(out)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """|a - b| / |b| in the 2-norm."""
+    return float((a - b).double().norm() / b.double().norm())
+
+
+def test_two_ranks_step_as_plain_torch_does(tmp_path: Path) -> None:
+    two, net = stepped(tmp_path / "two", 2), drafter()
+    objectives = [net(row) for row in step_rows()]
+    (sum(one.loss for one in objectives) / sum(one.positions for one in objectives)).backward()
+    start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    torch.optim.AdamW(net.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay).step()
+    for name, parameter in net.named_parameters():
+        assert parameter.grad is not None
+        assert relative(two[name], parameter.detach()) < 1e-5, name
+        assert relative(two[name], start[name]) > 1e-4, name
+        # AdamW's first moment after one step is (1 - beta1) times the gradient.
+        assert relative(two[f"exp_avg.{name}"], (1 - CONFIG.betas[0]) * parameter.grad) < 1e-5, name
+    for name in ("d2t", "t2d"):
+        assert torch.equal(two[name], getattr(net, name))
