@@ -35,11 +35,14 @@ def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
     )
 
 
-def eagle3_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers that the EAGLE-3 drafter of a config.json reads of a target with `num_layers`; the rule's if it names none.
+def drafter_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers that the drafter of a config.json reads of a target with `num_layers`; none unless it is an EAGLE-3.
 
-    Raises ConfigError for layers that are not three ascending ones of the target.
+    The rule's layers where it names none. Raises ConfigError for others than three ascending ones of the target.
     """
+    names = raw.get("architectures")
+    if not isinstance(names, list) or not any(str(name).endswith("Eagle3") for name in names):
+        return ()
     named = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     if not named:
         return default_inner_layers(num_layers)

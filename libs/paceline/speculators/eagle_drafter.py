@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from paceline.errors import WeightsError
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import (
@@ -88,9 +89,20 @@ class EagleDrafter:
         self._state = self._fused(self._state.net)
 
     def load_state(self, directory: Path) -> EagleNet:
-        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput."""
-        net = self._state.net.twin()
-        net.load_tensors(read_tensors(directory))
+        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
+
+        A directory without config.json is of the shape that serves.
+        """
+        if not (directory / "config.json").is_file():
+            net = self._state.net.twin()
+            net.load_tensors(read_tensors(directory))
+            return net
+        net = EagleNet.read(directory, self._target.config)
+        seen, serving = _attention(net.config), _attention(self._config)
+        if seen != serving:
+            raise WeightsError(
+                f"drafter {directory}: its attention is not the serving one's", seen=seen, allowed=serving
+            )
         return net
 
     def commit_state(self, state: object) -> None:
@@ -203,7 +215,8 @@ class EagleDrafter:
         # A sequence shorter than `rows` repeats row 0 at its front.
         positions = (last[:, None] + torch.arange(1 - rows, 1, device=device)).clamp_(min=0)
         index = torch.tensor(slots, device=device)[:, None]
-        hidden, tokens = batch.hidden[index, positions], batch.token_ids[index, positions + 1]
+        last_states = batch.hidden[..., -self._config.hidden_size :]
+        hidden, tokens = last_states[index, positions], batch.token_ids[index, positions + 1]
         x = self._inputs(tokens.reshape(-1), hidden.reshape(-1, hidden.shape[-1]))
         block = make_block(
             self._config, self._rotation, self._cache, cache_rows(slots), positions, max(1, max(lengths) - 1)
@@ -230,3 +243,9 @@ class EagleDrafter:
             replace(whole, tokens=1, cells=cells[:, k].reshape(-1), rotation=rotation[:, k], mask=masks[:, :, k])
             for k in range(steps)
         ]
+
+
+def _attention(config: ModelConfig) -> dict[str, object]:
+    """What a drafter's cache and rotation were made for."""
+    names = ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm", "rms_norm_eps", "rope")
+    return {name: getattr(config, name) for name in names}
