@@ -29,10 +29,8 @@ def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if low < middle < high:
         return low, middle, high
-    return min(
-        combinations(range(1, num_layers), INNER_STATES),
-        key=lambda one: abs(one[0] - low) + abs(one[1] - middle) + abs(one[2] - high),
-    )
+    triples = combinations(range(1, num_layers), 3)
+    return min(triples, key=lambda one: abs(one[0] - low) + abs(one[1] - middle) + abs(one[2] - high))
 
 
 def drafter_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

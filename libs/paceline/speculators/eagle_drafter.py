@@ -100,9 +100,8 @@ class EagleDrafter:
         net = EagleNet.read(directory, self._target.config)
         seen, serving = _attention(net.config), _attention(self._config)
         if seen != serving:
-            raise WeightsError(
-                f"drafter {directory}: its attention is not the serving one's", seen=seen, allowed=serving
-            )
+            message = f"drafter {directory}: its attention is not the serving one's"
+            raise WeightsError(message, seen=seen, allowed=serving)
         return net
 
     def commit_state(self, state: object) -> None:

@@ -19,7 +19,7 @@ NAMES = (*WITHOUT_WEIGHTS, "eagle", "eagle3", "mlp", "lstm")
 
 
 def drafter_directory(drafter: str) -> Path | None:
-    """The checkpoint directory that a drafter's setting means; None for a name or an import path ("package.module:KIND").
+    """The checkpoint directory that a drafter's setting means; None for a name or "package.module:KIND".
 
     A path with a slash is a directory, whether it exists or not; a name of NAMES never is.
     """

@@ -18,7 +18,7 @@ PROFILE_S = 5.0
 
 
 def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[CostSample]:
-    """Seconds of some rounds of each of these arms at growing batch sizes, at the shortest context; leaves no request behind.
+    """Seconds of some rounds of each arm at growing batch sizes, at the shortest context; leaves no request behind.
 
     A round here holds what surrounds draft and verification, too; the bandit corrects it by rounds that count.
     """

@@ -15,8 +15,8 @@ class EmbeddedSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: str  # Hugging Face checkpoint directory
-    # "off" | "ngram" | a trained kind, fresh from the seed: a name of SPECULATORS or "package.module:KIND" | directory of
-    # a drafter's checkpoint
+    # "off" | "ngram" | a trained kind, fresh from the seed: a name of SPECULATORS or "package.module:KIND" | directory
+    # of a drafter's checkpoint
     drafter: str = "ngram"
     more_drafters: tuple[str, ...] = ()  # kinds of which a version may be committed later; one kind serves at a time
     # Ascending layers whose input is kept and captured beside the last state; empty: what `drafter` and `more_drafters`

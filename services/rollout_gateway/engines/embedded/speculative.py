@@ -90,8 +90,9 @@ class Speculation:
     def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        An arm that was forced while its kind served drafts nothing while it rests. draining: no request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not asked
-        and nothing is drafted; from one round to the next, either way, since nothing is lost by drafting or not.
+        An arm that was forced while its kind served drafts nothing while it rests. draining: no request waits for a
+        slot or for its prefill. Above `speculate_rows` rows the bandit is not asked and nothing is drafted; from one
+        round to the next, either way, since nothing is lost by drafting or not.
         """
         facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
         situation = Situation(facts, max(one.length for one in rows), draining)
