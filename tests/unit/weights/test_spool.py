@@ -190,8 +190,8 @@ def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> No
         ("[" * 60_000, "not JSON"),
         ("[]", "no JSON object"),
         ('"x"', "no JSON object"),
-    ]
-    + [('{"a": "' + "x" * (64 << 10) + '"}', "too long")],
+        ('{"a": "' + "x" * (64 << 10) + '"}', "too long"),
+    ],
 )
 def test_a_config_that_no_reader_could_use_is_refused(config: str, named: str, tmp_path: Path) -> None:
     array = np.ones(4, dtype=np.float32)

@@ -190,15 +190,16 @@ def test_an_engine_without_a_drafter_of_its_own_serves_the_kind_that_is_committe
     target: tuple[Path, PreTrainedModel], expected: dict[int, tuple[int, ...]]
 ) -> None:
     folder, _ = target
-    engine = build(folder, drafter="ngram")
+    engine = build(folder, drafter="ngram", verify_budget=False)
     assert set(engine.info.arms) == ALWAYS | TWIN_ARMS
     assert Capability.DRAFTER_UPDATE in engine.info.capabilities
     assert generate(engine, requests()) == expected
-    assert engine.load.speculation.trained_rounds == 0
+    assert {report.arm for report in engine.load.arms if report.pulls} <= ALWAYS
     commit(engine, folder / "twin", 1)
     engine.force_arm("twin:3_1_4")
+    before = engine.load.speculation.accepted_tokens
     assert generate(engine, requests()) == expected
-    assert engine.load.speculation.trained_rounds > 0
+    assert engine.load.speculation.accepted_tokens > before
 
 
 def test_a_restarted_engine_begins_with_the_kind_of_the_spooled_version(target: tuple[Path, PreTrainedModel]) -> None:
