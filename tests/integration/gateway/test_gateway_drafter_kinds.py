@@ -8,12 +8,12 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from twin_kind import TwinNet
 
 from drafter_trainer.messages import Judged
 from drafter_trainer.publish import push_drafter
-from paceline.errors import InvalidInput
 from paceline.models.config import read_config
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -49,7 +49,7 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
         },
     }
     async with serve_gateway(**settings) as served:
-        with pytest.raises(InvalidInput, match="it rests"):
+        with pytest.raises(grpc.aio.AioRpcError, match="it rests"):
             await set_arm(served, "twin:3_1_4")
         await set_arm(served, "eagle:3_1_4")
         judged = Judged(1, 1, True, 2.0, 1.0, 0.5, 4, 100, 10, "00ff", str(candidate))

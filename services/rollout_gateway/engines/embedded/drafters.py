@@ -47,13 +47,9 @@ class Drafters:
         """Name of the trained kind that drafts; empty: none yet."""
         self.live: dict[str, Speculator] = {}
         if path:
-            kind = self._kind_of(Path(path))
-            whole = (Path(path) / "config.json").is_file()
-            self._build(kind, Path(path) if whole else kinds.directory)
-            if not whole:
-                self.live[kind].commit_state(self.live[kind].load_state(Path(path)))
+            self._place(self._beside(self._kind_of(Path(path)), Path(path)))
         elif kinds.configured in self._kinds.trained:
-            self._build(kinds.configured, kinds.directory)
+            self._place(DrafterVersion(kinds.configured, self._built(kinds.configured, kinds.directory), None))
         if NGRAM in used:
             self.live[NGRAM] = find_kind(NGRAM).drafter(setup)
 
@@ -76,7 +72,7 @@ class Drafters:
         kind = self._kind_of(path)
         if kind == self.serving:
             return DrafterVersion(kind, self.live[kind], self.live[kind].load_state(path))
-        return DrafterVersion(kind, self._built(kind, path), None)
+        return self._beside(kind, path)
 
     def serve(self, version: DrafterVersion) -> None:
         """Draft with a version from now on."""
@@ -86,10 +82,21 @@ class Drafters:
             for slot in range(self._setup.slots):
                 version.speculator.free(slot)
             log.info("another kind of drafter serves", kind=version.kind, before=self.serving or "none")
-            self.live.pop(self.serving, None)
-            self.live[version.kind], self.serving = version.speculator, version.kind
+        self._place(version)
+
+    def _place(self, version: DrafterVersion) -> None:
+        if self.serving:
+            del self.live[self.serving]
+        self.live[version.kind], self.serving = version.speculator, version.kind
         if version.state is not None:
             version.speculator.commit_state(version.state)
+
+    def _beside(self, kind: str, path: Path) -> DrafterVersion:
+        """A version with a speculator of its own; tensors alone are read into one of the configured shape."""
+        if (path / "config.json").is_file():
+            return DrafterVersion(kind, self._built(kind, path), None)
+        speculator = self._built(kind, self._kinds.directory)
+        return DrafterVersion(kind, speculator, speculator.load_state(path))
 
     def _kind_of(self, path: Path) -> str:
         if not self.trainable:
@@ -98,9 +105,6 @@ class Drafters:
         if kind not in self._kinds.trained:
             raise WeightsError("no arm drafts with this kind", seen=kind, allowed=", ".join(self._kinds.trained))
         return kind
-
-    def _build(self, kind: str, directory: Path | None) -> None:
-        self.live[kind], self.serving = self._built(kind, directory), kind
 
     @torch.inference_mode()
     def _built(self, kind: str, directory: Path | None) -> Speculator:
