@@ -75,7 +75,7 @@ def serve(
     config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
     model: Annotated[Path | None, typer.Option(help="checkpoint directory in Hugging Face format")] = None,
     engine: Annotated[str | None, typer.Option(help="gateway: embedded | sglang | scripted")] = None,
-    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter's directory, name or import path, or off")] = None,
+    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter's directory or name, ngram or off")] = None,
     http_port: Annotated[int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="print the settings and exit")] = False,
