@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -44,16 +42,7 @@ class TwinDrafter(EagleDrafter):
     """Drafts with a TwinNet."""
 
     name = "twin"
-    net: ClassVar[type[TwinNet]] = TwinNet
-
-    def __init__(self, setup: SpeculatorSetup) -> None:
-        super().__init__(replace(setup, directory=None))
-        if setup.directory is not None:
-            self._state = self._fused(self.net.read(setup.directory, setup.target.config))
-
-    def load_state(self, directory: Path) -> EagleNet:
-        """See Speculator.load_state."""
-        return self.net.read(directory, self._target.config)
+    net = TwinNet
 
 
 class DeepDrafter(TwinDrafter):

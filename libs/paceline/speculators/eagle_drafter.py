@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,12 +55,13 @@ class EagleDrafter:
     name = "eagle"
     trainable = True
     capture = CaptureSpec()
+    net: ClassVar[type[EagleNet]] = EagleNet
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         self._target = setup.target
         self._dtype = setup.dtype
         target = setup.target.config
-        net = EagleNet.read(setup.directory, target) if setup.directory else EagleNet(target, seed=setup.seed)
+        net = self.net.read(setup.directory, target) if setup.directory else self.net(target, seed=setup.seed)
         self._config: ModelConfig = net.config
         device = setup.target.head.device
         self._device = device
@@ -97,7 +99,7 @@ class EagleDrafter:
             net = self._state.net.twin()
             net.load_tensors(read_tensors(directory))
             return net
-        net = EagleNet.read(directory, self._target.config)
+        net = self.net.read(directory, self._target.config)
         seen, serving = _attention(net.config), _attention(self._config)
         if seen != serving:
             message = f"drafter {directory}: its attention is not the serving one's"
