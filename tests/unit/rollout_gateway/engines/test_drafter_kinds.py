@@ -13,6 +13,7 @@ from twin_kind import DeepDrafter, DeepNet, TwinNet
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
+from paceline.speculators import SPECULATORS
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.bandits import BANDITS
@@ -301,3 +302,21 @@ def test_a_version_that_reads_states_not_kept_is_refused_at_prepare(target: tupl
     engine = build(folder, more_drafters=(DEEP,))
     with pytest.raises(ConfigError, match=r"gateway\.features\.layers"):
         engine.prepare_weights(Target.DRAFTER, 1, folder / "deep")
+
+
+def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path: Path) -> None:
+    save_random(tmp_path / "policy", "llama", sharpness=6.0, num_hidden_layers=5)
+    config = read_config(tmp_path / "policy")
+    nets = {name: kind.net for name, kind in SPECULATORS.items() if kind.net is not None}
+    wanted = generate(build(tmp_path, drafter="off", more_drafters=()), requests())
+    engine = build(tmp_path, drafter="ngram", more_drafters=tuple(nets), verify_budget=False)
+    for version, (name, net) in enumerate(nets.items(), 1):
+        net.fresh(config, net.Options(), seed=1).save(tmp_path / name)
+        commit(engine, tmp_path / name, version)
+        assert engine._speculation.drafters.serving == name
+        for arm in engine._speculation.served:
+            engine.force_arm(arm)
+            drafted = engine.load.speculation.drafted_tokens
+            assert generate(engine, requests()) == wanted, arm
+            assert engine.load.speculation.drafted_tokens > drafted or not arm.startswith(name), arm
+        engine.force_arm("")
