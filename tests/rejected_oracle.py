@@ -33,11 +33,14 @@ def contexts_of_batch(parents: Sequence[int], token_ids: Sequence[int], path: Se
     return found
 
 
-def last_states(model: PreTrainedModel, contexts: Sequence[Sequence[int]]) -> npt.NDArray[np.float32]:
-    """[n, H]: transformers' state after the final norm at the last token of each."""
+def last_states(
+    model: PreTrainedModel, contexts: Sequence[Sequence[int]], inner: Sequence[int] = ()
+) -> npt.NDArray[np.float32]:
+    """[n, W]: transformers' states at the last token of each: those that enter `inner`, then after the final norm."""
     width = max(len(one) for one in contexts)
     padded = torch.tensor([[*one, *[0] * (width - len(one))] for one in contexts])
     with torch.inference_mode():
-        states = model(padded, output_hidden_states=True).hidden_states[-1]
+        hidden = model(padded, output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[index] for index in (*inner, -1)], dim=-1)
     ends = torch.tensor([len(one) - 1 for one in contexts])
     return np.asarray(states[torch.arange(len(contexts)), ends].numpy())

@@ -21,7 +21,7 @@ from paceline.telemetry import get_logger
 from paceline.tensors import decode_safetensors
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import PushReport, build_manifest, push_weights
+from paceline.weights import CONFIG, PushReport, build_manifest, push_weights
 
 WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
 
@@ -31,11 +31,15 @@ log = get_logger("drafter_trainer.publish")
 async def push_drafter(
     channel: grpc.aio.Channel, decision: Judged, context: CommandContext, deadline_s: float
 ) -> PushReport:
-    """Prepare and Push of the candidate that lies at `decision.path`; raises what push_weights raises."""
-    file = Path(decision.path) / "model.safetensors"
+    """Prepare and Push of the candidate that lies at `decision.path`, its config.json beside its tensors.
+
+    Raises DataLoss and what push_weights raises.
+    """
+    folder = Path(decision.path)
     try:
-        data = await asyncio.to_thread(file.read_bytes)
-    except OSError as error:
+        data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
+        config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise DataLoss("the promoted drafter is not where the rank wrote it", seen=str(error)) from error
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
@@ -43,7 +47,7 @@ async def push_drafter(
         decision.drafter_version,
         tensors,
         lm_head_hash=decision.lm_head_hash,
-        metadata={"speculator": decision.kind},
+        metadata={"speculator": decision.kind, CONFIG: config},
     )
     return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
 

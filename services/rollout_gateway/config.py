@@ -25,6 +25,7 @@ class BanditConfig(Config):
 class EmbeddedConfig(Config):
     """What only the embedded engine knows."""
 
+    more_drafters: tuple[str, ...] = ()  # trained kinds besides gateway.drafter of which a version may be committed
     quantize: Literal["", "int8"] = ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
     compile: bool = False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
     prefix_slots: int = Field(default=32, ge=0)  # ended requests kept for reuse, each as large as a running one
@@ -80,6 +81,7 @@ class FeaturesConfig(Config):
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     share: float = Field(default=1.0, gt=0, le=1)  # of the training requests whose rows are captured
+    layers: tuple[int, ...] = ()  # inner states of a row, by the layer they enter; empty: what the drafters read
     rejected: bool = False  # also rows of drafts that were verified and rejected, at most 4 per request and round
     ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
     queue_batches: int = Field(default=64, ge=1)  # batches waiting for Redis; more are dropped and counted
@@ -92,7 +94,7 @@ class GatewayConfig(ServiceConfig):
 
     model: str = ""  # Hugging Face checkpoint directory; served under its last path component
     tokenizer: str = ""  # directory; empty: the model's
-    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | a directory
+    drafter: str = "ngram"  # "off" | "ngram" | a trained kind, fresh: "eagle", ..., "package.module:KIND" | a directory
     trajectories: bool = False  # write ledger, trajectories and features to Redis
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
@@ -133,7 +135,11 @@ class GatewayConfig(ServiceConfig):
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
-    """Values of the engine's own settings class (see engines.SPECS), as JSON types."""
+    """Values of the engine's own settings class (see engines.SPECS), as JSON types. Raises ConfigError."""
+    if config.features.layers and config.engine.kind != "embedded":
+        raise ConfigError(
+            "this engine cannot be told gateway.features.layers", seen=config.engine.kind, allowed="embedded"
+        )
     if config.engine.kind == "scripted":
         return _scripted_settings(config)
     settings: dict[str, Any] = {
@@ -152,7 +158,8 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
         settings["arms"] = list(config.speculation.arms)
     if config.engine.kind == "sglang":
         return settings | config.engine.sglang.model_dump(mode="json")
-    return settings | config.engine.embedded.model_dump(mode="json") | {"rejected_rows": config.features.rejected}
+    features = {"rejected_rows": config.features.rejected, "capture_inner": list(config.features.layers)}
+    return settings | config.engine.embedded.model_dump(mode="json") | features
 
 
 def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:

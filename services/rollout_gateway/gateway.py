@@ -19,7 +19,7 @@ from typing import Any
 
 import redis.asyncio
 
-from paceline.errors import PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter, span
 from paceline.v1 import engine_pb2 as pb
@@ -29,6 +29,7 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import ROW_LAYOUTS, wire
+from rollout_gateway.engines.arm_names import OFF
 from rollout_gateway.engines.base import Capability, RowLayout, missing
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.generation import Generation
@@ -199,9 +200,11 @@ class Gateway:
     async def set_arm(self, arm: str) -> None:
         """Force an arm on every worker, also on later ones; "" gives the choice back to the bandit."""
         check_arm(self.router.ready, arm)
-        self._forced_arm = arm
+        before, self._forced_arm = self._forced_arm, arm
         answers = await self.router.ask_all(_speculation(arm))
         for answer in answers:
+            if isinstance(answer, InvalidInput):
+                self._forced_arm = before
             if isinstance(answer, PacelineError):
                 raise answer
 
@@ -212,7 +215,18 @@ class Gateway:
         await self.weights.load_committed(process)
         self.router.evidence.teach(process, self.weights.versions)
         if self._forced_arm:
-            await process.ask(_speculation(self._forced_arm), self.config.engine.command_deadline_s)
+            await self._force(process)
+
+    async def _force(self, process: WorkerProcess) -> None:
+        """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing, as on the others."""
+        deadline = self.config.engine.command_deadline_s
+        try:
+            await process.ask(_speculation(self._forced_arm), deadline)
+        except InvalidInput as error:
+            if not self.weights.versions.drafter:
+                raise
+            log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
+            await process.ask(_speculation(OFF), deadline)
 
     @contextmanager
     def _admitted(self) -> Iterator[None]:

@@ -76,7 +76,7 @@ def serve(
     config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
     model: Annotated[Path | None, typer.Option(help="checkpoint directory in Hugging Face format")] = None,
     engine: Annotated[str | None, typer.Option(help="gateway: embedded | sglang | scripted")] = None,
-    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter directory, ngram or off")] = None,
+    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter's directory or name, ngram or off")] = None,
     http_port: Annotated[int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="print the settings and exit")] = False,
@@ -96,7 +96,9 @@ def serve(
 
 
 def _drafter(value: str) -> str:
-    return value if value in ("ngram", "off", "eagle") else str(Path(value).resolve())
+    """A directory as an absolute path; a name or "package.module:KIND" as it is."""
+    named = value in ("off", "ngram", "eagle", "eagle3", "mlp", "lstm") or ":" in value
+    return value if named else str(Path(value).resolve())
 
 
 @app.command()

@@ -273,18 +273,25 @@ def _attend(config: ModelConfig, queries: Tensor, cache: StaticCache, index: int
     return _computed(out, block.kept)
 
 
-def forward_hidden(weights: DecoderWeights, cache: StaticCache, token_ids: Tensor, block: Block) -> Tensor:
-    """Last hidden states after the final norm, the input of the head.
+def forward_hidden(
+    weights: DecoderWeights, cache: StaticCache, token_ids: Tensor, block: Block, inner: tuple[int, ...] = ()
+) -> Tensor:
+    """Hidden states: those that enter the layers `inner`, before any norm, then the last one after the final norm.
 
-    token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. Returns [N, H].
+    token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. inner: ascending, below the
+    number of layers. Returns [N, (len(inner) + 1) H]; without inner states nothing is copied.
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)
+    states: list[Tensor] = []
     for index, layer in enumerate(weights.layers):
+        if index in inner:
+            states.append(x)
         x = layer_forward(config, layer, x, cache, index, block, weights.finish)
-    return _rms_norm(x, weights.norm, config.rms_norm_eps)
+    last = _rms_norm(x, weights.norm, config.rms_norm_eps)
+    return torch.cat((*states, last), dim=-1) if states else last
 
 
 def head_logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
-    """Logits [..., V] of hidden states [..., H]."""
-    return functional.linear(hidden, weights.head)
+    """Logits [..., V] of hidden states [..., W], whose last H numbers the head reads."""
+    return functional.linear(hidden[..., -weights.config.hidden_size :], weights.head)

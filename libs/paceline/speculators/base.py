@@ -72,7 +72,8 @@ class DraftBatch:
     token_ids: Tensor
     """int64 [S, C]: known tokens of every slot, garbage from position n on."""
     hidden: Tensor
-    """[S, C, H]: true hidden states of positions 0 .. n - 2; the state of token n - 1 is not known yet."""
+    """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H columns are those
+    after the final norm. The state of token n - 1 is not known yet."""
     sampler: DraftSampler | None = None
     """How tokens of a chain are chosen by speculators that have a distribution; None: the most likely."""
 

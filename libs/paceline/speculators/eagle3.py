@@ -20,11 +20,11 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import DataLoss, InvalidInput
 from paceline.models.config import ModelConfig
+from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import check_tensors
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle3_checkpoint import (
     ARCHITECTURE,
-    INNER_STATES,
     MAP_DTYPES,
     check_maps,
     drafter_shape,

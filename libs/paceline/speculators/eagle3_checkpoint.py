@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -16,12 +15,11 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture, parse_config
+from paceline.models.inner_layers import INNER_STATES, check_inner_layers, default_inner_layers
 from paceline.models.loading import layer_shapes
 from paceline.speculators.eagle_checkpoint import check_one_layer, layer_config_json
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-INNER_STATES = 3
-"""Inner states of the target that fc fuses."""
 MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 """The draft vocabulary's two tensors; all others are weights."""
 
@@ -46,27 +44,15 @@ def drafter_shape(target: ModelConfig) -> ModelConfig:
 
 
 def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Decoder layers whose input is read, ascending: the chosen ones, else SGLang's 2, L // 2 and L - 3.
+    """Decoder layers whose input is read, ascending: the chosen ones, else the rule's (models/inner_layers.py).
 
-    A target too shallow for those gives the nearest three distinct ones of 1 .. L - 1, the lowest of equally near ones.
     Raises ConfigError below 4 layers, or for a choice that is not three ascending layers of the target.
     """
-    if num_layers <= INNER_STATES:
-        raise ConfigError(
-            "the target is too shallow for EAGLE-3: it reads the inputs of three layers after the first",
-            seen=f"{num_layers} layers",
-            allowed=f"at least {INNER_STATES + 1}",
-        )
     if not chosen:
-        usual = (2, num_layers // 2, num_layers - 3)
-        if usual == tuple(sorted(set(usual))):
-            return usual
-        nearest = combinations(range(1, num_layers), INNER_STATES)
-        return min(nearest, key=lambda some: sum(abs(a - b) for a, b in zip(some, usual, strict=True)))
-    if len(chosen) != INNER_STATES or chosen not in combinations(range(1, num_layers), INNER_STATES):
-        raise ConfigError(
-            "inner_layers of EAGLE-3", seen=chosen, allowed=f"{INNER_STATES} ascending of 1 to {num_layers - 1}"
-        )
+        return default_inner_layers(num_layers)
+    if len(chosen) != INNER_STATES:
+        raise ConfigError("inner_layers of EAGLE-3", seen=chosen, allowed=f"{INNER_STATES} layers")
+    check_inner_layers(chosen, num_layers)
     return chosen
 
 

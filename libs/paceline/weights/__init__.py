@@ -1,6 +1,6 @@
 """Versions of weights between processes: manifest, chunks, spool, Prepare/Push/Commit/Abort. Owns bytes, not models."""
 
-from paceline.weights.manifest import build_manifest
+from paceline.weights.manifest import CONFIG, build_manifest
 from paceline.weights.messages import versions_from_proto, versions_to_proto
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.service import SERVICE_NAME, add_weight_service
@@ -8,6 +8,7 @@ from paceline.weights.servicer import WeightHooks, WeightServicer
 from paceline.weights.spool import Spool
 
 __all__ = [
+    "CONFIG",
     "SERVICE_NAME",
     "PushReport",
     "Spool",

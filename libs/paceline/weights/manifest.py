@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,6 +14,10 @@ from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, 
 
 TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
 """Word of each WeightTarget, used in messages and directory names."""
+
+CONFIG = "config"
+"""Key of a manifest's metadata: text of a config.json that lies beside the tensors, and says what they are."""
+MAX_CONFIG_BYTES = 64 << 10
 
 MIN_CHUNK_BYTES = 4 << 10
 MAX_CHUNK_BYTES = 4 << 20
@@ -64,8 +69,11 @@ def content_hash(checksums: Iterator[int]) -> str:
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
-    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or overlap."""
+    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or overlap, a config
+    that is a JSON object of at most MAX_CONFIG_BYTES."""
     target_name(manifest.target)
+    if CONFIG in manifest.metadata:
+        _check_config(manifest.metadata[CONFIG])
     if manifest.encoding != WEIGHT_ENCODING_FULL:
         seen = _encoding_name(manifest.encoding)
         raise InvalidInput("this receiver takes full pushes only", seen=seen, allowed="WEIGHT_ENCODING_FULL")
@@ -89,6 +97,18 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
         offset += spec.nbytes
     if offset != manifest.total_bytes:
         raise InvalidInput("total_bytes is not the sum of the tensors", seen=manifest.total_bytes, allowed=offset)
+
+
+def _check_config(text: str) -> None:
+    size = len(text.encode())
+    if size > MAX_CONFIG_BYTES:
+        raise InvalidInput("config of a version is too long", seen=f"{size} bytes", allowed=f"{MAX_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("config of a version is not JSON", seen=str(error)[:120]) from error
+    if not isinstance(config, dict):
+        raise InvalidInput("config of a version is no JSON object", seen=text[:120], allowed="an object")
 
 
 def layouts(manifest: Manifest) -> list[TensorLayout]:

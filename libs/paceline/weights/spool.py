@@ -1,8 +1,8 @@
 """Versions on disk, so that restarted and late readers load them without a trainer. Owns the directory; single writer.
 
-Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}` and `<dir>/versions.json` (the last sets committed,
-newest last). Every write goes to a temporary name, is synced and renamed, so that a kill at any point leaves either the
-old state or the new one.
+Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them where the manifest's
+metadata has one, and `<dir>/versions.json` (the last sets committed, newest last). Every write goes to a temporary
+name, is synced and renamed, so that a kill at any point leaves either the old state or the new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted,
 from paceline.tensors import safetensors_header
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import TARGET_NAMES, check_manifest, layouts, target_name
+from paceline.weights.manifest import CONFIG, TARGET_NAMES, check_manifest, layouts, target_name
 
 _DRAFTER = 2
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
@@ -138,9 +138,13 @@ class Spool:
     def _write_new(self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path) -> None:
         temporary = self._directory / f"{_TEMPORARY}{path.name}"
         temporary.mkdir()
-        header = safetensors_header(layouts(manifest), {"format": "pt", **manifest.metadata})
+        described = dict(manifest.metadata)
+        config = described.pop(CONFIG, None)
+        header = safetensors_header(layouts(manifest), {"format": "pt", **described})
         _write_synced(temporary / "model.safetensors", header, buffer)
         _write_synced(temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode())
+        if config is not None:
+            _write_synced(temporary / "config.json", config.encode())
         _sync_directory(temporary)
         temporary.rename(path)
         _sync_directory(self._directory)

@@ -30,7 +30,7 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
 }
 
 
-def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Bandit:
+def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> SelectiveBandit:
     """The bandit that settings name, under the watchdog unless it is switched off. Raises ConfigError."""
     if settings.kind not in BANDITS:
         raise ConfigError("unknown bandit", seen=settings.kind, allowed=sorted(BANDITS))

@@ -107,7 +107,14 @@ class AcceptanceWatchdog:
 
     def choose(self, situation: Situation) -> Choice:
         """The inner bandit's choice among the arms whose drafters live."""
-        return self._inner.choose_among(situation, self._alive[group_of(self._groups, situation.batch_size)])
+        return self.choose_among(situation, self._names)
+
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+        """The same among `names`, all of them when none lives."""
+        alive = self._alive[group_of(self._groups, situation.batch_size)]
+        if len(names) < len(self._names):
+            alive = tuple(name for name in names if name in alive) or tuple(names)
+        return self._inner.choose_among(situation, alive)
 
     def observe(self, outcome: Outcome) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""

@@ -50,7 +50,8 @@ from rollout_gateway.bench.engine_sections import (
 )
 from rollout_gateway.engines.base import Engine, RoundSplit
 from rollout_gateway.engines.embedded import EmbeddedSpec
-from rollout_gateway.engines.embedded.arms import parse_arm, slack
+from rollout_gateway.engines.embedded.arms import slack
+from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
 
 GENERATE = "transformers generate"
 PLAIN_GOALS = {1: 1.25, 8: 2.0}
@@ -215,7 +216,7 @@ async def memory(plan: Plan) -> Findings:
 def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never resident."""
     item = ITEM_BYTES[spec.dtype]
-    arms = [parse_arm(name, spec.speculators) for name in spec.arm_names]
+    arms = engine_arms(spec, engine_kinds(spec)).values()
     cells = spec.max_batch * (spec.max_sequence_tokens + slack(arms))
     return {
         "keys and values": cells * config.num_layers * config.kv_width * item / MIB,

@@ -13,6 +13,7 @@ SPECS = {
 }
 """Settings class of each engine; a WorkerSpec carries its values as JSON."""
 ROW_LAYOUTS = {
+    "embedded": "rollout_gateway.engines.embedded_rows:layout_of_settings",
     "sglang": "rollout_gateway.engines.sglang.rows:layout_of_settings",
 }
 """What hidden rows hold, from an engine's settings: rings are cut before engines live. Not named: RowLayout.last."""

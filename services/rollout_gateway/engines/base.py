@@ -41,7 +41,7 @@ class Capability(StrEnum):
 SETTINGS = {
     Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
-    Capability.DRAFTER_UPDATE: "gateway.drafter=eagle or a drafter checkpoint",
+    Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and gateway.trajectories=true",
 }
@@ -224,7 +224,17 @@ class RowLayout:
     @classmethod
     def last(cls, hidden_size: int) -> RowLayout:
         """The state lm_head reads and nothing else."""
-        return cls(hidden_size, "last", "post_norm")
+        return cls.entering(hidden_size, ())
+
+    @classmethod
+    def entering(cls, hidden_size: int, inner: tuple[int, ...]) -> RowLayout:
+        """The residual streams that enter these layers, then the state lm_head reads."""
+        return cls((len(inner) + 1) * hidden_size, ",".join((*map(str, inner), "last")), "post_norm")
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """Layers whose input a row holds."""
+        return tuple(int(name) for name in self.layers.split(",") if name != "last")
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,14 @@ async def batches_of(client: redis.asyncio.Redis, run_id: str, count: int) -> li
     return found
 
 
-@pytest.mark.parametrize("rejected", [True, False])
+@pytest.mark.parametrize(("rejected", "layers"), [(True, []), (False, []), (True, [2, 6])])
 async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_of_transformers(
-    rejected: bool, serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    rejected: bool,
+    layers: list[int],
+    serve_gateway: Any,
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
 ) -> None:
     settings = {
         "model": str(POLICY),
@@ -45,7 +50,7 @@ async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_
         "trajectories": True,
         "redis": {"durable_url": redis_url},
         "run": {"id": run_id},
-        "features": {"dtype": "float32", "rejected": rejected},
+        "features": {"dtype": "float32", "rejected": rejected, "layers": layers},
         "speculation": {"arms": [ARM], "forced_arm": ARM},
         "engine": {"kind": "embedded", "workers": 1, "max_sequence_tokens": 64, "embedded": {"verify_budget": False}},
     }
@@ -57,7 +62,8 @@ async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_
     assert status.feature_rows_dropped == 0
     assert len(batches) == 4
     for batch in batches:
-        assert sample_from(batch, read_config(POLICY)).hidden.shape == (batch.rows, 128)
+        assert batch.layers == ",".join([*map(str, layers), "last"])
+        assert sample_from(batch, read_config(POLICY)).hidden.shape == (batch.rows, 128 * (len(layers) + 1))
     if not rejected:
         assert [batch.rejected for batch in batches] == [None] * 4
         assert status.workers[0].health.rejected_left_out == 0
@@ -69,7 +75,7 @@ async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_
         assert drafts is not None
         contexts = contexts_of_batch(drafts.parents.tolist(), drafts.token_ids.tolist(), batch.token_ids.tolist())
         assert [len(one) - 1 for one in contexts] == drafts.positions.tolist()
-        np.testing.assert_allclose(as_numpy(drafts.hidden), last_states(model, contexts), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(as_numpy(drafts.hidden), last_states(model, contexts, layers), rtol=0, atol=1e-4)
         compared += len(contexts)
     assert compared > 10
     assert status.workers[0].health.rejected_left_out > 0

@@ -25,15 +25,17 @@ def cache_for(weights: DecoderWeights, dtype: torch.dtype = torch.float32) -> St
     return StaticCache(config, layers=config.num_layers, slots=6, capacity=TOKENS + 8, dtype=dtype, device=CPU)
 
 
-def forward_in_pieces(weights: DecoderWeights, ids: torch.Tensor, slots: list[int], cuts: list[int]) -> torch.Tensor:
-    """Hidden states [B, T, H] of a prefill followed by blocks, as the engine runs them."""
+def forward_in_pieces(
+    weights: DecoderWeights, ids: torch.Tensor, slots: list[int], cuts: list[int], inner: tuple[int, ...] = ()
+) -> torch.Tensor:
+    """Hidden states [B, T, W] of a prefill followed by blocks, as the engine runs them."""
     cache, parts = cache_for(weights, weights.head.dtype), []
     positions = torch.arange(ids.shape[1]).expand(len(slots), -1)
     for start, end in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
         block = make_block(
             weights.config, weights.rotation, cache, cache_rows(slots), positions[:, start:end].contiguous(), end
         )
-        hidden = forward_hidden(weights, cache, ids[:, start:end], block)
+        hidden = forward_hidden(weights, cache, ids[:, start:end], block, inner)
         parts.append(hidden.view(len(slots), end - start, -1))
     return torch.cat(parts, dim=1)
 
@@ -49,6 +51,24 @@ def test_logits_and_hidden_states_equal_transformers(family: str, slots: list[in
         hidden = forward_in_pieces(weights, ids, slots, [100, 101, 105])
     torch.testing.assert_close(hidden, expected.hidden_states[-1], atol=1e-5, rtol=0)
     torch.testing.assert_close(head_logits(weights, hidden), expected.logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("inner", [(1,), (0, 2), (0, 1, 2)])
+def test_inner_states_are_those_that_enter_transformers_layers(
+    family: str, inner: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = save_random(tmp_path, family)
+    weights = load_model(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = model(ids, output_hidden_states=True)
+        rows = forward_in_pieces(weights, ids, [2, 3], [30, 31], inner)
+        plain = forward_in_pieces(weights, ids, [2, 3], [30, 31])
+    wanted = torch.cat([expected.hidden_states[index] for index in (*inner, -1)], dim=-1)
+    torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=0)
+    assert torch.equal(rows[..., -48:], plain), "asking for inner states changes no other number"
+    torch.testing.assert_close(head_logits(weights, rows), expected.logits, atol=1e-5, rtol=0)
 
 
 def test_rows_at_different_positions_do_not_see_each_other(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from random_models import FAMILIES, save_random
 from paceline.errors import ConfigError
 from paceline.models.cache import StaticCache
 from paceline.models.config import read_config
-from paceline.models.decoder import DecoderWeights, forward_hidden, head_logits, make_block
+from paceline.models.decoder import DecoderWeights, Finish, finish_layer, forward_hidden, head_logits, make_block
 from paceline.models.int8 import FUSED_ROWS, Int8Matrix, quantized
 from paceline.models.loading import build_weights, read_tensors
 
@@ -107,7 +108,7 @@ def test_rows_of_the_fused_product_do_not_depend_on_their_neighbours() -> None:
                 assert torch.equal(matrix.product(x[start:end]), whole[start:end]), (width, out, start, end)
 
 
-def logits(weights: DecoderWeights, ids: torch.Tensor) -> torch.Tensor:
+def hidden_states(weights: DecoderWeights, ids: torch.Tensor, inner: tuple[int, ...] = ()) -> torch.Tensor:
     batch, length = ids.shape
     cache = StaticCache(
         weights.config,
@@ -119,7 +120,31 @@ def logits(weights: DecoderWeights, ids: torch.Tensor) -> torch.Tensor:
     )
     positions = torch.arange(length).expand(batch, -1).contiguous()
     block = make_block(weights.config, weights.rotation, cache, slice(0, batch), positions, length)
-    return head_logits(weights, forward_hidden(weights, cache, ids, block)).float()
+    return forward_hidden(weights, cache, ids, block, inner)
+
+
+def logits(weights: DecoderWeights, ids: torch.Tensor) -> torch.Tensor:
+    return head_logits(weights, hidden_states(weights, ids)).float()
+
+
+@pytest.mark.usefixtures("torchao")
+@pytest.mark.parametrize("finish", [None, finish_layer], ids=["inline", "replaced"])
+def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
+    finish: Finish | None, tmp_path: Path
+) -> None:
+    """The state that enters layer i is the last one of a model of i layers, but for the final norm."""
+    save_random(tmp_path, "qwen3")
+    config, tensors = read_config(tmp_path), read_tensors(tmp_path)
+    eight = build_weights(config, tensors, dtype=torch.float32, positions=32, int8=True)
+    eight = replace(eight, finish=finish)
+    ids = torch.randint(3, 97, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        rows = hidden_states(eight, ids, (1, 2)).split(config.hidden_size, dim=-1)
+        for layers, state in zip((1, 2), rows, strict=False):
+            below = hidden_states(replace(eight, layers=eight.layers[:layers]), ids)
+            normed = state * torch.rsqrt(state.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps) * eight.norm
+            torch.testing.assert_close(normed, below, atol=1e-5, rtol=1e-5)
+        assert torch.equal(rows[-1], hidden_states(eight, ids))
 
 
 @pytest.mark.usefixtures("torchao")

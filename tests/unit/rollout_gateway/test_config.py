@@ -12,14 +12,16 @@ from rollout_gateway.config import GatewayConfig, engine_settings
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 OWN_KEYS = """
-answer_marker drafter engine.command_deadline_s engine.dtype engine.embedded.compile engine.embedded.prefix_slots
+answer_marker drafter engine.command_deadline_s engine.dtype engine.embedded.compile engine.embedded.more_drafters
+engine.embedded.prefix_slots
 engine.embedded.prefix_tokens engine.embedded.quantize engine.embedded.speculate_rows
 engine.embedded.verification engine.embedded.verify_budget
 engine.kind engine.max_batch engine.max_sequence_tokens
 engine.pin_cores engine.prefill_tokens engine.ready_deadline_s engine.restart_backoff_s engine.script
 engine.sglang.arguments engine.sglang.device engine.sglang.drafter_swap engine.sglang.memory_fraction
 engine.sglang.memory_saver engine.sglang.tensor_parallel_size engine.threads
-engine.workers features.byte_budget features.dtype features.gather_bytes features.queue_batches features.rejected
+engine.workers features.byte_budget features.dtype features.gather_bytes features.layers features.queue_batches
+features.rejected
 features.ring_rows features.share max_sessions max_unsent_bytes model request_queue session_timeout_s speculation.arms
 speculation.bandit.epsilon speculation.bandit.groups speculation.bandit.kind speculation.bandit.watchdog_rounds
 speculation.bandit.window speculation.forced_arm spool_dir tokenizer trajectories
@@ -51,3 +53,11 @@ def test_versions_outlive_the_process_only_in_a_run(tmp_path: Path) -> None:
     assert GatewayConfig().spool is None
     in_run = GatewayConfig.model_validate({"trajectories": True, "run": {"dir": str(tmp_path)}})
     assert in_run.spool == tmp_path / "spool" / "gateway"
+
+
+def test_layers_to_capture_reach_the_embedded_engine_and_no_other() -> None:
+    keys = {"model": str(DEMO), "features": {"layers": [2, 6]}}
+    assert engine_settings(GatewayConfig.model_validate(keys))["capture_inner"] == [2, 6]
+    for kind in ("scripted", "sglang"):
+        with pytest.raises(ConfigError, match=rf"features\.layers; seen: {kind}; allowed: embedded"):
+            engine_settings(GatewayConfig.model_validate(keys | {"engine": {"kind": kind}}))

@@ -38,17 +38,13 @@ def main(out: Path) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     net = drafter()
     head = PolicyHead("", 0, net.embed, net.head)
-    learner = DrafterLearner(net, CONFIG, micro_batches=ROWS // world)
+    learner = DrafterLearner(net, CONFIG, micro_batches=ROWS)
     for row in step_rows()[rank::world]:
         learner.micro_step(row, head)
-    # Resumed from what rank 0 gathered, as every rank reads it from the checkpoint.
-    states = [learner.state()]
-    dist.broadcast_object_list(states)
-    state = states[0]
-    learner.load_state(state)
+    learner.load_state(learner.state())
     weights = learner.snapshot().state_dict()
+    moments = {f"exp_avg.{n}": one["exp_avg"].full_tensor() for n, one in learner.state()["optimizer"]["state"].items()}
     if rank == 0:
-        moments = {f"exp_avg.{name}": one["exp_avg"] for name, one in state["optimizer"]["state"].items()}
         save_file({**weights, **moments}, out)
     dist.barrier()
     dist.destroy_process_group()

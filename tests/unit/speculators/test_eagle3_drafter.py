@@ -204,5 +204,5 @@ def test_an_engine_that_keeps_no_inner_states_is_refused(tmp_path: Path) -> None
 def test_a_target_of_three_layers_has_no_eagle3_drafter(tmp_path: Path) -> None:
     save_random(tmp_path, "llama", num_hidden_layers=3)
     weights = load_model(tmp_path, dtype=torch.float32)
-    with pytest.raises(ConfigError, match="at least 4"):
+    with pytest.raises(ConfigError, match=">= 4 layers"):
         Eagle3Drafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, layers="1,2,last"))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
@@ -166,3 +167,38 @@ def test_spoiled_versions_file_is_data_loss(tmp_path: Path) -> None:
     (tmp_path / "versions.json").write_text('{"sets": [{"seq": 1, "colour": 2}]}')
     with pytest.raises(DataLoss):
         Spool(tmp_path)
+
+
+def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> None:
+    array = np.ones(4, dtype=np.float32)
+    config = '{"architectures": ["MLPSpeculator"], "name": "é"}'
+    metadata = {"config": config, "source": "test"}
+    manifest = build_manifest(D, 1, [from_numpy("w", array)], metadata=metadata)
+    path = Spool(tmp_path).write(manifest, array.tobytes())
+    assert (path / "config.json").read_text(encoding="utf-8") == config
+    with safe_open(path / "model.safetensors", "np") as file:
+        assert file.metadata() == {"format": "pt", "source": "test"}
+    assert Spool(tmp_path).manifest(D, 1) == manifest
+    assert names(Spool(tmp_path / "other").write(*version(D, 2))) == {"model.safetensors", "manifest.json"}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 60_000, "not JSON"),
+        ("[]", "no JSON object"),
+        ('"x"', "no JSON object"),
+        ('{"a": "' + "x" * (64 << 10) + '"}', "too long"),
+    ],
+)
+def test_a_config_that_no_reader_could_use_is_refused(config: str, named: str, tmp_path: Path) -> None:
+    array = np.ones(4, dtype=np.float32)
+    with pytest.raises(InvalidInput, match=named):
+        build_manifest(D, 1, [from_numpy("w", array)], metadata={"config": config})
+    manifest, data = version(D, 1, 4)
+    manifest.metadata["config"] = config
+    with pytest.raises(InvalidInput, match=named):
+        Spool(tmp_path).write(manifest, data)
+    assert not names(tmp_path)

@@ -42,7 +42,7 @@ class Listener:
         running = [engine._scheduler.running[slot] for slot in slots]
         store = engine._store
         batch = DraftBatch(slots, [one.length for one in running], store.token_ids, store.hidden)
-        for name, speculator in engine._speculation.speculators.items():
+        for name, speculator in engine._speculation.drafters.live.items():
             speculator.catch_up(batch)
             proposed = speculator.propose(batch, DraftShape(STEPS[name])).tokens.tolist()
             for one, drafts in zip(running, proposed, strict=True):

@@ -27,7 +27,7 @@ class DraftRows:
     token_ids: Tensor
     """int64 [R]"""
     hidden: Tensor
-    """[R, H]"""
+    """[R, W]"""
 
 
 class Capture:
@@ -62,7 +62,7 @@ class Capture:
     ) -> None:
         """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture, then those of rejected drafts.
 
-        positions, token_ids int64 [B, Q]; hidden [B, Q, H]: the state AT the token of that position.
+        positions, token_ids int64 [B, Q]; hidden [B, Q, W]: the states AT the token of that position.
         """
         if self._sink is None or not self.enabled:
             return

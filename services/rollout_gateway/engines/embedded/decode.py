@@ -87,7 +87,7 @@ class Decoder:
         self._penalties.drop(ended)
 
     def _forward(self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes) -> tuple[Block, Tensor]:
-        """The round's block and the hidden states [N, H] of its nodes."""
+        """The round's block and the hidden states [N, W] of its nodes."""
         policy, length = self._weights.policy, longest - 1 + nodes.width
         block = make_block(
             policy.config,
@@ -99,7 +99,7 @@ class Decoder:
             nodes.layout(roots, length),
         )
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
-        return block, forward_hidden(policy, self._store.kv, token_ids, block)
+        return block, forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
 
     def _adjusted(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> Tensor | None:
         """Logits [N, V] after penalties and bias; None when no row asks for any."""

@@ -112,10 +112,9 @@ class EmbeddedEngine:
         moves, freed = self._scheduler.remove(ended)
         for move in moves:
             self._store.move(move.source, move.destination, move.sequence.length)
-            self._speculation.move(move.source, move.destination, move.sequence.length)
+            self._speculation.drafters.move(move.source, move.destination, move.sequence.length)
             self._prefixes.move(move.source, move.destination)
-        for slot in freed:
-            self._speculation.free(slot)
+        self._speculation.drafters.free(freed)
 
     # ---- requests
 
@@ -168,7 +167,7 @@ class EmbeddedEngine:
             for slot, sequence in enumerate(self._scheduler.running):
                 sequence.retract()
                 self._prefixes.withdraw(slot)
-                self._speculation.free(slot)
+                self._speculation.drafters.free([slot])
         return []
 
     def prepare_weights(self, target: Target, version: int, path: Path) -> None:
@@ -211,7 +210,7 @@ class EmbeddedEngine:
         if self.has_work:
             raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
         self._prefixes.forget()
-        self._speculation.flush()
+        self._speculation.drafters.flush()
 
     def set_capture(self, enabled: bool) -> None:
         """See Engine.set_capture."""
@@ -231,7 +230,7 @@ class EmbeddedEngine:
         config = self._weights.policy.config
         extra = {
             Capability.CAPTURE: self._capture.possible,
-            Capability.DRAFTER_UPDATE: self._speculation.trainable,
+            Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
             Capability.REJECTED_ROWS: self._capture.takes_rejected,
             Capability.SPECULATION: len(self._speculation.arms) > 1,
         }
@@ -241,7 +240,7 @@ class EmbeddedEngine:
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
             _ALWAYS | {capability for capability, present in extra.items() if present},
-            RowLayout.last(config.hidden_size),
+            RowLayout.entering(config.hidden_size, self._store.inner),
             self._device_tflops,
         )
 

@@ -1,8 +1,8 @@
 """Everything the engine remembers per slot, in tensors allocated once: keys and values, token ids, hidden states.
 
 Owns memory only; which request sits in which slot is the scheduler's, and what the slots behind the running ones keep
-the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers * kv_width * item + 8 + H * item) bytes, the
-last term only where a speculator or the capture of reused prompts reads hidden states.
+the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers * kv_width * item + 8 + W * item) bytes, the
+last term only where a speculator or the capture of reused prompts reads hidden states. W = (inner + 1) * H.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from paceline.models.decoder import DecoderWeights
 class SlotStore:
     """S slots of C positions."""
 
-    def __init__(self, weights: DecoderWeights, slots: int, capacity: int, *, keep_hidden: bool) -> None:
+    def __init__(
+        self, weights: DecoderWeights, slots: int, capacity: int, *, keep_hidden: bool, inner: tuple[int, ...] = ()
+    ) -> None:
+        """inner: layers whose input a row of states holds before the last state."""
         config, dtype, device = weights.config, weights.head.dtype, weights.head.device
         self.kv = StaticCache(
             config, layers=config.num_layers, slots=slots, capacity=capacity, dtype=dtype, device=device
         )
         self.token_ids = torch.zeros(slots, capacity, dtype=torch.int64, device=device)
         """int64 [S, C]: known tokens, garbage behind them."""
-        width = config.hidden_size if keep_hidden else 0
+        self.inner = inner
+        width = (len(inner) + 1) * config.hidden_size if keep_hidden else 0
         self.hidden = torch.zeros(slots, capacity, width, dtype=dtype, device=device)
-        """[S, C, H]: true hidden states of cached tokens; width 0 when nobody reads them."""
+        """[S, C, W]: true hidden states of cached tokens; width 0 when nobody reads them."""
 
     def start(self, slot: int, prompt: tuple[int, ...]) -> None:
         """Take in the tokens of a new request."""
@@ -38,7 +42,7 @@ class SlotStore:
         return ((slots * self.kv.capacity + roots)[:, None] + steps).view(-1)
 
     def keep_hidden(self, cells: Tensor, hidden: Tensor) -> None:
-        """Store hidden states [N, H] at token cells [N], for drafters that catch up later and for capture."""
+        """Store hidden states [N, W] at token cells [N], for drafters that catch up later and for capture."""
         if self.hidden.shape[-1]:
             self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, cells, hidden)
 

@@ -90,7 +90,7 @@ class Prefill:
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """positions, token ids [B, T] and hidden [B, T, H]; padding repeats a row's last token with the same result."""
+        """positions, token ids [B, T] and hidden [B, T, W]; padding repeats a row's last token with the same result."""
         device, policy = self._store.token_ids.device, self._weights.policy
         starts = torch.tensor([sequence.cached for sequence in rows])
         steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
@@ -98,7 +98,7 @@ class Prefill:
         token_ids = self._store.token_ids[torch.tensor(slots, device=device)[:, None], positions]
         length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
         block = make_block(policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length)
-        hidden = forward_hidden(policy, self._store.kv, token_ids, block)
+        hidden = forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
         self._store.keep_hidden(block.index, hidden)
         return positions, token_ids, hidden.view(*token_ids.shape, -1)
 

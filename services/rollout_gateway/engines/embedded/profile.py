@@ -17,7 +17,7 @@ PROFILE_S = 5.0
 """No further size is begun after this long, so that a large model starts as well; what is missing is learned later."""
 
 
-def profile(engine: Engine, max_batch: int) -> Sequence[CostSample]:
+def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[CostSample]:
     """Seconds of some rounds of each arm at growing batch sizes, at the shortest context; leaves no request behind.
 
     A round here holds what surrounds draft and verification, too; the bandit corrects it by rounds that count.
@@ -27,7 +27,7 @@ def profile(engine: Engine, max_batch: int) -> Sequence[CostSample]:
     samples: list[CostSample] = []
     began = time.perf_counter()
     for size in sizes:
-        for arm in engine.info.arms:
+        for arm in arms:
             if time.perf_counter() - began > PROFILE_S:
                 break
             engine.force_arm(arm)

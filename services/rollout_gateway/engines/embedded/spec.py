@@ -8,9 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout_gateway.bandits import BanditSettings
 
-NGRAM_ARMS = ("off", "ngram:4_1_5")
-EAGLE_ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
-
 
 class EmbeddedSpec(BaseModel):
     """What one engine serves and how."""
@@ -18,7 +15,13 @@ class EmbeddedSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: str  # Hugging Face checkpoint directory
-    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE checkpoint
+    # "off" | "ngram" | a trained kind, fresh from the seed: a name of SPECULATORS or "package.module:KIND" | directory
+    # of a drafter's checkpoint
+    drafter: str = "ngram"
+    more_drafters: tuple[str, ...] = ()  # kinds of which a version may be committed later; one kind serves at a time
+    # Ascending layers whose input is kept and captured beside the last state; empty: what `drafter` and `more_drafters`
+    # read. A kind by import path does not say what it reads before it is loaded.
+    capture_inner: tuple[int, ...] = ()
     dtype: Literal["float32", "bfloat16"] = "float32"
     # Of the layers' matrices, every version at its Prepare (models/int8.py). int8 needs the extra `int8`. Draws follow
     # the rounded weights: same seed, same tokens holds in float32 as without it, in bfloat16 not between batch shapes.
@@ -32,7 +35,7 @@ class EmbeddedSpec(BaseModel):
     prefix_slots: int = Field(32, ge=0)  # ended requests kept for prompts that begin alike; 0: no reuse
     prefix_tokens: int = Field(64, ge=16)  # an ended request with fewer is not kept
     prefill_tokens: int = Field(2048, ge=1)  # prompt tokens of one round, padding included
-    arms: tuple[str, ...] = ()  # empty: the drafter's default
+    arms: tuple[str, ...] = ()  # empty: those of the kinds, engines/embedded/kinds.py
     speculate_rows: int = Field(0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
     verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
     # "same_draw": a seed's tokens do not depend on drafts. "rejection": chains drawn from the drafter, accepted with
@@ -46,21 +49,4 @@ class EmbeddedSpec(BaseModel):
     policy_version: int = 0
     drafter_version: int = 0
     policy_path: str = ""  # spooled weights of policy_version; empty: those of model_dir
-    drafter_path: str = ""  # spooled weights of drafter_version; empty: those of drafter
-
-    @property
-    def drafter_dir(self) -> str:
-        """Directory of the drafter's checkpoint; empty when there is none."""
-        return "" if self.drafter in ("off", "ngram", "eagle") else self.drafter
-
-    @property
-    def speculators(self) -> tuple[str, ...]:
-        """Names that arms may use."""
-        return {"off": (), "ngram": ("ngram",)}.get(self.drafter, ("eagle", "ngram"))
-
-    @property
-    def arm_names(self) -> tuple[str, ...]:
-        """Arms served; `off` is always the first."""
-        defaults = {"off": ("off",), "ngram": NGRAM_ARMS}.get(self.drafter, EAGLE_ARMS)
-        arms = self.arms or defaults
-        return ("off", *(arm for arm in arms if arm != "off"))
+    drafter_path: str = ""  # spooled version drafter_version, of any kind; empty: what `drafter` says

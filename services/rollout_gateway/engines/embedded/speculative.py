@@ -1,13 +1,12 @@
 """Drafting in the embedded engine: which arm a round uses, what is proposed, what bandit and budget learn of it.
 
-Owns the speculators and the choice; not verification.
+Owns the choice; not the speculators (drafters.py), not verification.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,12 +14,13 @@ from torch import Tensor
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
-from paceline.speculators import DraftBatch, Drafts, Speculator, SpeculatorSetup, find_kind
+from paceline.speculators import DraftBatch, Drafts, Speculator
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.arm_names import OFF
-from rollout_gateway.engines.base import ArmReport, Capability, Target, missing
+from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
+from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
 from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
@@ -56,75 +56,61 @@ class DraftPart:
 
 
 class Speculation:
-    """Speculators, arms and the bandit of one engine."""
+    """Speculators, arms and the bandit of one engine.
 
-    def __init__(
-        self, spec: EmbeddedSpec, arms: dict[str, Arm], target: DecoderWeights, slots: int, capacity: int
-    ) -> None:
+    There are arms of every trained kind that may serve; those of kinds that rest are not chosen.
+    """
+
+    def __init__(self, spec: EmbeddedSpec, arms: dict[str, Arm], drafters: Drafters) -> None:
         self.arms = arms
-        directory = Path(spec.drafter_dir) if spec.drafter_dir else None
-        setup = SpeculatorSetup(target, slots, capacity, target.head.dtype, spec.seed, directory)
-        used = {arm.speculator for arm in arms.values() if arm.speculator}
-        self.speculators: dict[str, Speculator] = {
-            name: find_kind(name).drafter(setup) for name in spec.speculators if name in used
-        }
-        if spec.drafter_path:
-            trained = self.trained
-            trained.commit_state(trained.load_state(Path(spec.drafter_path)))
+        self.drafters = drafters
+        self.served = self._served()
         # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where a shorter is not.
         settings = spec.bandit.model_copy(update={"share_positions": not spec.verify_budget})
         self._build_bandit = lambda: build_bandit(settings, tuple(arms), spec.seed)
         self._bandit = self._build_bandit()
-        self._most_rows = spec.speculate_rows or slots
+        self._most_rows = spec.speculate_rows or spec.max_batch
         self.rejection = spec.verification == "rejection"
         # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
         self.budget = Budget() if spec.verify_budget and not self.rejection else None
         self.measuring = False  # rounds of made-up requests: they teach costs and nothing else
         self.forced = ""
 
-    @property
-    def needs_hidden(self) -> bool:
-        """True when a speculator reads the target's hidden states."""
-        return any(speculator.capture.layers for speculator in self.speculators.values())
-
-    @property
-    def trainable(self) -> bool:
-        """True when drafter weights can be swapped."""
-        return any(speculator.trainable for speculator in self.speculators.values())
-
-    @property
-    def trained(self) -> Speculator:
-        """The speculator whose weights are swapped. Raises MissingCapability."""
-        for speculator in self.speculators.values():
-            if speculator.trainable:
-                return speculator
-        raise missing("embedded", Capability.DRAFTER_UPDATE)
+    def _served(self) -> tuple[str, ...]:
+        return tuple(name for name, arm in self.arms.items() if not self.drafters.rests(arm.speculator))
 
     def check_arm(self, name: str) -> None:
-        """Raises InvalidInput for an arm that is not served; empty is fine."""
+        """Raises InvalidInput for an arm that is not served, now or at all; empty is fine."""
         if name and name not in self.arms:
             raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
+        if name and name not in self.served:
+            message = "no drafter of this arm's kind is committed; it rests"
+            raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
 
     def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        draining: no request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not asked
-        and nothing is drafted; from one round to the next, either way, since nothing is lost by drafting or not.
+        An arm that was forced while its kind served drafts nothing while it rests. draining: no request waits for a
+        slot or for its prefill. Above `speculate_rows` rows the bandit is not asked and nothing is drafted; from one
+        round to the next, either way, since nothing is lost by drafting or not.
         """
         facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
         situation = Situation(facts, max(one.length for one in rows), draining)
         if self.forced:
-            return RoundPlan({self.forced: list(range(len(rows)))}, situation)
+            arm = self.forced if self.forced in self.served else OFF
+            return RoundPlan({arm: list(range(len(rows)))}, situation)
         arms: dict[str, list[int]] = {}
         for row, sequence in enumerate(rows):
             arms.setdefault(sequence.request.forced_arm, []).append(row)
         free = arms.pop("", [])
+        for resting in [name for name in arms if name not in self.served]:
+            arms.setdefault(OFF, []).extend(arms.pop(resting))
         if not free:
             return RoundPlan(arms, situation)
         if len(rows) > self._most_rows:
             arms.setdefault(OFF, []).extend(free)
             return RoundPlan(arms, situation)
-        choice = self._bandit.choose(situation)
+        choice = self._bandit.choose_among(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
         return RoundPlan(arms, situation, choice.explored)
 
@@ -137,7 +123,7 @@ class Speculation:
             arm = self.arms[name]
             if arm.speculator:
                 batch = _draft_batch([slots[row] for row in members], [rows[row] for row in members], store)
-                speculator = self.speculators[arm.speculator]
+                speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
                 parts.append(DraftPart(members, arm, speculator, batch))
         return parts
@@ -192,19 +178,19 @@ class Speculation:
         if plan.single:
             self._bandit.observe(Outcome(plan.single, plan.situation, taken, seconds, plan.explored))
 
-    def serve_drafter(self, state: object) -> None:
-        """Draft with new weights from the next round on; the bandit tries their arms anew."""
-        self.trained.commit_state(state)
+    def serve_drafter(self, version: DrafterVersion) -> None:
+        """Draft with a new version from the next round on; the bandit tries the arms of its kind anew."""
+        self.drafters.serve(version)
+        self.served = self._served()
         if self.budget is not None:
-            self.budget.forget(self.trained.name)
-        trained = {arm.name for arm in self.arms.values() if arm.speculator == self.trained.name}
-        self._bandit.forget(trained, Target.DRAFTER)
+            self.budget.forget(version.kind)
+        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator == version.kind}, Target.DRAFTER)
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
         self._bandit = self._build_bandit()
         self._bandit.prime(costs)
-        self.flush()
+        self.drafters.flush()
         self.measuring = False
 
     def reports(self) -> tuple[ArmReport, ...]:
@@ -213,14 +199,7 @@ class Speculation:
 
     def ended(self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> None:
         """These sequences are complete; speculators that learn from text read them."""
-        batch = _draft_batch(slots, rows, store)
-        for speculator in self.speculators.values():
-            speculator.ended(batch)
-
-    def flush(self) -> None:
-        """Forget what earlier sequences taught the speculators."""
-        for speculator in self.speculators.values():
-            speculator.flush()
+        self.drafters.ended(_draft_batch(slots, rows, store))
 
     def evidence(self) -> Evidence:
         """What the bandit has learned, for other engines."""
@@ -230,20 +209,9 @@ class Speculation:
         """What other engines have learned."""
         self._bandit.merge(evidence)
 
-    def free(self, slot: int) -> None:
-        """Nobody sits in the slot any more, or its states are to be rebuilt."""
-        for speculator in self.speculators.values():
-            speculator.free(slot)
-
-    def move(self, source: int, destination: int, length: int) -> None:
-        """A sequence changes its slot."""
-        for speculator in self.speculators.values():
-            speculator.move(source, destination, length)
-
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
-        for speculator in self.speculators.values():
-            speculator.bind(target)
+        self.drafters.bind(target)
         self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
 
 

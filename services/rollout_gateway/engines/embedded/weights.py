@@ -9,6 +9,7 @@ from paceline.errors import WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import Target
+from rollout_gateway.engines.embedded.drafters import DrafterVersion
 from rollout_gateway.engines.embedded.speculative import Speculation
 
 PREPARED_AT_MOST = 2
@@ -38,7 +39,7 @@ class EngineWeights:
         if target is Target.POLICY:
             state = self._load_policy(path)
         else:
-            state = self._speculation.trained.load_state(path)
+            state = self._speculation.drafters.prepare(path)
         prepared = self._prepared[target]
         prepared[version] = state
         while len(prepared) > PREPARED_AT_MOST:
@@ -57,7 +58,7 @@ class EngineWeights:
         if isinstance(new_policy, DecoderWeights):
             self.policy = new_policy
             self._speculation.bind(new_policy)
-        if new_drafter is not None:
+        if isinstance(new_drafter, DrafterVersion):
             self._speculation.serve_drafter(new_drafter)
         self.versions = versions
         self.forget(Target.POLICY, versions.policy)

@@ -17,7 +17,7 @@ from paceline.models.config import read_config
 from paceline.models.loading import load_model
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
-from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, Sampling, Target
+from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, RowLayout, Sampling, Target
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 
@@ -182,7 +182,8 @@ def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Pa
     assert [sizes[0] > 2, min(sizes[:24]) <= 2, max(sizes[24:]) > 2, sizes[-1] <= 2] == [True] * 4  # down, up, down
 
 
-def test_hidden_rows_are_the_states_transformers_gives(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inner", [(), (1, 2)])
+def test_hidden_rows_are_the_states_transformers_gives(inner: tuple[int, ...], tmp_path: Path) -> None:
     model = save_random(tmp_path, "qwen3", sharpness=6.0)
     rows: dict[tuple[int, int], np.ndarray] = {}
 
@@ -194,13 +195,15 @@ def test_hidden_rows_are_the_states_transformers_gives(tmp_path: Path) -> None:
             return len(ids)
 
     spec = EmbeddedSpec(model_dir=str(tmp_path), drafter="eagle", features_dtype="float32", max_batch=3)
-    engine = build_embedded(spec, Sink())
+    engine = build_embedded(spec.model_copy(update={"capture_inner": inner}), Sink())
+    assert engine.info.rows == RowLayout(48 * (len(inner) + 1), "1,2,last" if inner else "last", "post_norm")
     batch = requests(6, capture=True)
     tokens, _ = generate(engine, batch)
     for one in batch:
         sequence = [*one.prompt, *tokens[one.request_id]]
         with torch.inference_mode():
-            states = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states[-1][0].numpy()
+            hidden = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[index][0] for index in (*inner, -1)], dim=-1).numpy()
         for position in range(len(sequence) - 1):
             np.testing.assert_allclose(rows.pop((one.request_id, position)), states[position], atol=1e-5)
     assert not rows

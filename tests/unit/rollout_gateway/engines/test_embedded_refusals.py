@@ -206,13 +206,6 @@ def test_a_setting_of_a_checkpoint_that_cannot_work_is_named(
         ({"vocab_size": 101}, "vocab_size", "101", "97"),
         ({"hidden_size": 64}, "hidden_size", "64", "48"),
         ({"num_hidden_layers": 2}, "num_hidden_layers", "2", "1"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures", "LlamaForCausalLM", "LlamaForCausalLMEagle"),
-        (
-            {"architectures": ["LlamaForCausalLMEagle3"]},
-            "architectures",
-            "LlamaForCausalLMEagle3",
-            "LlamaForCausalLMEagle",
-        ),
         (
             {"architectures": ["Qwen2ForCausalLMEagle"]},
             "architectures",
@@ -229,6 +222,15 @@ def test_a_drafter_of_another_target_is_refused(
     error = refused(models, InvalidInput)
     assert named in error.message
     assert (error.seen, error.allowed) == (seen, allowed)
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "MedusaModel"])
+def test_a_checkpoint_of_no_known_drafter_is_refused(name: str, models: Path) -> None:
+    change_config(models / "drafter", architectures=[name])
+    error = refused(models, InvalidInput)
+    assert "architectures" in error.message
+    assert error.seen == name
+    assert "LlamaForCausalLMEagle" in (error.allowed or "").split(", ")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])

@@ -83,9 +83,11 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
     known = (*PROMPT, *first.token_ids)
     computed: list[int] = []
 
-    def counted(weights: decoder.DecoderWeights, cache: object, token_ids: Tensor, block: decoder.Block) -> Tensor:
+    def counted(
+        weights: decoder.DecoderWeights, cache: object, token_ids: Tensor, block: decoder.Block, inner: tuple[int, ...]
+    ) -> Tensor:
         computed.append(token_ids.numel())
-        return decoder.forward_hidden(weights, cache, token_ids, block)  # type: ignore[arg-type]
+        return decoder.forward_hidden(weights, cache, token_ids, block, inner)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prefill, "forward_hidden", counted)
     second = ask(2, (*known, *QUESTION), temperature=temperature)

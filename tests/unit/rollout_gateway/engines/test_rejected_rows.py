@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,18 +78,23 @@ def run(
     return np.concatenate([*rows, ring.read(ring.rows_written)]), sequences
 
 
-def ring_of(folder: Path, capacity: int = 20_000) -> RowRing:
-    return RowRing.create(folder / "ring", capacity, ROW_BYTES)
+def ring_of(folder: Path, capacity: int = 20_000, states: int = 1) -> RowRing:
+    return RowRing.create(folder / "ring", capacity, ROW_BYTES * states)
 
 
 @pytest.mark.parametrize(
     ("arm", "options"),
-    [*((arm, {}) for arm in ARMS), ("eagle:5_1_6", {"verification": "rejection", "arms": ("eagle:5_1_6",)})],
+    [
+        *((arm, {}) for arm in ARMS),
+        ("eagle:5_1_6", {"verification": "rejection", "arms": ("eagle:5_1_6",)}),
+        ("eagle:4_3_10", {"capture_inner": (1, 2)}),
+    ],
 )
 def test_rejected_rows_are_the_states_transformers_gives_after_the_draft(
-    arm: str, options: dict[str, object], model: tuple[Path, PreTrainedModel], tmp_path: Path
+    arm: str, options: dict[str, Any], model: tuple[Path, PreTrainedModel], tmp_path: Path
 ) -> None:
-    ring = ring_of(tmp_path)
+    inner = options.get("capture_inner", ())
+    ring = ring_of(tmp_path, states=len(inner) + 1)
     rows, sequences = run(build(model[0], ring, arm, **options), requests(), ring)
     compared = deep = 0
     for number, sequence in sequences.items():
@@ -96,7 +102,7 @@ def test_rejected_rows_are_the_states_transformers_gives_after_the_draft(
         contexts = contexts_of_rows(mine, sequence)
         rejected = np.flatnonzero(mine["parent"])
         assert not any(contexts[i] == tuple(sequence[: len(contexts[i])]) for i in rejected)
-        states = last_states(model[1], contexts)
+        states = last_states(model[1], contexts, inner)
         found = np.ascontiguousarray(mine["hidden"]).view(np.float32)
         np.testing.assert_allclose(found, states, rtol=0, atol=2e-5)
         compared += len(rejected)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ConfigError
+from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import Capability, RowLayout, RowSink, missing
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
-from rollout_gateway.engines.sglang.rows import INNER_STATES, inner_layers
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 _TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
@@ -69,7 +69,7 @@ def start(plugin: CapturingPlugin) -> None:
     if plugin.rows is None:
         return
     model = plugin.scheduler.tp_worker.model_runner.model
-    wanted, captured = inner_layers(plugin.rows), list(getattr(model.model, "layers_to_capture", []))
+    wanted, captured = list(plugin.rows.inner), list(getattr(model.model, "layers_to_capture", []))
     if wanted != captured:
         raise ConfigError("SGLang captures other layers than the rows declare", seen=captured, allowed=wanted)
     if plugin.rank != 0 or plugin.ring is None:
@@ -107,7 +107,7 @@ def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
 
 def model_loaded(plugin: CapturingPlugin, result: None, runner: Any) -> None:
     """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates with."""
-    if runner.is_draft_worker or plugin.rows is None or not (layers := inner_layers(plugin.rows)):
+    if runner.is_draft_worker or plugin.rows is None or not (layers := plugin.rows.inner):
         return
     runner.model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])
     setattr(runner.model.logits_processor, _TARGET, True)
@@ -144,7 +144,7 @@ def forwarded(
     # Taken before the call, which may pad them.
     slots, tokens, positions = forward_batch.out_cache_loc, forward_batch.input_ids, forward_batch.positions
     output = original(runner, forward_batch, *args, **kwargs)
-    if inner_layers(plugin.rows):
+    if plugin.rows.inner:
         _part_from_last(plugin.rows, output.logits_output)
     mode = forward_batch.forward_mode
     stored = plugin.slot_rows

@@ -1,0 +1,69 @@
+"""A drafter of another kind, pushed and committed over gRPC, serves on every worker, also on a replaced one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from twin_kind import TwinNet
+
+from drafter_trainer.messages import Judged
+from drafter_trainer.publish import push_drafter
+from paceline.models.config import read_config
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from paceline.weights import commit_versions
+
+ROOT = Path(__file__).parents[3]
+POLICY = ROOT / "examples" / "demo" / "policy_start"
+CONTEXT = tpb.CommandContext(run_id="local", step=1, epoch=1)
+
+
+async def set_arm(served: Any, arm: str) -> None:
+    await served.stub.SetArm(rpb.SetArmRequest(context=CONTEXT, arm=arm), timeout=20)
+
+
+async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
+    serve_gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Worker processes find the user's kind as they find any module.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    candidate = tmp_path / "candidate"
+    TwinNet(read_config(POLICY), seed=1).save(candidate)
+    settings = {
+        "model": str(POLICY),
+        "drafter": "eagle",
+        "speculation": {"arms": ["eagle:3_1_4", "twin:3_1_4"]},
+        "engine": {
+            "kind": "embedded",
+            "workers": 1,
+            "max_sequence_tokens": 64,
+            "embedded": {"more_drafters": ["twin_kind:KIND"]},
+        },
+    }
+    async with serve_gateway(**settings) as served:
+        with pytest.raises(grpc.aio.AioRpcError, match="it rests"):
+            await set_arm(served, "twin:3_1_4")
+        await set_arm(served, "eagle:3_1_4")
+        judged = Judged(1, 1, True, 2.0, 1.0, 0.5, 4, 100, 10, "00ff", str(candidate))
+        await push_drafter(served.channel, judged, CONTEXT, 30)
+        await commit_versions(served.channel, CONTEXT, VersionSet(1, 0, 1), pb.PAUSE_MODE_IN_PLACE)
+        worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0]
+        os.kill(worker.pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while True:
+                now = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0]
+                if now.ready and now.pid != worker.pid and now.health.versions.drafter == 1:
+                    break
+        await set_arm(served, "twin:3_1_4")
+        sampling = tpb.SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
+        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20)
+        stats = [piece.chunk.speculation async for piece in call][-1]
+        assert stats.trained_rounds > 0
