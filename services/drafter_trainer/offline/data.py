@@ -84,6 +84,8 @@ def read_samples(
         for number, record in _records(file):
             try:
                 samples.append(_sample(record, encoder, vocab_size, prompts=prompts))
+            except ConfigError:
+                raise  # not this line's fault
             except InvalidInput as error:
                 message = f"{file}, {unit} {number}: {error.message}"
                 raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import ValidationError
 
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
 from drafter_trainer.offline.data import Sample, read_samples
@@ -59,8 +60,14 @@ def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
         raise ConfigError("a speculator without weights is not trained", seen=config.speculator)
     try:
         options = kind.Options.model_validate(config.options)
-    except ValueError as error:
-        raise ConfigError(f"options of {config.speculator}: {error}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"option {key} of {config.speculator}: {first['msg']}",
+            seen=first["input"],
+            allowed=", ".join(kind.Options.model_fields),
+        ) from error
     if config.start is not None:
         return kind.read(config.start, target, options)
     return kind.fresh(target, options, config.seed)

@@ -80,7 +80,7 @@ class TargetForward(nn.Module):
         begins a document, across which transformers masks attention.
         """
         last = self.lm.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
-        states = torch.cat([*(self._entering.pop(i) for i in self._inner), last], dim=-1)[0].float()
+        states = torch.cat([*(self._entering.pop(i)[0] for i in self._inner), last[0]], dim=-1).float()
         if not len(said):
             return states, states.new_zeros(())
         logits = self.lm.lm_head(last[0, said_at]).float()

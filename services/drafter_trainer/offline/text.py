@@ -26,8 +26,9 @@ class ModelText:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(directory)
         except (OSError, ValueError, KeyError) as error:
+            reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"no tokenizer can be loaded from {directory}: {error}", allowed='records with "input_ids"'
+                f"no tokenizer can be loaded from {directory}: {reason}", allowed='records with "input_ids"'
             ) from error
         self._eos = set(eos_token_ids)
         self._front = self._tokenizer("", add_special_tokens=True)["input_ids"][:1]
