@@ -178,7 +178,7 @@ def _mlp_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelC
         shapes |= {f"ln.{i}.weight": (width,), f"ln.{i}.bias": (width,)}
     for i in range(min(count, 2) if tied else count):
         shapes[f"proj.{i}.weight"] = (width, target.hidden_size if i == 0 else width)
-    config = raw | _speculator_keys(MLP, count)
+    config = raw | _speculator_keys(MLP, raw, count)
     own = _without_copies(tensors, shapes, lambda name: _first(name, 1 if name.startswith("proj.") else 0))
     return Exported({"scale_input": False, "tie_weights": False, **config}, own, shapes)
 
@@ -198,19 +198,19 @@ def _lstm_arctic(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: Mod
     copies = {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES}
     copies |= {f"head.{i}.weight": "head.0.weight" for i in range(count)}
     own = unique | {name: unique[source] for name, source in copies.items()}
-    config = {"base_model_name_or_path": "", "scale_input": False, **raw, **_speculator_keys(LSTM, count)}
+    config = {"base_model_name_or_path": "", "scale_input": False, **raw, **_speculator_keys(LSTM, raw, count)}
     config |= {"inner_dim": str(inner), "proj_dim": str(proj), "emb_dim": str(emb)}
     shapes |= {name: shapes[source] for name, source in copies.items()}
     return Exported(config, own, shapes, file="pytorch_model.bin")
 
 
-def _speculator_keys(name: str, count: int) -> dict[str, Any]:
-    """Keys that both speculators of model_type mlp_speculator have; one draft per head is what engines draw."""
+def _speculator_keys(name: str, raw: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """Keys that both speculators of model_type mlp_speculator have; engines take the one most likely draft per head."""
     return {
         "architectures": [name],
         "model_type": "mlp_speculator",
         "n_predict": count,
-        "n_candidates": 1,
+        "n_candidates": raw.get("n_candidates", count),
         "top_k_tokens_per_head": [1] * count,
     }
 
@@ -218,8 +218,8 @@ def _speculator_keys(name: str, count: int) -> dict[str, Any]:
 def _without_copies(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, object], owner: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """Tensors without the tied copies that some writers add. Raises WeightsError when a copy is not one."""
-    own = dict(tensors)
+    """Tensors without the prefix and the tied copies that some writers add. Raises WeightsError when a copy is none."""
+    own = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
     for name in sorted(own.keys() - shapes.keys()):
         source = owner(name)
         if source == name or source not in own:

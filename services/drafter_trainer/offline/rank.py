@@ -48,7 +48,8 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
         samples = _answers(lm, samples, config, target, limit, tell)
     samples, counted = usable(samples, limit)
     tell({"kind": "data", **counted})
-    _learn_vocabulary(net, samples, target, fresh=config.start is None)
+    if config.start is None:
+        _choose_tokens(net, samples, target)
     base = Target(lm, config.model, net.capture, lr=None if config.freeze_base_model else config.base_lr)
     return OfflineTrainer(config, net, base, samples, tell).run(stopping)
 
@@ -73,12 +74,12 @@ def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
     return kind.fresh(target, options, config.seed)
 
 
-def _learn_vocabulary(net: DraftNet, samples: list[Sample], target: ModelConfig, *, fresh: bool) -> None:
-    """Tells a fresh network with a vocabulary of its own, how often the model says each token."""
-    learn = getattr(net, "learn_vocabulary", None)
-    if learn is not None and fresh:
-        said = np.concatenate([sample.token_ids[sample.mask] for sample in samples])
-        learn(torch.from_numpy(np.bincount(said, minlength=target.vocab_size)))
+def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) -> None:
+    """Tells a fresh network with a vocabulary of its own, how often each token is a drafting target."""
+    choose = getattr(net, "choose_tokens", None)
+    if choose is not None:
+        drafted = np.concatenate([sample.token_ids[2:][sample.mask[2:]] for sample in samples])
+        choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
 
 
 def _answers(

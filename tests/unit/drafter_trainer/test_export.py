@@ -217,20 +217,20 @@ def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(model: Path, tm
     if tied:  # some writers store every copy
         tensors = load_file(source / "model.safetensors")
         tensors |= {"emb.2.weight": tensors["emb.0.weight"].clone(), "proj.2.weight": tensors["proj.1.weight"].clone()}
-        save_file(tensors, source / "model.safetensors")
+        save_file({f"speculator.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
     export_checkpoint_unread(source, model, tmp_path / "out", Format.VLLM, None)
     found, tensors = written(tmp_path / "out")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlp_shapes(tied)
     assert found == config | {
         "model_type": "mlp_speculator",
-        "n_candidates": 1,
+        "n_candidates": 3,
         "top_k_tokens_per_head": [1, 1, 1],
         "max_position_embeddings": 256,
         "torch_dtype": "float32",
     }
     if tied:
         tensors = load_file(source / "model.safetensors")
-        tensors["emb.2.weight"] += 1
+        tensors["speculator.emb.2.weight"] += 1
         save_file(tensors, source / "model.safetensors")
         with pytest.raises(WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight but differs"):
             export_checkpoint_unread(source, model, tmp_path / "other", Format.VLLM, None)

@@ -36,7 +36,7 @@ class CountingNet(EagleNet):
     def capture(self) -> Any:
         return type(super().capture)(inner=(1,))
 
-    def learn_vocabulary(self, counts: Tensor) -> None:
+    def choose_tokens(self, counts: Tensor) -> None:
         type(self).counts = counts
 
 
