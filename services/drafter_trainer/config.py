@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -52,6 +52,9 @@ class DrafterTrainerConfig(ServiceConfig):
         description="speculator to train from fresh weights ('eagle', package.module:KIND), or a checkpoint directory",
     )
     options: dict[str, Any] = Field(default={}, description="settings of the fresh speculator's shape and loss")
+    device: Literal["cpu", "cuda"] = Field(
+        default="cpu", description="where ranks compute while they hold a lease; with cuda a slot's number is a GPU's"
+    )
     ranks: int = Field(default=1, ge=1, description="ranks kept ready; one per slot the trainer may use")
     threads_per_rank: int = Field(default=1, ge=1)
     niceness: int = Field(default=10, ge=0, le=19, description="of the ranks: rollouts on the same CPU come first")
@@ -59,12 +62,15 @@ class DrafterTrainerConfig(ServiceConfig):
     micro_batches_per_step: int = Field(default=4, ge=1, description="micro-batches of one optimiser step")
     max_micro_batch_tokens: int = Field(default=1_024, ge=32)
     max_epochs: float = Field(default=10, gt=0, description="passes over the buffer in one activation at most")
+    activation_deadline_s: float = Field(
+        default=30.0, gt=0, description="training has begun by then, unless the command says otherwise"
+    )
     preempt_deadline_s: float = Field(default=2.0, gt=0, description="a rank that has not stopped by then is killed")
     rank_start_deadline_s: float = Field(default=90.0, gt=0)
     push_deadline_s: float = Field(default=30.0, gt=0)
     push_grace_s: float = Field(default=0.5, ge=0, description="Detached waits this long for a push that is under way")
     data_wait_s: float = Field(default=2.0, ge=0, description="an activation without rows ends after this long")
-    checkpoint_interval_s: float = Field(default=20.0, gt=0)
+    checkpoint_interval_s: float = Field(default=20.0, gt=0, description="seconds from one checkpoint to the next")
     resume: bool = Field(default=True, description="continue from the newest checkpoint of the run")
     optimizer: OptimizerConfig = OptimizerConfig()
     buffer: BufferConfig = BufferConfig()

@@ -8,19 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.utils._pytree import tree_map_only
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.heads import PolicyHead
+from drafter_trainer.membership import Members, on_cpu
+from drafter_trainer.sharded import ShardedDrafter, move, row_on
 from paceline.speculators import DraftNet, PackedRow
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -38,87 +31,113 @@ class MicroResult:
 
 
 class DrafterLearner:
-    """A drafter sharded by FSDP2 over the ranks, stepped once per `micro_batches` micro-batches.
+    """A drafter sharded over the members, stepped as soon as they have added `micro_batches` rows between them.
 
-    Gradients are sums over positions until the step divides them by the positions of all ranks, so that a partial
-    gradient can wait through a preemption and still weighs every position equally.
+    So a step learns from as many rows whoever the members are, or from a few more where they do not divide it.
+    Gradients are sums over positions until the step divides them by the positions of all rows, so that a partial
+    gradient can wait through a preemption or a change of membership and still weighs every position equally.
     """
 
-    def __init__(self, net: DraftNet, config: OptimizerConfig, *, micro_batches: int) -> None:
+    def __init__(
+        self, net: DraftNet, config: OptimizerConfig, *, micro_batches: int, members: Members | None = None
+    ) -> None:
         self._whole = net.twin()  # never sharded: what snapshots are copied from
         self._config, self._micro_batches = config, micro_batches
-        self._world = dist.get_world_size()
-        mesh = init_device_mesh("cpu", (self._world,))
-        for part in (*net.shards(), net):
-            fully_shard(part, mesh=mesh)
-        self._net = net
-        self._optimizer = torch.optim.AdamW(
-            self._net.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
-        )
-        self._pending_micro, self._pending_positions = 0, 0
+        self.members = members or on_cpu(dist.get_world_size())
+        self._sharded = ShardedDrafter(net, config, self.members) if self.members.takes_part else None
+        self._pending_rows, self._pending_positions = 0, 0  # rows of all members, positions of this rank's
+        self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
+    @property
+    def sharded(self) -> ShardedDrafter:
+        """What this rank holds; only members have it."""
+        assert self._sharded is not None
+        return self._sharded
+
     def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
-        """Adds one row's gradient; steps the optimiser when the batch is complete."""
+        """Adds this rank's row; steps the optimiser when the batch is complete."""
         started = time.perf_counter()
-        self._net.bind(head.embed_tokens, head.lm_head)
-        loss, positions, terms = self._net(row)
+        self._bind(head)
+        loss, positions, terms = self.sharded.net(row_on(row, self.members.device))
         loss.backward()
         count = int(positions)
-        self._pending_micro += 1
+        self._pending_rows += self.members.size
         self._pending_positions += count
-        self.total_tokens += count
-        stepped = self._pending_micro == self._micro_batches
+        stepped = self._pending_rows >= self._micro_batches
         if stepped:
             self._optimizer_step()
         share = 1.0 / max(count, 1)
         means = {name: float(value) * share for name, value in terms.items()}
         return MicroResult(float(loss.detach()) * share, count, time.perf_counter() - started, stepped, means)
 
+    def _bind(self, head: PolicyHead) -> None:
+        if self._bound is not head:
+            device = self.members.device
+            self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
+            self._bound = head
+
     def _optimizer_step(self) -> None:
-        positions = torch.tensor(float(self._pending_positions))
-        if self._world > 1:
-            dist.all_reduce(positions)
-        # FSDP2 averages gradients over ranks; sums are wanted.
-        scale = self._world / max(float(positions), 1.0)
-        parameters = list(self._net.parameters())
+        positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
+        if self.members.size > 1:
+            dist.all_reduce(positions, group=self.members.group)
+        parameters = list(self.sharded.parameters.values())
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(scale)
+                parameter.grad.mul_(1.0 / max(float(positions), 1.0))
         torch.nn.utils.clip_grad_norm_(parameters, self._config.clip_norm)
         warm = min(1.0, (self.total_steps + 1) / max(self._config.warmup_steps, 1))
-        for group in self._optimizer.param_groups:
+        for group in self.sharded.optimizer.param_groups:
             group["lr"] = self._config.lr * warm
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self.sharded.optimizer.step()
+        self.sharded.optimizer.zero_grad()
         self.total_steps += 1
-        self._pending_micro, self._pending_positions = 0, 0
+        self.total_tokens += int(positions)
+        self._pending_rows, self._pending_positions = 0, 0
+
+    def attach(self, members: Members) -> None:
+        """Brings everything to where `members` compute; shards anew when they are others. A collective of all ranks."""
+        if members is not self.members:
+            self._reshard(members)
+        if self._sharded is not None:
+            self._sharded.to_device()
+
+    def _reshard(self, members: Members) -> None:
+        counters = torch.tensor([self.total_steps, self.total_tokens, self._pending_rows])
+        positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
+        if dist.get_world_size() > 1:
+            dist.broadcast(counters, 0)
+            dist.all_reduce(positions)
+        self.total_steps, self.total_tokens, self._pending_rows = counters.tolist()
+        self._pending_positions = int(positions) if dist.get_rank() == 0 else 0
+        new = ShardedDrafter(self._whole.twin(), self._config, members) if members.takes_part else None
+        sizes = (self.members.size, members.size)
+        move(self._whole, self._sharded, new, sizes, gradients=self._pending_rows > 0)
+        self._sharded, self.members, self._bound = new, members, None
+
+    def offload(self) -> None:
+        """Leaves the device; what was learned waits on the CPU, a partial gradient too."""
+        if self._sharded is not None and self.members.device.type != "cpu":
+            self._sharded.net.bind(torch.empty(0), torch.empty(0))
+            self._bound = None
+            self._sharded.offload()
 
     def snapshot(self) -> DraftNet:
-        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of all ranks."""
-        tensors: dict[str, Any] = get_model_state_dict(self._net, options=_FULL)
+        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of the members."""
+        tensors: dict[str, Any] = get_model_state_dict(self.sharded.net, options=_FULL)
         copy = self._whole.twin()
         if tensors:  # only rank 0 receives the full state
             copy.load_tensors(tensors)
         return copy.eval()
 
     def state(self) -> dict[str, Any]:
-        """Everything a later process needs to go on exactly, on the CPU; a collective of all ranks."""
-        state = {
-            "model": get_model_state_dict(self._net, options=_FULL),
-            "optimizer": get_optimizer_state_dict(self._net, self._optimizer, options=_FULL),
-        }
-        return {
-            # On one rank the tensors are the live ones.
-            **tree_map_only(torch.Tensor, torch.clone, state),
-            "total_steps": self.total_steps,
-            "total_tokens": self.total_tokens,
-        }
+        """Everything a later process needs to go on, as copies on the CPU; see ShardedDrafter.state. Only members.
+
+        A partial gradient is not part of it: a checkpoint loses less than one step of it.
+        """
+        return {**self.sharded.state(), "total_steps": self.total_steps, "total_tokens": self.total_tokens}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`; a partial gradient is not part of it."""
-        set_model_state_dict(self._net, state["model"], options=StateDictOptions(full_state_dict=True))
-        set_optimizer_state_dict(
-            self._net, self._optimizer, state["optimizer"], options=StateDictOptions(full_state_dict=True)
-        )
+        """Goes on from the `state` of as many members."""
+        self.sharded.load_state(state)
         self.total_steps, self.total_tokens = state["total_steps"], state["total_tokens"]

@@ -19,6 +19,7 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
+    slots: list[int] = field(default_factory=lambda: [0])  # leased; rank i of the members computes on slot i
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,6 @@ class Attached:
 
     epoch: int
     world_size: int
-    attach_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,14 @@ class Standing:
 
 
 @dataclass(frozen=True, slots=True)
+class Saving:
+    """A checkpoint was begun; it is written while training goes on."""
+
+    total_steps: int
+    stall_s: float  # training stood still for it this long
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A checkpoint is complete."""
 
@@ -110,7 +118,7 @@ class Saved:
     total_steps: int
 
 
-Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saved
+Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saving | Saved
 _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

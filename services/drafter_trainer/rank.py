@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from drafter_trainer import messages as m
 from drafter_trainer import sharing
 from drafter_trainer.candidates import Candidates
-from drafter_trainer.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.checkpoint import CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
 from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
 from drafter_trainer.heads import PolicyHead, PolicyHeads, load_policy_head
 from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.link import TrainerLink, activation_span
+from drafter_trainer.membership import Membership
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
 from paceline.errors import ConfigError, InvalidInput, PacelineError
@@ -29,6 +31,7 @@ from paceline.speculators import DraftNet, find_kind, read_drafter
 from paceline.streams import RedisStream, connect, run_key
 
 IDLE_S = 1.0
+SPECULATOR = "speculator"
 HEAD_DEADLINE_S = 20.0
 COLLECTIVE_DEADLINE = timedelta(seconds=120)
 
@@ -36,7 +39,7 @@ log = telemetry.get_logger("drafter_trainer.rank")
 
 
 class Rank:
-    """One process of the group: rank 0 runs the loop, the others follow it row by row."""
+    """One process of the group: rank 0 runs the loop, the other members follow it row by row."""
 
     def __init__(self, config: DrafterTrainerConfig, ranks: RankLink) -> None:
         self._config = config
@@ -50,17 +53,19 @@ class Rank:
         self.heads.add(load_policy_head(Path(config.model), 0))
         initial = self._initial_net()
         checkpoints = Path(config.run.dir) / "checkpoints"
-        self.directory = checkpoints / "drafter"
         candidates = Candidates(checkpoints / "drafter-candidates", self._target)
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, initial)
         self._whole = initial.twin()
-        self.learner = DrafterLearner(initial, config.optimizer, micro_batches=config.micro_batches_per_step)
+        self.membership = Membership(config.device)
+        steps = config.micro_batches_per_step
+        self.learner = DrafterLearner(initial, config.optimizer, micro_batches=steps, members=self.membership.members)
         self.trainer = DrafterTrainer(config, self.learner, self.heads, self.link, candidates)
-        self._writer = CheckpointWriter(self.directory, self._write_drafter)
+        self.trainer.after_step = self.save_if_due
+        self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
-        if config.resume and (state := read_checkpoint(self.directory)) is not None:
-            self.trainer.load_state(state)
+        if config.resume and (newest := newest_checkpoint(checkpoints / "drafter")) is not None:
+            self.trainer.load_state(read_checkpoint(newest, self.trainer.state(), self.membership.members))
             self._saved_steps = self.learner.total_steps
         self.link.on_command = self.obey
         self.link.open_stream()
@@ -82,26 +87,41 @@ class Rank:
                 case m.Activate() as command:
                     with activation_span(command):
                         self.activate(command)
-                    self.save_if_due()
                 case m.Save():
-                    self.save(always=True)
+                    number = self.save(always=True)
                     self._writer.wait()
                     if self.rank == 0:
-                        self.link.send(m.Saved(str(self.directory), self.learner.total_steps))
+                        path = self._writer.path(number) / SPECULATOR
+                        self.link.send(m.Saved(str(path), self.learner.total_steps))
         self.save()
         self._writer.wait()
         self.link.close()
 
     def activate(self, command: m.Activate) -> None:
-        """Trains under a lease; the ranks beside rank 0 take part in every collective that it announces."""
+        """Trains under a lease. All ranks take part in forming the group; those that are no members then wait again."""
+        if not self.membership.stays(command.slots):
+            self._writer.wait()  # the writing thread uses the group
+        members = self.membership.join(command.slots)
+        self.learner.attach(members)
+        stopped = None
         if self.rank == 0:
-            self.link.send(self.trainer.run_activation(command))
-            return
-        while (row := sharing.receive()) != "stop":
-            if isinstance(row, str):
+            stopped = self.trainer.run_activation(command)
+        elif members.takes_part:
+            self._follow()
+        self.learner.offload()
+        members.meet()  # the slots are free when all have left them
+        if stopped is not None:
+            self.link.send(stopped)
+
+    def _follow(self) -> None:
+        """Takes part in every collective that rank 0 announces."""
+        while (row := sharing.receive(self.learner.members)) != "stop":
+            if row == "snapshot":
                 self.learner.snapshot()
-                continue
-            self.learner.micro_step(row, self._head(row.lm_head_hash))
+            elif row == "save":
+                self.save()
+            elif not isinstance(row, str):
+                self.learner.micro_step(row, self._head(row.lm_head_hash))
 
     def _head(self, wanted: str) -> PolicyHead:
         """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have looked yet."""
@@ -139,25 +159,35 @@ class Rank:
             self.link.send(self.trainer.standing())
 
     def save_if_due(self) -> None:
-        """A checkpoint at most every `checkpoint_interval_s`; all ranks agree because they count the same steps."""
-        if self.link.world_size == 1 and time.monotonic() - self._saved_at < self._config.checkpoint_interval_s:
-            return
-        if self.learner.total_steps - self._saved_steps >= 1:
+        """Rank 0, between two steps: a checkpoint every `checkpoint_interval_s`, unless one is still being written."""
+        due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
+        if due and not self._writer.busy:
+            sharing.announce_save(self.learner.members)
             self.save()
 
-    def save(self, *, always: bool = False) -> None:
-        """Starts a checkpoint of what was learned since the last one; a collective of all ranks."""
-        if self.learner.total_steps == self._saved_steps and not always:
-            return
-        state = self.trainer.state()
-        if self.rank == 0:
-            self._writer.write(state)
-        self._saved_steps, self._saved_at = self.learner.total_steps, time.monotonic()
+    def save(self, *, always: bool = False) -> int:
+        """Starts a checkpoint of what was learned since the last one; a collective of the members.
 
-    def _write_drafter(self, state: dict[str, Any], directory: Path) -> None:
+        Training stands still while the numbers are copied; writing goes on beside it. Returns the checkpoint's number,
+        0 when nothing was learned.
+        """
+        members, began, steps = self.learner.members, time.monotonic(), self.learner.total_steps
+        if not members.takes_part:
+            return 0
+        self._writer.wait()
+        (number,) = members.agree(self._writer.next_number if always or steps > self._saved_steps else 0)
+        if number:
+            self._writer.write(self.trainer.state(), number, members)
+            self._saved_steps, self._saved_at = steps, time.monotonic()
+            if self.rank == 0:
+                self.link.send(m.Saving(steps, self._saved_at - began))
+        return number
+
+    def _export(self, state: dict[str, Any], directory: Path) -> None:
+        """The drafter beside its shards, as engines load it."""
         net = self._whole.twin()
-        net.load_tensors(state["learner"]["model"])
-        net.save(directory)
+        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.save(directory / SPECULATOR)
 
 
 def main() -> None:
@@ -168,7 +198,9 @@ def main() -> None:
     os.nice(config.niceness)
     torch.set_num_threads(config.threads_per_rank)
     torch.manual_seed(config.run.seed)
-    dist.init_process_group("gloo", timeout=COLLECTIVE_DEADLINE)
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one rank
+    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()

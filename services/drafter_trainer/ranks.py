@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from paceline.local.ranks import RankGroup, RankLost
 from paceline.local.watched_ranks import WatchedRanks
 
 FACTS_KEPT = 8
+PREEMPTIONS_KEPT = 1_000
 KILL_S = 10.0
 
 log = telemetry.get_logger("drafter_trainer.ranks")
@@ -25,6 +28,8 @@ class Lease:
     """One activation as the parent sees it."""
 
     epoch: int
+    deadline_s: float  # training must have begun by then
+    began: float = field(default_factory=time.monotonic)
     news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)  # ends with Stopped or error
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks know of it
@@ -59,6 +64,8 @@ class DrafterRanks:
         self._saves: list[asyncio.Future[m.Saved]] = []
         self.lease: Lease | None = None
         self.standing = m.Standing()
+        self.saving = m.Saving(0, 0.0)  # the newest checkpoint
+        self.preemptions: deque[float] = deque(maxlen=PREEMPTIONS_KEPT)  # seconds from command to free slots
 
     @property
     def epoch(self) -> int:
@@ -88,7 +95,7 @@ class DrafterRanks:
             if command.epoch <= old.epoch:
                 raise FailedPrecondition("an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}")
             await self.stop_lease(old)
-        lease = self.lease = Lease(command.epoch)
+        lease = self.lease = Lease(command.epoch, deadline_s)
         try:
             await self.watched.wait_ready(deadline_s)
             if not lease.over.is_set():
@@ -98,6 +105,18 @@ class DrafterRanks:
             if not lease.sent:
                 self._end(lease, self._nothing_done(lease))
         return lease
+
+    async def preempt(self, lease: Lease) -> float:
+        """Stops a lease on command; returns the seconds until its slots were free."""
+        started = time.monotonic()
+        await self.stop_lease(lease)
+        self.preemptions.append(time.monotonic() - started)
+        return self.preemptions[-1]
+
+    def preemption_quantile(self, share: float) -> float:
+        """Seconds within which that share of the last preemptions were over; 0 before the first."""
+        ordered = sorted(self.preemptions)
+        return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
     async def stop_lease(self, lease: Lease) -> None:
         """Returns when the slots are free. Goes on when its caller goes away."""
@@ -154,6 +173,8 @@ class DrafterRanks:
         match message:
             case m.Standing():
                 self.standing = message
+            case m.Saving():
+                self.saving = message
             case m.Saved():
                 for saved in self._saves:
                     if not saved.done():

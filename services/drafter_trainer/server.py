@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.publish import Outcome, Promoter
 from drafter_trainer.ranks import DrafterRanks, Lease
-from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import EpochGuard, Server, channel
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
@@ -57,7 +57,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._preempted_epoch = 0
 
     async def Activate(self, request: pb.ActivateRequest, context: Any) -> AsyncIterator[pb.ActivateResponse]:
-        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes away ends it."""
+        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes away ends it.
+
+        DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or killed.
+        """
         self._check_run(request.context)
         self._guard.check(request.context)
         epoch = request.context.epoch
@@ -70,8 +73,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             drafter_version=request.versions.drafter,
             max_steps=request.max_steps,
             traceparent=inject().get("traceparent", ""),
+            slots=_checked(request.slots),
         )
-        lease = await self._ranks.begin(command, request.deadline_s or self._config.rank_start_deadline_s)
+        lease = await self._ranks.begin(command, request.deadline_s or self._config.activation_deadline_s)
         try:
             async for response in self._news(lease, request.context):
                 yield response
@@ -81,11 +85,13 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     async def _news(self, lease: Lease, context: CommandContext) -> AsyncGenerator[pb.ActivateResponse]:
         """What the ranks say and what became of pushes, as it comes; ends with Detached."""
         self._promoter.start_again(context)
+        attached = False
         while True:
-            message = await self._next(lease)
+            message = await (self._next(lease) if attached else self._first(lease))
             match message:
-                case m.Attached():
-                    yield _activated(message)
+                case m.Attached(_, world_size):
+                    attached, attach_s = True, time.monotonic() - lease.began
+                    yield pb.ActivateResponse(activated=pb.Activated(attach_s=attach_s, world_size=world_size))
                 case m.Judged(promoted=True):
                     self._promoter.start(message, context)
                 case m.Judged():
@@ -100,6 +106,14 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                             yield _gate(outcome.decision, promoted=outcome.prepared)
                     yield _detached(message)
                     return
+
+    async def _first(self, lease: Lease) -> m.Message | Outcome:
+        """News from before training has begun."""
+        try:
+            async with asyncio.timeout(lease.began + lease.deadline_s - time.monotonic()):
+                return await self._next(lease)
+        except TimeoutError as error:
+            raise DeadlineExceeded("training has not begun in time", seen=f"{lease.deadline_s} s") from error
 
     async def _next(self, lease: Lease) -> m.Message | Outcome:
         """The next news; a push that is done comes first. Raises what ended the activation."""
@@ -123,19 +137,24 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         No newer command fences it off: to free slots is always right.
         """
         self._check_run(request.context)
-        started = time.monotonic()
         self._preempted_epoch = max(self._preempted_epoch, request.context.epoch)
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        await self._ranks.stop_lease(lease)
-        return pb.PreemptResponse(stopped_after_s=time.monotonic() - started, was_active=True)
+        return pb.PreemptResponse(stopped_after_s=await self._ranks.preempt(lease), was_active=True)
 
     async def GetDrafterStatus(self, request: pb.GetDrafterStatusRequest, context: Any) -> pb.GetDrafterStatusResponse:
         """Where the trainer stands, and the processes."""
         standing = self._ranks.standing
         return pb.GetDrafterStatusResponse(
-            **asdict(standing), active_epoch=self._ranks.epoch, rank_pids=self._ranks.watched.pids
+            **asdict(standing),
+            active_epoch=self._ranks.epoch,
+            rank_pids=self._ranks.watched.pids,
+            preemptions=len(self._ranks.preemptions),
+            preempt_p50_s=self._ranks.preemption_quantile(0.5),
+            preempt_p99_s=self._ranks.preemption_quantile(0.99),
+            checkpoint_steps=self._ranks.saving.total_steps,
+            checkpoint_stall_s=self._ranks.saving.stall_s,
         )
 
     async def SaveDrafterCheckpoint(
@@ -157,8 +176,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=self._config.run.id)
 
 
-def _activated(message: m.Attached) -> pb.ActivateResponse:
-    return pb.ActivateResponse(activated=pb.Activated(attach_s=message.attach_s, world_size=message.world_size))
+def _checked(slots: Sequence[int]) -> list[int]:
+    if not slots or len(set(slots)) < len(slots):
+        raise InvalidInput("an activation needs slots, each once", seen=list(slots), allowed="one or more")
+    return sorted(slots)
 
 
 def _gate(message: m.Judged, *, promoted: bool) -> pb.ActivateResponse:

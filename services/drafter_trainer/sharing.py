@@ -7,26 +7,33 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from drafter_trainer.membership import Members
 from paceline.speculators import PackedRow
 
-_STOP, _ROW, _SNAPSHOT = 0, 1, 2
+_STOP, _ROW, _SNAPSHOT, _SAVE = 0, 1, 2, 3
+_WORDS = {_STOP: "stop", _SNAPSHOT: "snapshot", _SAVE: "save"}
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
 
-def announce_stop() -> None:
+def announce_stop(members: Members) -> None:
     """Rank 0: the activation is over."""
-    _announce(_STOP)
+    members.agree(_STOP)
 
 
-def announce_snapshot() -> None:
+def announce_snapshot(members: Members) -> None:
     """Rank 0: the next collective is a snapshot."""
-    _announce(_SNAPSHOT)
+    members.agree(_SNAPSHOT)
 
 
-def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
-    """Rank 0: sends row r to rank r and returns its own; one row per rank, all of one head."""
-    _announce(_ROW)
+def announce_save(members: Members) -> None:
+    """Rank 0: now a checkpoint is taken."""
+    members.agree(_SAVE)
+
+
+def hand_out(rows: Sequence[PackedRow], members: Members) -> PackedRow:
+    """Rank 0: sends row r to rank r and returns its own; one row per member, all of one head."""
+    members.agree(_ROW)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()
         widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
@@ -37,12 +44,11 @@ def hand_out(rows: Sequence[PackedRow]) -> PackedRow:
     return rows[0]
 
 
-def receive() -> PackedRow | str:
-    """Other ranks: the next row, or "stop" or "snapshot"."""
-    word = torch.zeros((), dtype=torch.int64)
-    dist.broadcast(word, 0)
+def receive(members: Members) -> PackedRow | str:
+    """Other members: the next row, or "stop", "snapshot" or "save"."""
+    (word,) = members.agree(_STOP)
     if word != _ROW:
-        return "stop" if word == _STOP else "snapshot"
+        return _WORDS[word]
     size = torch.zeros(4 + _HASH_BYTES, dtype=torch.int64)
     dist.recv(size, 0)
     length, width, hidden_size, named, *hash_bytes = size.tolist()
@@ -65,8 +71,3 @@ def receive() -> PackedRow | str:
         lm_head_hash=bytes(hash_bytes).hex(),
         layers=bytes(layers.tolist()).decode(),
     )
-
-
-def _announce(word: int) -> None:
-    if dist.get_world_size() > 1:
-        dist.broadcast(torch.tensor(word), 0)

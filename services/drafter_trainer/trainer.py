@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -78,6 +79,7 @@ class DrafterTrainer:
         self.next_version = max([0, *candidates.versions]) + 1
         self._last_judged_step = learner.total_steps
         self._seconds_per_token = 0.0
+        self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
         """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
@@ -89,7 +91,7 @@ class DrafterTrainer:
         activation = Activation(
             command.epoch, command.max_steps, started + self._config.data_wait_s, started + INGEST_EVERY_S
         )
-        self._link.send(m.Attached(command.epoch, self._link.world_size, time.monotonic() - started))
+        self._link.send(m.Attached(command.epoch, self._learner.members.size))
         while (reason := self._stop_reason(activation)) is None:
             if self._job is not None:
                 self._advance_gate(activation)
@@ -99,7 +101,7 @@ class DrafterTrainer:
                 self._train(activation, drawn)
             else:
                 self.ingest(wait_s=DATA_POLL_S)
-        sharing.announce_stop()
+        sharing.announce_stop(self._learner.members)
         self._link.send(self.standing())
         return self._stopped(activation, reason)
 
@@ -133,24 +135,26 @@ class DrafterTrainer:
         head = self._heads.get(rows[0].lm_head_hash)
         assert head is not None
         with span("drafter.micro_step", policy_version=head.policy_version) as current:
-            result = self._learner.micro_step(sharing.hand_out(rows), head)
+            result = self._learner.micro_step(sharing.hand_out(rows, self._learner.members), head)
             current.set_attribute("positions", result.positions)
             current.set_attribute("loss", result.loss)
             current.set_attribute("stepped", result.stepped)
         seconds = time.perf_counter() - started
         self._learn_speed(seconds / max(len(rows[0]), 1))
-        activation.micro_batches += 1
+        activation.micro_batches += len(rows)
         activation.steps += result.stepped
         activation.tokens += sum(int(row.valid.sum()) for row in rows)
-        activation.loss_sum += result.loss
+        activation.loss_sum += result.loss * len(rows)
         activation.busy_s += seconds
+        if result.stepped:
+            self.after_step()
         if time.monotonic() >= activation.ingest_due:
             self.ingest()
             activation.ingest_due = time.monotonic() + INGEST_EVERY_S
 
     def _draw(self) -> list[list[FeatureSample]]:
         """One list of samples per rank, all of one head; empty when no usable sample is held."""
-        world = self._link.world_size
+        world = self._learner.members.size
         samples = self.buffer.draw(
             self._micro_batch_tokens() * world,
             recency=self._config.buffer.recency,
@@ -181,7 +185,7 @@ class DrafterTrainer:
             return
         head = self._heads.get(samples[-1].lm_head_hash)
         assert head is not None
-        sharing.announce_snapshot()
+        sharing.announce_snapshot(self._learner.members)
         self._candidate = DrafterState(self.next_version, self._learner.snapshot())
         self._job = GateJob(
             self._candidate.net,

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,13 +104,20 @@ class World:
         return CommandContext(run_id=self.run, step=step, epoch=epoch)
 
     def activate(
-        self, epoch: int, *, max_steps: int = 0, drafter: int = 0, policy: int = 0
+        self,
+        epoch: int,
+        *,
+        max_steps: int = 0,
+        drafter: int = 0,
+        policy: int = 0,
+        slots: Sequence[int] = (0,),
+        deadline_s: float = 30,
     ) -> AsyncIterator[pb.ActivateResponse]:
         """News of an activation; the channel closes with the iterator."""
         request = pb.ActivateRequest(
             context=self.context(epoch),
-            slots=[0],
-            deadline_s=30,
+            slots=slots,
+            deadline_s=deadline_s,
             versions=VersionSetMessage(seq=drafter, policy=policy, drafter=drafter),
             max_steps=max_steps,
         )

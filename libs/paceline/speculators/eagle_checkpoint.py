@@ -32,8 +32,12 @@ def eagle_shapes(config: ModelConfig, fc_bias: bool) -> dict[str, tuple[int, ...
 
 
 def strip_shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the copies of the target's embed_tokens and lm_head that some exporters write."""
-    return {n: t for n, t in tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")}
+    """Without the copies of the target's embed_tokens and lm_head, and without the "model." that some exporters write.
+
+    SGLang's loader puts "model." before each name itself, so that checkpoints saved from its own modules carry it.
+    """
+    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    return {name: t for name, t in named.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
 
 
 def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:

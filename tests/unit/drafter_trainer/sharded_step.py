@@ -1,7 +1,8 @@
-"""One rank of the equality test: an optimiser step over four rows, its weights written by rank 0."""
+"""One rank of the equality test: activations of several numbers of ranks; what came of them is written by rank 0."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,53 +10,87 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from drafter_trainer import sharing
 from drafter_trainer.batcher import pack
+from drafter_trainer.checkpoint import CheckpointWriter
 from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.heads import PolicyHead
 from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.membership import Membership
+from paceline.speculators import PackedRow
 from paceline.speculators.eagle import EagleNet
 
+ROWS = 6  # of an optimiser step
 
-def main(samples: Path, out: Path) -> None:
-    """Steps once, however many ranks there are."""
+
+def activate(
+    learner: DrafterLearner, membership: Membership, ranks: int, rows: list[PackedRow], head: PolicyHead
+) -> float:
+    """Learns the rows on so many ranks and leaves; returns the loss summed over this rank's positions."""
+    members, loss = membership.join(range(ranks)), 0.0
+    learner.attach(members)
+    if dist.get_rank() == 0:
+        for first in range(0, len(rows), ranks):
+            result = learner.micro_step(sharing.hand_out(rows[first : first + ranks], members), head)
+            loss += result.loss * result.positions
+        sharing.announce_stop(members)
+    elif members.takes_part:
+        while not isinstance(row := sharing.receive(members), str):
+            assert row.lm_head_hash == head.hash
+            result = learner.micro_step(row, head)
+            loss += result.loss * result.positions
+    learner.offload()
+    members.meet()
+    return loss
+
+
+def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tensor]:
+    """Weights, first moments, steps and summed loss; empty where this rank has none."""
+    whole = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(whole)
+    if not learner.members.takes_part:
+        return {}
+    moments = {
+        f"exp_avg.{name}": moments["exp_avg"].full_tensor()
+        for name, moments in learner.state()["optimizer"]["state"].items()
+    }
+    counters = torch.tensor([learner.total_steps, float(whole), learner.total_tokens], dtype=torch.float64)
+    found = {**learner.snapshot().state_dict(), **moments, "figures": counters}
+    return {f"{prefix}.{name}": value for name, value in found.items()}
+
+
+def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
+    """`plan`: ranks and rows of each activation. A checkpoint is written after the first, beside `out`."""
     sys.path.insert(0, str(samples.parents[2]))
     from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    world, head = dist.get_world_size(), toy_policy().policy_head()
+    membership, head = Membership("cpu"), toy_policy().policy_head()
     config = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
-    learner = DrafterLearner(EagleNet(TARGET, seed=1), config, micro_batches=4 // world)
-    loss = torch.zeros((), dtype=torch.float64)
+    learner = DrafterLearner(EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members)
+    writer = CheckpointWriter(out.with_suffix(".checkpoints"), lambda state, directory: None)
+    rows = [pack([sample(9 + 3 * (r % 4) + s, 4 * r + s) for s in range(4)], window=512) for r in range(3 * ROWS)]
+    found: dict[str, Tensor] = {}
+    loss, given = 0.0, 0
+    for ranks, count in plan:
+        loss += activate(learner, membership, ranks, rows[given : given + count], head)
+        if given == 0:
+            found |= figures(learner, loss, "first")
+            writer.write(learner.state(), 1, learner.members)
+            writer.wait()
+        given += count
+    found |= figures(learner, loss, "last")
     if dist.get_rank() == 0:
-        rows = [pack([sample(9 + 3 * r + s, 4 * r + s) for s in range(4)], window=512) for r in range(4)]
-        for first in range(0, 4, world):
-            result = learner.micro_step(sharing.hand_out(rows[first : first + world]), head)
-            loss += result.loss * result.positions
-        sharing.announce_snapshot()
-        weights = learner.snapshot().state_dict()
-        sharing.announce_stop()
-    else:
-        while (row := sharing.receive()) != "stop":
-            if isinstance(row, str):
-                learner.snapshot()
-                continue
-            assert row.lm_head_hash == head.hash
-            result = learner.micro_step(row, head)
-            loss += result.loss * result.positions
-    dist.all_reduce(loss)
-    state = learner.state()
-    if dist.get_rank() == 0:
-        moments = {f"exp_avg.{name}": s["exp_avg"] for name, s in state["optimizer"]["state"].items()}
-        figures = torch.tensor([learner.total_steps, float(loss)], dtype=torch.float64)
-        save_file({**weights, **moments, "figures": figures}, out)
+        save_file(found, out)
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
     # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
     sys.stdout.flush()
     os._exit(0)

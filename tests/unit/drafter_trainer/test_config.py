@@ -6,6 +6,7 @@ from drafter_trainer.config import DrafterTrainerConfig
 from paceline.config import ServiceConfig, known_keys
 
 KEYS = {
+    "activation_deadline_s", "device",
     "buffer.byte_budget", "buffer.heldout_every", "buffer.heldout_samples", "buffer.recency", "buffer.samples",
     "buffer.window", "checkpoint_interval_s", "data_wait_s", "drafter", "gate.bootstrap", "gate.draft_steps",
     "gate.interval_steps", "gate.min_positions", "gate.samples", "max_epochs", "max_micro_batch_tokens",

@@ -1,29 +1,39 @@
-"""One optimiser step on one rank and on two ranks is the same step."""
+"""The same optimiser steps on one rank and on ranks that come and go between activations."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
+from unit.drafter_trainer.sharded_step import ROWS
 
+from drafter_trainer.checkpoint import newest_checkpoint, read_checkpoint
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.learner import DrafterLearner
 from paceline.local.ports import free_port
 from paceline.speculators.eagle import EagleNet
 
 HERE = Path(__file__).parent
+ALONE = [(1, ROWS), (1, 2 * ROWS)]
+COMING_AND_GOING = [(3, ROWS), (1, 2), (2, 4), (3, 3), (1, 3)]
+"""Ranks and rows of each activation; from the second on each ends in the middle of a step or begins there."""
 
 
-def step(out: Path, world_size: int) -> dict[str, torch.Tensor]:
-    """Runs the step in `world_size` real gloo processes."""
+def run(out: Path, world_size: int, plan: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+    """Carries the plan out in `world_size` real gloo processes."""
     shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    argv = [str(HERE / "sharded_step.py"), str(HERE / "samples.py"), str(out), json.dumps(plan)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "sharded_step.py"), str(HERE / "samples.py"), str(out)],
+            [sys.executable, *argv],
             env={**os.environ, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)},
         )
         for r in range(world_size)
@@ -36,13 +46,24 @@ def step(out: Path, world_size: int) -> dict[str, torch.Tensor]:
     return load_file(out)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return run(tmp_path_factory.mktemp("alone") / "out", 1, ALONE)
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    out = tmp_path_factory.mktemp("together") / "out"
+    return out, run(out, 3, COMING_AND_GOING)
+
+
 def reference() -> tuple[float, dict[str, torch.Tensor]]:
-    """Summed loss and mean gradient of the same sequences, one forward each, without packing, sharding or sums."""
+    """Summed loss and mean gradient of the first step, one forward a sequence, without packing, sharding or sums."""
     policy, net = toy_policy(), EagleNet(TARGET, seed=1)
     net.bind(policy.embed, policy.head)
     losses = []
-    for seed in range(16):
-        tokens, hidden = policy.rows(9 + 3 * (seed // 4) + seed % 4, seed)
+    for seed in range(4 * ROWS):
+        tokens, hidden = policy.rows(9 + 3 * (seed // 4 % 4) + seed % 4, seed)
         length = len(tokens) - 2
         features = net.features(hidden[None, :-1], tokens[None, 1:-1], torch.arange(length)[None])[0]
         for t in range(PROMPT - 2, length):
@@ -59,16 +80,47 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).double().norm() / b.double().norm())
 
 
-def test_two_ranks_step_as_one_and_as_plain_torch(tmp_path: Path) -> None:
-    one, two = step(tmp_path / "one", 1), step(tmp_path / "two", 2)
+def test_three_ranks_step_as_one_and_as_plain_torch(
+    alone: dict[str, torch.Tensor], together: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
     loss, gradients = reference()
-    for figures in (one["figures"], two["figures"]):
+    one, three = alone, together[1]
+    for figures in (one["first.figures"], three["first.figures"]):
         assert figures[0] == 1
         assert abs(float(figures[1]) - loss) < 1e-5 * loss
     start = EagleNet(TARGET, seed=1).state_dict()
     for name in start:
-        assert relative(two[name], one[name]) < 1e-5, name
-        assert relative(two[f"exp_avg.{name}"], one[f"exp_avg.{name}"]) < 1e-5, name
+        weights, moments = f"first.{name}", f"first.exp_avg.{name}"
+        assert relative(three[weights], one[weights]) < 1e-5, name
+        assert relative(three[moments], one[moments]) < 1e-5, name
         # AdamW's first moment after one step is (1 - beta1) times the gradient: beta1 is 0.9.
-        assert relative(one[f"exp_avg.{name}"], 0.1 * gradients[name]) < 1e-5, name
-        assert relative(one[name], start[name]) > 1e-4, name
+        assert relative(one[moments], 0.1 * gradients[name]) < 1e-5, name
+        assert relative(one[weights], start[name]) > 1e-4, name
+
+
+def test_ranks_that_come_and_go_in_the_middle_of_a_step_change_nothing(
+    alone: dict[str, torch.Tensor], together: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    one, many = alone, together[1]
+    assert one["last.figures"][0] == many["last.figures"][0] == 3
+    assert one["last.figures"][2] == many["last.figures"][2] > one["first.figures"][2]
+    assert relative(many["last.figures"], one["last.figures"]) < 1e-5
+    for name in EagleNet(TARGET, seed=1).state_dict():
+        for kind in ("last.", "last.exp_avg."):
+            assert relative(many[kind + name], one[kind + name]) < 1e-5, kind + name
+        assert relative(one[f"last.{name}"], one[f"first.{name}"]) > 1e-4, name
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_of_three_ranks_is_read_by_one(together: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    out, three = together
+    learner = DrafterLearner(EagleNet(TARGET, seed=9), OptimizerConfig(), micro_batches=1)
+    checkpoint = newest_checkpoint(out.with_suffix(".checkpoints"))
+    assert checkpoint is not None
+    assert len(list(checkpoint.glob("*.distcp"))) == 3
+    learner.load_state(read_checkpoint(checkpoint, learner.state(), learner.members))
+    assert learner.total_steps == 1
+    loaded = learner.state()["optimizer"]["state"]
+    for name, value in learner.snapshot().state_dict().items():
+        assert torch.equal(value, three[f"first.{name}"])
+        assert torch.equal(loaded[name]["exp_avg"].full_tensor(), three[f"first.exp_avg.{name}"])

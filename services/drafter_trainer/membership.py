@@ -1,0 +1,112 @@
+"""Which ranks train under a lease, and where each computes. Owns process groups and devices, not what is on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Ranks 0 .. n - 1 of the trainer: those that train together. Groups and mesh are None on the ranks beside them."""
+
+    devices: tuple[str, ...]
+    """[n] where each computes, "cpu" or "cuda:<slot>"."""
+    group: dist.ProcessGroup | None
+    """Their collectives."""
+    writing: dist.ProcessGroup | None
+    """Another group of the same ranks, for the thread that writes checkpoints while they train."""
+    mesh: DeviceMesh | None
+    """The same ranks as FSDP2 wants them."""
+    cpu_mesh: DeviceMesh | None
+    """The same for shards that lie on the CPU."""
+
+    @property
+    def size(self) -> int:
+        """n."""
+        return len(self.devices)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank is one of them."""
+        return dist.get_rank() < self.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return torch.device(self.devices[dist.get_rank()] if self.takes_part else "cpu")
+
+    def meet(self) -> None:
+        """Returns when all of them have come here."""
+        if self.size > 1 and self.takes_part:
+            dist.all_reduce(torch.zeros(()), group=self.group)
+
+    def agree(self, *numbers: int) -> list[int]:
+        """Rank 0's numbers on all of them; what the others give counts for nothing but how many there are."""
+        values = torch.tensor(numbers)
+        if self.size > 1:
+            dist.broadcast(values, 0, group=self.group)
+        return [int(value) for value in values.tolist()]
+
+
+def on_cpu(size: int) -> Members:
+    """The first `size` ranks, computing on their cores. A collective of all ranks."""
+    return _members(("cpu",) * size)
+
+
+class Membership:
+    """Follows the leases: another set of slots is another process group, the same set the one of before.
+
+    Every rank calls `join` for every lease, in the same order: groups are made together.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self.members = on_cpu(dist.get_world_size())
+
+    def join(self, slots: Sequence[int]) -> Members:
+        """The ranks that train on these slots, rank i on slot i of them; ranks that are too many stay out.
+
+        Raises ConfigError for a slot that is no CUDA device here.
+        """
+        devices = self._places(slots[: dist.get_world_size()])
+        if devices != self.members.devices:
+            for group in {self.members.group, self.members.writing} - {None, dist.group.WORLD}:
+                dist.destroy_process_group(group)
+            self.members = _members(devices)
+        return self.members
+
+    def stays(self, slots: Sequence[int]) -> bool:
+        """Whether `join` would change nothing."""
+        return self._places(slots[: dist.get_world_size()]) == self.members.devices
+
+    def _places(self, slots: Sequence[int]) -> tuple[str, ...]:
+        if self._device == "cpu":
+            return ("cpu",) * len(slots)
+        if max(slots) >= torch.cuda.device_count():
+            raise ConfigError(
+                "a leased slot is no CUDA device", seen=max(slots), allowed=f"below {torch.cuda.device_count()}"
+            )
+        return tuple(f"cuda:{slot}" for slot in slots)
+
+
+def _members(devices: tuple[str, ...]) -> Members:
+    ranks = list(range(len(devices)))
+    whole = len(ranks) == dist.get_world_size()
+    group = dist.group.WORLD if whole and devices[0] == "cpu" else dist.new_group(ranks)
+    writing = dist.new_group(ranks, backend="gloo") if len(ranks) > 1 else None
+    if dist.get_rank() not in ranks:
+        return Members(devices, None, None, None, None)
+    assert group is not None
+    kind = torch.device(devices[0]).type
+    cpu_mesh = DeviceMesh.from_group(group, "cpu")
+    if kind == "cpu":
+        return Members(devices, group, writing, cpu_mesh, cpu_mesh)
+    torch.cuda.set_device(devices[dist.get_rank()])
+    return Members(devices, group, writing, DeviceMesh.from_group(group, kind), cpu_mesh)
