@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
+from drafter_trainer.membership import on_cpu
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
 from drafter_trainer.offline.data import Sample, read_samples
 from drafter_trainer.offline.generation import answer_prompts, answers_file, write_answers
@@ -50,8 +51,9 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     tell({"kind": "data", **counted})
     if config.start is None:
         _choose_tokens(net, samples, target)
-    base = Target(lm, config.model, net.capture, lr=None if config.freeze_base_model else config.base_lr)
-    return OfflineTrainer(config, net, base, samples, tell).run(stopping)
+    members = on_cpu(dist.get_world_size())
+    base = Target(lm, config.model, net.capture, members.mesh, lr=None if config.freeze_base_model else config.base_lr)
+    return OfflineTrainer(config, net, base, samples, tell, members).run(stopping)
 
 
 def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:

@@ -12,21 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
-from torch.utils._pytree import tree_map_only
 
 from drafter_trainer.heads import PolicyHead, load_policy_head
 from drafter_trainer.offline.plan import Document
@@ -36,7 +27,7 @@ from paceline.speculators import CaptureSpec, PackedRow
 
 CLIP_NORM = 1.0
 """Largest gradient norm of the base model."""
-_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
 
 
@@ -90,19 +81,24 @@ class TargetForward(nn.Module):
 class Target:
     """The base model sharded by FSDP2 (each layer, then the rest), with an optimiser when it is trained along."""
 
-    def __init__(self, lm: Any, directory: Path, capture: CaptureSpec, *, lr: float | None) -> None:
+    def __init__(
+        self, lm: Any, directory: Path, capture: CaptureSpec, mesh: DeviceMesh | None, *, lr: float | None
+    ) -> None:
         self._directory, self._layers = directory, capture.layers
         self._hidden: int = lm.config.hidden_size
         self._tied = bool(lm.config.tie_word_embeddings)
         self._module = TargetForward(lm, capture)
         self._module.requires_grad_(lr is not None).eval()  # no dropout: states are those the engine computes
         self._head: PolicyHead | None = load_policy_head(directory, 0)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)
         self._optimizer: torch.optim.AdamW | None = None
         if lr is not None:
-            self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+            self._parameters = dict(self._module.named_parameters())
+            self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+            for parameter in self._parameters.values():
+                moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+                self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
 
     @property
     def trained(self) -> bool:
@@ -151,34 +147,35 @@ class Target:
         """One step of the base model's optimiser along the gradient gathered since the last. A collective."""
         assert self._optimizer is not None
         self._reshard()
-        torch.nn.utils.clip_grad_norm_(list(self._module.parameters()), CLIP_NORM)
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._head = None
 
-    def state(self) -> dict[str, Any] | None:
-        """Weights and optimiser, whole, on the CPU of rank 0; None of a frozen model. A collective."""
+    def state(self) -> dict[str, Any]:
+        """Copies of weights and moments, sharded as they are here; empty of a frozen model."""
         if self._optimizer is None:
-            return None
+            return {}
         self._reshard()
-        state = {
-            "model": get_model_state_dict(self._module, options=_FULL),
-            "optimizer": get_optimizer_state_dict(self._module, self._optimizer, options=_FULL),
+        moments = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
+        return {
+            "model": {name: parameter.detach().clone() for name, parameter in self._parameters.items()},
+            "optimizer": {name: {key: part.clone() for key, part in one.items()} for name, one in moments.items()},
         }
-        # On one rank the tensors are the live ones.
-        cloned: dict[str, Any] = tree_map_only(torch.Tensor, torch.clone, state)
-        return cloned
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave."""
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state` of as many ranks."""
         assert self._optimizer is not None
-        options = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(self._module, state["model"], options=options)
-        set_optimizer_state_dict(self._module, self._optimizer, state["optimizer"], options=options)
+        self._reshard()
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state["model"][name])
+            for key, part in self._optimizer.state[parameter].items():
+                part.copy_(state["optimizer"][name][key])
         self._head = None
 
-    def write(self, state: Mapping[str, Any], directory: Path) -> None:
-        """The base model of a state as a Hugging Face directory: fp32 weights, the start model's other files."""
+    def write(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        """A state's whole weights as a Hugging Face directory: fp32, and the start model's other files."""
         directory.mkdir(parents=True)
         for path in self._directory.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
@@ -186,7 +183,7 @@ class Target:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
         (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")
-        tensors = {name.removeprefix("lm."): tensor.contiguous() for name, tensor in state["model"].items()}
+        tensors = {name.removeprefix("lm."): tensor.contiguous() for name, tensor in weights.items()}
         if self._tied:
             tensors.pop("lm_head.weight", None)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

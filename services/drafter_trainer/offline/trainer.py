@@ -8,6 +8,7 @@ are constants to it, or both would agree on predicting nothing. The speculator i
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,11 +22,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.checkpoint import STATE, CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.evaluate import chain_matches
 from drafter_trainer.gate import accepted_tokens
 from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.membership import Members
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.data import Sample, fingerprint
 from drafter_trainer.offline.log import RunLog
@@ -35,9 +37,10 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators import DraftNet
 
 Tell = Callable[[dict[str, Any]], None]
-CHECKPOINT = "checkpoint"
-SPECULATOR, BASE = "speculator", "base"
-"""Folders of a checkpoint."""
+STATES = "states"
+"""Folder of what a run goes on from."""
+CHECKPOINT, SPECULATOR, BASE = "checkpoint", "speculator", "base"
+"""Folder of what a run is for, and of its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,13 @@ class OfflineTrainer:
     """One rank of the run; every public method is a collective of all ranks."""
 
     def __init__(
-        self, config: OfflineConfig, net: DraftNet, target: Target, samples: Sequence[Sample], tell: Tell
+        self,
+        config: OfflineConfig,
+        net: DraftNet,
+        target: Target,
+        samples: Sequence[Sample],
+        tell: Tell,
+        members: Members,
     ) -> None:
         self._config, self._target, self._tell = config, target, tell
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
@@ -78,14 +87,15 @@ class OfflineTrainer:
         self._whole = net.twin()
         # The base model is sharded already: what is shared of it stays outside the drafter's shards.
         optimizer = OptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
-        self._learner = DrafterLearner(net, optimizer, micro_batches=config.rows_per_rank)
         self._rows_per_step = config.rows_per_rank * self._world
+        self._learner = DrafterLearner(net, optimizer, micro_batches=self._rows_per_step, members=members)
         lengths = [len(sample) for sample in self._train]
         self.steps = config.steps or steps_of(
             lengths, config.row_tokens, config.seed, epochs=config.epochs, rows_per_step=self._rows_per_step
         )
-        self._directory = config.out / CHECKPOINT
-        self._writer = CheckpointWriter(self._directory, self._write)
+        self._members = members
+        self._states = config.out / STATES
+        self._writer = CheckpointWriter(self._states, self._export)
         self._log = RunLog(config.out / "log.jsonl", keep=self._rank == 0)
         self._saved = -1
         self._resume()
@@ -189,42 +199,52 @@ class OfflineTrainer:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
+    def _state(self) -> dict[str, Any]:
+        return {"learner": self._learner.state(), "base": self._target.state(), "settings": self._settings}
+
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless it is there."""
         if self._saved == self.step:
             return
-        state = {"learner": self._learner.state(), "base": self._target.state(), "settings": self._settings}
-        if self._rank == 0:
-            self._writer.write(state)
-            self._tell({"kind": "saved", "step": self.step, "directory": str(self._directory / SPECULATOR)})
+        self._writer.write(self._state(), self.step, self._members)
+        self._tell({"kind": "saved", "step": self.step, "directory": str(self._config.out / CHECKPOINT)})
         self._saved = self.step
 
-    def _write(self, state: dict[str, Any], directory: Path) -> None:
-        net = self._whole.twin()
-        net.load_tensors(state["learner"]["model"])
-        net.save(directory / SPECULATOR)
-        if state["base"] is not None:
-            self._target.write(state["base"], directory / BASE)
+    def _export(self, state: dict[str, Any], directory: Path) -> None:
+        """Puts drafter and base model of the shards in `directory` where they are looked for, all at once."""
+        net, out = self._whole.twin(), self._config.out
+        fresh, old = out / f".{CHECKPOINT}.tmp", out / f".{CHECKPOINT}.old"
+        for left_behind in (fresh, old):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.save(fresh / SPECULATOR)
+        if state["base"]:
+            self._target.write(read_whole(directory, "base/model", state), fresh / BASE)
+        if (out / CHECKPOINT).exists():
+            (out / CHECKPOINT).rename(old)
+        fresh.rename(out / CHECKPOINT)
+        shutil.rmtree(old, ignore_errors=True)
 
     def _resume(self) -> None:
-        """Goes on from the checkpoint of the output directory, or clears it. Raises ConfigError for another run's."""
-        state = read_checkpoint(self._directory)
-        if state is not None and self._config.resume:
-            if (seen := state["settings"]) != self._settings:
-                other = next(key for key in self._settings if seen.get(key) != self._settings[key])
+        """Goes on from the newest state in the output directory, or clears them. ConfigError: another run's."""
+        newest = newest_checkpoint(self._states)
+        if newest is not None and self._config.resume:
+            seen = json.loads((newest / STATE).read_text(encoding="utf-8"))["settings"]
+            if other := next((key for key in self._settings if seen.get(key) != self._settings[key]), None):
                 raise ConfigError(
                     f"{self._config.out} holds a run with another {other}; --no-resume or another --out starts afresh",
                     seen=self._settings[other],
                     allowed=seen.get(other),
                 )
+            state = read_checkpoint(newest, self._state(), self._members)
             self._learner.load_state(state["learner"])
-            if state["base"] is not None:
+            if self._target.trained:
                 self._target.load_state(state["base"])
             self._saved = self.step
             self._tell({"kind": "resumed", "step": self.step})
-        dist.barrier()  # nobody reads any more
-        if state is not None and not self._config.resume and self._rank == 0:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._members.meet()  # nobody reads any more
+        if newest is not None and not self._config.resume and self._rank == 0:
+            shutil.rmtree(self._states)
         self._log.keep_to(self.step)
 
 

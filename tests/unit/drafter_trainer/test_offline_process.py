@@ -52,7 +52,7 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_two_ranks_train_speculator_and_base_as_one_rank_does(world: Path) -> None:
+def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_from_them(world: Path) -> None:
     process = start(world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2")
     _, said = process.communicate(timeout=90)
     assert process.returncode == 0, said
@@ -69,6 +69,8 @@ def test_two_ranks_train_speculator_and_base_as_one_rank_does(world: Path) -> No
         two, one = (load_file(world / out / "checkpoint" / part / "model.safetensors") for out in ("out", "one"))
         for name, tensor in one.items():
             assert float((two[name] - tensor).norm() / tensor.norm()) < 1e-4, name
+    more = in_process(world, out=world / "out", freeze_base_model=False, base_lr=1e-3, steps=3)
+    assert [message["step"] for message in more if message["kind"] in ("resumed", "step")] == [2, 3]
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drafter_trainer.membership import on_cpu
 from drafter_trainer.offline.data import Sample
 from drafter_trainer.offline.plan import Document
 from drafter_trainer.offline.target import Target, load_causal_lm
@@ -44,7 +45,7 @@ def oracle(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
 
 def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Path) -> None:
     model = save_random(tmp_path, "llama")
-    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, lr=None)
+    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, on_cpu(1).mesh, lr=None)
     states, _ = target.forward(documents())
     row = target.row(documents(), states)
     assert row.layers == "0,2,last"
@@ -67,7 +68,7 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
 
 def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transformers(tmp_path: Path) -> None:
     model = save_random(tmp_path, "llama")
-    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, lr=1e-3)
+    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, on_cpu(1).mesh, lr=1e-3)
     _, found = target.forward(documents())
     expected = torch.zeros(())
     for sample in samples():
@@ -79,18 +80,16 @@ def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transfor
     expected.backward()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     state = target.state()
-    assert state is not None
     for name, weight in before.items():
-        assert torch.equal(state["model"][f"lm.{name}"], weight), name
+        assert torch.equal(state["model"][f"lm.{name}"].full_tensor(), weight), name
     target.step()
     state = target.state()
-    assert state is not None
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     for name, parameter in model.named_parameters():
         # AdamW's first moment after one step is (1 - beta1) times the clipped gradient: beta1 is 0.9.
         clipped = parameter.grad / max(1.0, float(norm))
         torch.testing.assert_close(
-            state["optimizer"]["state"][f"lm.{name}"]["exp_avg"], 0.1 * clipped, atol=1e-6, rtol=1e-3
+            state["optimizer"][f"lm.{name}"]["exp_avg"].full_tensor(), 0.1 * clipped, atol=1e-6, rtol=1e-3
         )
 
 
@@ -98,7 +97,7 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
     for family in ("llama", "llama-tied"):
         directory = tmp_path / family
         save_random(directory, family)
-        target = Target(load_causal_lm(directory, "float32"), directory, CaptureSpec(), lr=1e-2)
+        target = Target(load_causal_lm(directory, "float32"), directory, CaptureSpec(), on_cpu(1).mesh, lr=1e-2)
         before = target.head()
         _, loss = target.forward(documents())
         loss.backward()
@@ -106,10 +105,9 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
         with torch.no_grad():
             target.forward(documents())  # leaves the root gathered
         after, state = target.head(), target.state()
-        assert state is not None
         assert not torch.equal(before.lm_head, after.lm_head)
         assert not torch.equal(before.embed_tokens, after.embed_tokens)
-        target.write(state, tmp_path / f"{family}-base")
+        target.write({n: t.full_tensor() for n, t in state["model"].items()}, tmp_path / f"{family}-base")
         stored = load_file(tmp_path / f"{family}-base" / "model.safetensors")
         assert torch.equal(stored["model.embed_tokens.weight"], after.embed_tokens)
         assert torch.equal(stored.get("lm_head.weight", after.embed_tokens), after.lm_head)
@@ -119,4 +117,4 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
 def test_a_layer_the_model_lacks_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     with pytest.raises(InvalidInput, match=r"seen: 3,last; allowed: 0 to 2, last"):
-        Target(load_causal_lm(tmp_path, "float32"), tmp_path, CaptureSpec(inner=(3,)), lr=None)
+        Target(load_causal_lm(tmp_path, "float32"), tmp_path, CaptureSpec(inner=(3,)), on_cpu(1).mesh, lr=None)
