@@ -51,6 +51,7 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_two_ranks_train_speculator_and_base_as_one_rank_does(world: Path) -> None:
     process = start(world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2")
@@ -71,6 +72,7 @@ def test_two_ranks_train_speculator_and_base_as_one_rank_does(world: Path) -> No
             assert float((two[name] - tensor).norm() / tensor.norm()) < 1e-4, name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
     process = start(world, "--steps", "100000", "--log-every", "1")
