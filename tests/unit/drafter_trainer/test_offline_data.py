@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,32 @@ def test_text_without_a_tokenizer_says_what_works_without_one(tmp_path: Path) ->
     path = write(tmp_path / "a.jsonl", {"prompt": "one", "response": "two"})
     with pytest.raises(ConfigError, match=r"no tokenizer .*input_ids"):
         read_samples(path, lambda: ModelText(tmp_path, [1]), 9)
+
+
+def test_parquet_rows_are_records_and_a_bad_one_is_named(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="optional: Parquet is read where pyarrow is installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [GOOD, {"messages": CHAT}, {"input_ids": [1, 99], "loss_mask": [0, 1]}]
+    parquet.write_table(arrow.Table.from_pylist(rows[:2], schema=_schema(arrow)), tmp_path / "good.parquet")
+    ready, chat = read_samples(tmp_path / "good.parquet", words(tmp_path, TEMPLATE), len(WORDS))
+    assert ready.token_ids.tolist() == GOOD["input_ids"]
+    assert told(chat)[-2:] == ["FOUR", "<EOS>"]
+    parquet.write_table(arrow.Table.from_pylist(rows, schema=_schema(arrow)), tmp_path / "bad.parquet")
+    with pytest.raises(InvalidInput, match=r"bad\.parquet, row 3: .*vocabulary"):
+        read_samples(tmp_path / "bad.parquet", words(tmp_path, TEMPLATE), len(WORDS))
+    (tmp_path / "broken.parquet").write_bytes(b"no table")
+    with pytest.raises(InvalidInput, match=r"broken\.parquet is no Parquet file"):
+        read_samples(tmp_path / "broken.parquet", none, 9)
+
+
+def _schema(arrow: Any) -> Any:
+    message = arrow.struct([("role", arrow.string()), ("content", arrow.string())])
+    integers = arrow.list_(arrow.int64())
+    return arrow.schema([("input_ids", integers), ("loss_mask", integers), ("messages", arrow.list_(message))])
+
+
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"need pyarrow; .*allowed: pip install pyarrow, or JSONL"):
+        read_samples(tmp_path / "a.parquet", none, 9)

@@ -51,6 +51,7 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_from_them(world: Path) -> None:
     process = start(world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2")
@@ -73,6 +74,7 @@ def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_fr
     assert [message["step"] for message in more if message["kind"] in ("resumed", "step")] == [2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
     process = start(world, "--steps", "100000", "--log-every", "1")
