@@ -62,6 +62,12 @@ BENCH_MODULES = {
 }
 """Benches of one service; the others are paceline.bench's."""
 
+TOOLS = {
+    "train-drafter": ("drafter_trainer.offline", "Train a drafter offline from conversations, for a warm start."),
+    "export-drafter": ("drafter_trainer.export", "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint."),
+}
+"""Command -> module that parses the rest of the line, and what the list of commands says of it."""
+
 
 @app.command()
 def version() -> None:
@@ -154,6 +160,19 @@ def bench(name: Bench, context: typer.Context) -> None:
     """Run a benchmark and print its table; --json FILE keeps it. `paceline bench NAME --help` lists the options."""
     module = BENCH_MODULES.get(name, "paceline.bench")
     os.execv(sys.executable, [sys.executable, "-m", module, name.value, *context.args])  # noqa: S606
+
+
+def _add_tool(name: str, module: str, help_text: str) -> None:
+    # Options and --help are the module's, which only then is imported, with all it needs.
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+    @app.command(name, help=help_text, context_settings=settings)
+    def run_tool(context: typer.Context) -> None:
+        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606
+
+
+for _name, _tool in TOOLS.items():
+    _add_tool(_name, *_tool)
 
 
 def _run(coroutine: Coroutine[Any, Any, int]) -> int:

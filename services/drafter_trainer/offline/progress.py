@@ -1,0 +1,60 @@
+"""What a person reads of an offline run: one line per message of rank 0. Decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+
+class Progress:
+    """Prints messages; of the steps one in `log_every`."""
+
+    def __init__(self, console: Console, log_every: int) -> None:
+        self._console, self._log_every = console, log_every
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def show(self, message: dict[str, Any]) -> None:
+        """A message as a line, or nothing."""
+        match message["kind"]:
+            case "step":
+                if message["step"] % self._log_every == 0 or message["step"] in (1, message["steps"]):
+                    self.say(_step(message))
+            case "heldout":
+                self.say(_heldout(message))
+            case "saved":
+                self.say(f"step {message['step']}: saved {message['directory']}")
+            case "resumed":
+                self.say(f"goes on after step {message['step']}")
+            case "answers":
+                self.say(f"answers of the model itself: {message['done']} of {message['of']} (rank 0)")
+            case "data":
+                rest = ", ".join(f"{message[n]} {n.replace('_', ' ')}" for n in ("cut", "left_out") if message[n])
+                self.say(f"{message['sequences']} sequences{f' ({rest})' if rest else ''}")
+            case other:
+                raise ValueError(f"no such message: {other}")
+
+
+def _step(message: dict[str, Any]) -> str:
+    terms = "  ".join(f"{name} {value:.4f}" for name, value in message["terms"].items())
+    base = f"  base {message['base_loss']:.4f}" if "base_loss" in message else ""
+    rate = message["positions"] / max(message["seconds"], 1e-9)
+    return (
+        f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {terms}{base}  {rate:.0f} positions/s"
+    )
+
+
+def _heldout(message: dict[str, Any]) -> str:
+    return (
+        f"step {message['step']}: held-out E[len] {message['length']:.3f} of {message['positions']} positions; "
+        f"draft 1, 2, ... right: {_shares(message['conditional'])} if those before are, "
+        f"{_shares(message['survival'])} with those before"
+    )
+
+
+def _shares(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.3f}" for value in values)

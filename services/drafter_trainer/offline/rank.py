@@ -1,0 +1,140 @@
+"""`python -m drafter_trainer.offline.rank`: one rank of an offline run. Owns its set-up and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+
+from drafter_trainer.membership import on_cpu
+from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
+from drafter_trainer.offline.data import Sample, read_samples
+from drafter_trainer.offline.generation import answer_prompts, answers_file, write_answers
+from drafter_trainer.offline.target import Target, load_causal_lm
+from drafter_trainer.offline.text import ModelText
+from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
+from paceline.errors import ConfigError, PacelineError
+from paceline.local.ranks import RankLink
+from paceline.models.config import ModelConfig, read_config
+from paceline.speculators import DraftNet, find_kind
+
+COLLECTIVE_DEADLINE = timedelta(minutes=30)
+"""Ranks wait for each other this long: their shares of generated answers differ."""
+FAREWELL_S = 10.0
+
+
+def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bool:
+    """The whole run on this rank; a collective of all ranks, which hold a gloo process group. True: to its end.
+
+    Raises ConfigError, InvalidInput, WeightsError or DataLoss for what cannot work.
+    """
+    if not config.freeze_base_model and config.dtype != "float32":
+        raise ConfigError("a base model that is trained needs float32", seen=config.dtype, allowed="float32")
+    target = read_config(config.model)
+    net = make_net(config, target)  # before the data: a wrong option is told at once
+    encoder = _once(lambda: ModelText(config.model, target.eos_token_ids))
+    samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
+    config.out.mkdir(parents=True, exist_ok=True)
+    lm = load_causal_lm(config.model, config.dtype)
+    limit = min(config.row_tokens, target.max_position_embeddings)
+    if config.regenerate:
+        samples = _answers(lm, samples, config, target, limit, tell)
+    samples, counted = usable(samples, limit)
+    tell({"kind": "data", **counted})
+    if config.start is None:
+        _choose_tokens(net, samples, target)
+    members = on_cpu(dist.get_world_size())
+    base = Target(lm, config.model, net.capture, members.mesh, lr=None if config.freeze_base_model else config.base_lr)
+    return OfflineTrainer(config, net, base, samples, tell, members).run(stopping)
+
+
+def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
+    """The network to train: fresh, or the checkpoint to start from. Raises ConfigError, InvalidInput, WeightsError."""
+    kind = find_kind(config.speculator).net
+    if kind is None:
+        raise ConfigError("a speculator without weights is not trained", seen=config.speculator)
+    try:
+        options = kind.Options.model_validate(config.options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"option {key} of {config.speculator}: {first['msg']}",
+            seen=first["input"],
+            allowed=", ".join(kind.Options.model_fields),
+        ) from error
+    if config.start is not None:
+        return kind.read(config.start, target, options)
+    return kind.fresh(target, options, config.seed)
+
+
+def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) -> None:
+    """Tells a fresh network with a vocabulary of its own, how often each token is a drafting target."""
+    choose = getattr(net, "choose_tokens", None)
+    if choose is not None:
+        drafted = np.concatenate([sample.token_ids[2:][sample.mask[2:]] for sample in samples])
+        choose(torch.from_numpy(np.bincount(drafted, minlength=target.vocab_size)))
+
+
+def _answers(
+    lm: Any, prompts: list[Sample], config: OfflineConfig, target: ModelConfig, limit: int, tell: Tell
+) -> list[Sample]:
+    """The model's own answers, drawn once per output directory."""
+    path = answers_file(config, prompts)
+    drawn = path.exists()
+    dist.barrier()  # all ranks have looked
+    if drawn:
+        return read_samples(path, _once(lambda: ModelText(config.model, ())), target.vocab_size)
+    samples = answer_prompts(
+        lm, prompts, config, limit, lambda done, whole: tell({"kind": "answers", "done": done, "of": whole})
+    )
+    if dist.get_rank() == 0:
+        write_answers(path, samples)
+    return samples
+
+
+def _once(make: Callable[[], ModelText]) -> Callable[[], ModelText]:
+    made: list[ModelText] = []
+
+    def get() -> ModelText:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return get
+
+
+def main() -> None:
+    """Takes the settings from the environment, where the parent put them, and trains."""
+    link = RankLink.from_environment()
+    config = OfflineConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+    torch.set_num_threads(config.threads_per_rank)
+    torch.manual_seed(config.seed)
+    stop = [False]
+    signal.signal(signal.SIGTERM, lambda *_: stop.__setitem__(0, True))
+    dist.init_process_group("gloo", timeout=COLLECTIVE_DEADLINE)
+
+    def tell(message: dict[str, Any]) -> None:
+        if link.rank == 0:
+            link.send(json.dumps(message).encode())
+
+    link.ready()
+    try:
+        tell({"kind": "done", "whole": train(config, tell, lambda: stop[0])})
+    except PacelineError as error:
+        tell({"kind": "error", "text": str(error)})
+    link.receive(FAREWELL_S)  # the parent has read what was sent
+    link.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

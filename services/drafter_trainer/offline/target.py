@@ -1,0 +1,224 @@
+"""The model a drafter drafts for: forward over packed rows, sharded, frozen or trained along. Owns no drafter.
+
+Its forward is transformers', the states are named as in CaptureSpec: a number is what enters that decoder layer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from drafter_trainer.heads import PolicyHead, load_policy_head
+from drafter_trainer.offline.plan import Document
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.loading import DTYPES
+from paceline.speculators import CaptureSpec, PackedRow
+
+CLIP_NORM = 1.0
+"""Largest gradient norm of the base model."""
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
+
+
+def load_causal_lm(directory: Path, dtype: str) -> Any:
+    """The transformers module of a directory, on the CPU. Raises ConfigError when there is none."""
+    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
+
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype], attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"no model can be loaded from {directory}: {error}", seen=directory) from error
+    return lm
+
+
+class TargetForward(nn.Module):
+    """A causal language model whose forward ends in captured states and the cross-entropy of given tokens."""
+
+    def __init__(self, lm: Any, capture: CaptureSpec) -> None:
+        super().__init__()
+        layers = len(lm.model.layers)
+        if not capture.last or any(not 0 <= i < layers for i in capture.inner):
+            raise InvalidInput(
+                "this speculator reads layers the model lacks", seen=capture.layers, allowed=f"0 to {layers - 1}, last"
+            )
+        self.lm = lm
+        self._inner = capture.inner
+        self._entering: dict[int, Tensor] = {}
+        for index in capture.inner:
+            lm.model.layers[index].register_forward_pre_hook(self._keep(index), with_kwargs=True)
+
+    def _keep(self, index: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._entering[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def forward(self, token_ids: Tensor, positions: Tensor, said_at: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
+        """States fp32 [N, W], and the summed cross-entropy of the tokens said [M] that follow positions said_at [M].
+
+        token_ids, positions int64 [N]: documents one after another; a position that does not follow its left neighbour
+        begins a document, across which transformers masks attention.
+        """
+        last = self.lm.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
+        states = torch.cat([*(self._entering.pop(i)[0] for i in self._inner), last[0]], dim=-1).float()
+        if not len(said):
+            return states, states.new_zeros(())
+        logits = self.lm.lm_head(last[0, said_at]).float()
+        return states, functional.cross_entropy(logits, said, reduction="sum")
+
+
+class Target:
+    """The base model sharded by FSDP2 (each layer, then the rest), with an optimiser when it is trained along."""
+
+    def __init__(
+        self, lm: Any, directory: Path, capture: CaptureSpec, mesh: DeviceMesh | None, *, lr: float | None
+    ) -> None:
+        self._directory, self._layers = directory, capture.layers
+        self._hidden: int = lm.config.hidden_size
+        self._tied = bool(lm.config.tie_word_embeddings)
+        self._module = TargetForward(lm, capture)
+        self._module.requires_grad_(lr is not None).eval()  # no dropout: states are those the engine computes
+        self._head: PolicyHead | None = load_policy_head(directory, 0)
+        for part in (*lm.model.layers, self._module):
+            fully_shard(part, mesh=mesh)
+        self._optimizer: torch.optim.AdamW | None = None
+        if lr is not None:
+            self._parameters = dict(self._module.named_parameters())
+            self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+            for parameter in self._parameters.values():
+                moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
+                self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    @property
+    def trained(self) -> bool:
+        """It learns along with the speculator."""
+        return self._optimizer is not None
+
+    def forward(self, row: Sequence[Document]) -> tuple[Tensor, Tensor]:
+        """States [N, W] at all tokens of the row but each document's last, and the summed cross-entropy of the tokens
+        the model said, both with a graph when the model is trained. A collective."""
+        inputs, positions, said_at, said = [], [], [], []
+        begin = 0
+        for document in row:
+            ids, mask = (torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask))
+            inputs.append(ids[:-1])
+            positions.append(torch.arange(len(ids) - 1))
+            if self.trained:
+                at = mask[1:].nonzero()[:, 0]
+                said_at.append(at + begin)
+                said.append(ids[1:][at])
+            begin += len(ids) - 1
+        none = torch.zeros(0, dtype=torch.int64)
+        with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
+            result: tuple[Tensor, Tensor] = self._module(
+                torch.cat(inputs), torch.cat(positions), torch.cat([none, *said_at]), torch.cat([none, *said])
+            )
+        return result
+
+    def head(self) -> PolicyHead:
+        """embed_tokens and lm_head as they are now, whole. A collective."""
+        if self._head is None:
+            self._reshard()  # a forward without backward leaves them gathered
+            lm = self._module.lm
+            embed, head = (_whole(part.weight) for part in (lm.model.embed_tokens, lm.lm_head))
+            self._head = PolicyHead("0" * 16, 0, embed, embed if self._tied else head)
+        return self._head
+
+    def row(self, row: Sequence[Document], states: Tensor) -> PackedRow:
+        """What the drafter learns from: the documents' windows out of their states [N, W]."""
+        return packed_row(row, states, self._hidden, self._layers, self.head().hash)
+
+    def _reshard(self) -> None:
+        assert isinstance(self._module, FSDPModule)
+        self._module.reshard()
+
+    def step(self) -> None:
+        """One step of the base model's optimiser along the gradient gathered since the last. A collective."""
+        assert self._optimizer is not None
+        self._reshard()
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP_NORM)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._head = None
+
+    def state(self) -> dict[str, Any]:
+        """Copies of weights and moments, sharded as they are here; empty of a frozen model."""
+        if self._optimizer is None:
+            return {}
+        self._reshard()
+        moments = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
+        return {
+            "model": {name: parameter.detach().clone() for name, parameter in self._parameters.items()},
+            "optimizer": {name: {key: part.clone() for key, part in one.items()} for name, one in moments.items()},
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state` of as many ranks."""
+        assert self._optimizer is not None
+        self._reshard()
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state["model"][name])
+            for key, part in self._optimizer.state[parameter].items():
+                part.copy_(state["optimizer"][name][key])
+        self._head = None
+
+    def write(self, weights: Mapping[str, Tensor], directory: Path) -> None:
+        """A state's whole weights as a Hugging Face directory: fp32, and the start model's other files."""
+        directory.mkdir(parents=True)
+        for path in self._directory.iterdir():
+            if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+                shutil.copyfile(path, directory / path.name)
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config.pop("torch_dtype", None)
+        (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")
+        tensors = {name.removeprefix("lm."): tensor.contiguous() for name, tensor in weights.items()}
+        if self._tied:
+            tensors.pop("lm_head.weight", None)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def packed_row(row: Sequence[Document], states: Tensor, hidden: int, layers: str, head_hash: str) -> PackedRow:
+    """The windows of a row's documents as one PackedRow.
+
+    states [N, W] stand at every token but the last of each document, one document after another. Gradients flow into
+    `states` of the row; its `next_states`, a target, carry none.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    begin = count = 0
+    for number, document in enumerate(row):
+        start, length = document.start, document.length
+        ids, mask = (torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask))
+        before = torch.arange(count - 1, count - 1 + length)
+        before[:1] = -1
+        at = begin + start
+        for name, part in {
+            "states": states[at : at + length],
+            "next_states": states[at + 1 : at + 1 + length, -hidden:].detach(),
+            "next_tokens": ids[start + 1 : start + 1 + length],
+            "draft_tokens": ids[start + 2 : start + 2 + length],
+            "valid": mask[start + 2 : start + 2 + length],
+            "positions": torch.arange(length),
+            "parents": before,
+            "documents": torch.full((length,), number),
+        }.items():
+            parts.setdefault(name, []).append(part)
+        begin += len(ids) - 1
+        count += length
+    return PackedRow(**{name: torch.cat(part) for name, part in parts.items()}, lm_head_hash=head_hash, layers=layers)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return full.detach().float().clone()

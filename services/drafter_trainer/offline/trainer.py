@@ -1,0 +1,265 @@
+"""The offline run on one rank: rows in, optimiser steps, held-out figures, checkpoints. Owns the order of things.
+
+With a frozen base model the loss is the speculator's. Otherwise the base model learns
+    sum over its tokens of -log p(token) / tokens  +  speculator_weight * (speculator's loss / its positions)
+where the speculator's gradient reaches the base through the states it reads; its targets (next states, embedding, head)
+are constants to it, or both would agree on predicting nothing. The speculator itself learns as it does alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from drafter_trainer.checkpoint import STATE, CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.evaluate import chain_matches
+from drafter_trainer.gate import accepted_tokens
+from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.membership import Members
+from drafter_trainer.offline.config import OfflineConfig
+from drafter_trainer.offline.data import Sample, fingerprint
+from drafter_trainer.offline.log import RunLog
+from drafter_trainer.offline.plan import Document, pack, place, split, steps_from, steps_of
+from drafter_trainer.offline.target import Target
+from paceline.errors import ConfigError, InvalidInput
+from paceline.speculators import DraftNet
+
+Tell = Callable[[dict[str, Any]], None]
+STATES = "states"
+"""Folder of what a run goes on from."""
+CHECKPOINT, SPECULATOR, BASE = "checkpoint", "speculator", "base"
+"""Folder of what a run is for, and of its parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Held-out acceptance of a greedy chain, teacher-forced; K drafts."""
+
+    survival: list[float]
+    """[K] share of positions whose drafts 1 .. k are all right."""
+    conditional: list[float]
+    """[K] of those with drafts 1 .. k - 1 right, the share whose draft k is right."""
+    length: float
+    """E[len] = 1 + sum of survival: tokens of a round, the bonus token included."""
+    positions: int
+
+
+def acceptance(matches: npt.NDArray[np.bool_]) -> Acceptance:
+    """Figures of matches [N, K]: draft k of position n equalled the model's token."""
+    alive = np.cumprod(matches, axis=1, dtype=np.int64).sum(axis=0)
+    before = np.concatenate([[len(matches)], alive[:-1]])
+    return Acceptance(
+        survival=(alive / len(matches)).tolist(),
+        conditional=np.divide(alive, before, out=np.zeros(len(alive)), where=before > 0).tolist(),
+        length=1.0 + float(accepted_tokens(matches).mean()),
+        positions=len(matches),
+    )
+
+
+class OfflineTrainer:
+    """One rank of the run; every public method is a collective of all ranks."""
+
+    def __init__(
+        self,
+        config: OfflineConfig,
+        net: DraftNet,
+        target: Target,
+        samples: Sequence[Sample],
+        tell: Tell,
+        members: Members,
+    ) -> None:
+        self._config, self._target, self._tell = config, target, tell
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._train, self._heldout = split(samples, config.heldout_share, config.seed)
+        self._settings = config.settings(fingerprint(samples))
+        self._whole = net.twin()
+        # The base model is sharded already: what is shared of it stays outside the drafter's shards.
+        optimizer = OptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
+        self._rows_per_step = config.rows_per_rank * self._world
+        self._learner = DrafterLearner(net, optimizer, micro_batches=self._rows_per_step, members=members)
+        lengths = [len(sample) for sample in self._train]
+        self.steps = config.steps or steps_of(
+            lengths, config.row_tokens, config.seed, epochs=config.epochs, rows_per_step=self._rows_per_step
+        )
+        self._members = members
+        self._states = config.out / STATES
+        self._writer = CheckpointWriter(self._states, self._export)
+        self._log = RunLog(config.out / "log.jsonl", keep=self._rank == 0)
+        self._saved = -1
+        self._resume()
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done, over all processes of the run."""
+        return self._learner.total_steps
+
+    def run(self, stopping: Callable[[], bool]) -> bool:
+        """Trains to the end or until any rank is `stopping`, and saves. True: to the end."""
+        config = self._config
+        plan = steps_from(
+            self._train,
+            config.row_tokens,
+            config.window,
+            config.seed,
+            rows_per_step=self._rows_per_step,
+            first=self.step,
+        )
+        for rows in islice(plan, max(self.steps - self.step, 0)):
+            if self._agreed(stopping()):
+                self._save()
+                self._writer.wait()
+                return False
+            self._record(self._train_step(rows))
+            if self.step % config.eval_every == 0 and self.step < self.steps:
+                self._evaluate()
+            if self.step % config.save_every == 0 and self.step < self.steps:
+                self._save()
+        self._evaluate()
+        self._save()
+        self._writer.wait()
+        return True
+
+    def _train_step(self, rows: Sequence[Sequence[Document]]) -> dict[str, float]:
+        """One optimiser step over the rows of all ranks; sums of this rank's figures."""
+        started = time.perf_counter()
+        positions = sum(document.targets for row in rows for document in row)
+        tokens = sum(int(document.sample.mask[1:].sum()) for row in rows for document in row)
+        sums: dict[str, float] = {"loss": 0.0, "positions": 0.0, "base_loss": 0.0}
+        for row in rows[self._rank :: self._world]:
+            states, cross_entropy = self._target.forward(row)
+            leaf = states.detach().requires_grad_(self._target.trained)
+            result = self._learner.micro_step(self._target.row(row, leaf), self._target.head())
+            if self._target.trained:
+                # FSDP2 averages gradients over ranks; sums are wanted.
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+                gradient = gradient * (self._config.speculator_weight * self._world / max(positions, 1))
+                torch.autograd.backward((cross_entropy * (self._world / max(tokens, 1)), states), (None, gradient))
+                sums["base_loss"] += float(cross_entropy.detach()) / max(tokens, 1)
+            sums["loss"] += result.loss * result.positions
+            sums["positions"] += result.positions
+            for name, mean in result.terms.items():
+                sums[f"term/{name}"] = sums.get(f"term/{name}", 0.0) + mean * result.positions
+        if self._target.trained:
+            self._target.step()
+        return sums | {"seconds": (time.perf_counter() - started) / self._world}
+
+    def _record(self, sums: dict[str, float]) -> None:
+        """Figures of the step just done, over all ranks, into the log and to the parent."""
+        values = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64)
+        if self._world > 1:
+            dist.all_reduce(values)
+        whole = dict(zip(sorted(sums), values.tolist(), strict=True))
+        count = max(whole["positions"], 1.0)
+        line: dict[str, Any] = {"step": self.step, "loss": whole["loss"] / count, "positions": int(whole["positions"])}
+        line["terms"] = {n.removeprefix("term/"): v / count for n, v in whole.items() if n.startswith("term/")}
+        if self._target.trained:
+            line["base_loss"] = whole["base_loss"]
+        line["seconds"] = round(whole["seconds"], 4)
+        self._log.write(line)
+        self._tell({"kind": "step", "steps": self.steps, **line})
+
+    def _evaluate(self) -> None:
+        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole drafter."""
+        if not self._heldout:
+            return
+        net = self._learner.snapshot()
+        random = np.random.default_rng([self._config.seed, 4])
+        placed = [place(sample, self._config.window, random) for sample in self._heldout]
+        lengths = [len(sample) for sample in self._heldout]
+        matches = []
+        for row in pack(lengths, self._config.row_tokens, range(len(lengths))):
+            documents = [placed[i] for i in row]
+            with torch.no_grad():
+                states, _ = self._target.forward(documents)
+            packed, head = self._target.row(documents, states), self._target.head()
+            if self._rank == 0:
+                matches.append(chain_matches(net, packed, head, self._config.draft_steps).numpy())
+        if self._rank == 0:
+            found = acceptance(np.concatenate(matches))
+            figures = {name: getattr(found, name) for name in found.__slots__}
+            self._log.write({"step": self.step, "heldout": figures})
+            self._tell({"kind": "heldout", "step": self.step, **figures})
+
+    def _agreed(self, stop: bool) -> bool:
+        """True on all ranks when one of them is to stop."""
+        flag = torch.tensor(float(stop))
+        if self._world > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _state(self) -> dict[str, Any]:
+        return {"learner": self._learner.state(), "base": self._target.state(), "settings": self._settings}
+
+    def _save(self) -> None:
+        """Starts a checkpoint of this step, unless it is there."""
+        if self._saved == self.step:
+            return
+        self._writer.write(self._state(), self.step, self._members)
+        self._tell({"kind": "saved", "step": self.step, "directory": str(self._config.out / CHECKPOINT)})
+        self._saved = self.step
+
+    def _export(self, state: dict[str, Any], directory: Path) -> None:
+        """Puts drafter and base model of the shards in `directory` where they are looked for, all at once."""
+        net, out = self._whole.twin(), self._config.out
+        fresh, old = out / f".{CHECKPOINT}.tmp", out / f".{CHECKPOINT}.old"
+        for left_behind in (fresh, old):
+            shutil.rmtree(left_behind, ignore_errors=True)
+        net.load_tensors(read_whole(directory, "learner/model", state))
+        net.save(fresh / SPECULATOR)
+        if state["base"]:
+            self._target.write(read_whole(directory, "base/model", state), fresh / BASE)
+        if (out / CHECKPOINT).exists():
+            (out / CHECKPOINT).rename(old)
+        fresh.rename(out / CHECKPOINT)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _resume(self) -> None:
+        """Goes on from the newest state in the output directory, or clears them. ConfigError: another run's."""
+        newest = newest_checkpoint(self._states)
+        if newest is not None and self._config.resume:
+            seen = json.loads((newest / STATE).read_text(encoding="utf-8"))["settings"]
+            if other := next((key for key in self._settings if seen.get(key) != self._settings[key]), None):
+                raise ConfigError(
+                    f"{self._config.out} holds a run with another {other}; --no-resume or another --out starts afresh",
+                    seen=self._settings[other],
+                    allowed=seen.get(other),
+                )
+            state = read_checkpoint(newest, self._state(), self._members)
+            self._learner.load_state(state["learner"])
+            if self._target.trained:
+                self._target.load_state(state["base"])
+            self._saved = self.step
+            self._tell({"kind": "resumed", "step": self.step})
+        self._members.meet()  # nobody reads any more
+        if newest is not None and not self._config.resume and self._rank == 0:
+            shutil.rmtree(self._states)
+        self._log.keep_to(self.step)
+
+
+def usable(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], dict[str, int]]:
+    """Samples cut to `limit` tokens that leave something to learn, and how many were cut or left out.
+
+    Raises InvalidInput when fewer than two are left: one to learn from, one to judge by.
+    """
+    shortened = [sample.cut(limit) for sample in samples]
+    kept = [sample for sample in shortened if sample.targets]
+    if len(kept) < 2:
+        raise InvalidInput(
+            "too few sequences in which the model says a third or later token",
+            seen=f"{len(kept)} of {len(samples)}, cut to {limit} tokens",
+            allowed="at least 2",
+        )
+    cut = sum(len(sample) > limit for sample in samples)
+    return kept, {"sequences": len(kept), "cut": cut, "left_out": len(samples) - len(kept)}

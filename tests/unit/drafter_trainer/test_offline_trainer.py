@@ -1,0 +1,218 @@
+"""A whole offline run on one rank: what it learns, leaves behind, and goes on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from random_models import save_random
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafter_trainer.offline.config import OfflineConfig
+from drafter_trainer.offline.rank import train
+from drafter_trainer.offline.trainer import acceptance
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.config import read_config
+from paceline.models.loading import read_tensors
+from paceline.speculators import SpeculatorKind, read_drafter
+from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle_drafter import EagleDrafter
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class CountingNet(EagleNet):
+    """A speculator of one's own: EAGLE that reads an inner layer too and is told token counts."""
+
+    counts: Tensor | None = None
+
+    @property
+    def capture(self) -> Any:
+        return type(super().capture)(inner=(1,))
+
+    def choose_tokens(self, counts: Tensor) -> None:
+        type(self).counts = counts
+
+
+KIND = SpeculatorKind(EagleDrafter, CountingNet)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    """A target and sequences that count upwards, which a drafter can learn."""
+    save_random(tmp_path / "model", "llama")
+    random = np.random.default_rng(0)
+    with (tmp_path / "data.jsonl").open("w") as file:
+        for _ in range(24):
+            length, first = int(random.integers(12, 40)), int(random.integers(3, 50))
+            ids = [(first + i) % 90 + 3 for i in range(length)]
+            file.write(json.dumps({"input_ids": ids, "loss_mask": [int(i >= 4) for i in range(length)]}) + "\n")
+    return tmp_path
+
+
+def run(world: Path, stop_after: int = 10_000, **settings: Any) -> list[dict[str, Any]]:
+    """Messages of a run."""
+    given = {"data": world / "data.jsonl", "model": world / "model", "out": world / "out", "steps": 12}
+    given |= {"batch_tokens": 128, "row_tokens": 128, "lr": 3e-3, "warmup_steps": 2, "heldout_share": 0.2}
+    told: list[dict[str, Any]] = []
+    train(OfflineConfig.model_validate(given | settings), told.append, stop(told, stop_after))
+    return told
+
+
+def stop(told: list[dict[str, Any]], after: int) -> Callable[[], bool]:
+    return lambda: sum(message["kind"] == "step" for message in told) >= after
+
+
+def of(told: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [message for message in told if message["kind"] == kind]
+
+
+def weights(directory: Path) -> dict[str, Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def test_the_loss_falls_and_a_drafter_that_serves_is_left(world: Path) -> None:
+    told = run(world, steps=30, lr=1e-2, eval_every=15)
+    steps = of(told, "step")
+    assert [message["step"] for message in steps] == list(range(1, 31))
+    assert steps[-1]["terms"]["feature"] < 0.6 * steps[0]["terms"]["feature"]
+    assert steps[-1]["terms"]["token"] < steps[0]["terms"]["token"]
+    assert set(steps[0]["terms"]) == {"feature", "token", "correct"}
+    net = read_drafter(world / "out/checkpoint/speculator", read_config(world / "model"))
+    assert isinstance(net, EagleNet)
+    assert not (world / "out/checkpoint/base").exists()
+    lines = [json.loads(line) for line in (world / "out/log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 31))
+    assert [line["step"] for line in lines if "heldout" in line] == [15, 30]
+    assert lines[-1]["heldout"]["length"] == of(told, "heldout")[-1]["length"]
+
+
+def test_a_frozen_base_model_is_the_same_to_the_bit(world: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (world / "model").iterdir()}
+    run(world, steps=2)
+    assert before == {path.name: path.read_bytes() for path in (world / "model").iterdir()}
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights_as_one_that_was_not(world: Path) -> None:
+    run(world, out=world / "whole", steps=9)
+    first = run(world, stop_after=4, steps=9)
+    assert of(first, "step")[-1]["step"] == 4
+    second = run(world, steps=9)
+    assert of(second, "resumed") == [{"kind": "resumed", "step": 4}]
+    assert [message["step"] for message in of(second, "step")] == [5, 6, 7, 8, 9]
+    whole, resumed = (weights(world / out / "checkpoint/speculator") for out in ("whole", "out"))
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    figures = [
+        [(line["step"], line.get("loss")) for line in map(json.loads, (world / out / "log.jsonl").open())]
+        for out in ("whole", "out")
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_a_run_with_other_settings_does_not_go_on_with_what_is_there(world: Path) -> None:
+    run(world, steps=2)
+    with pytest.raises(ConfigError, match="another window; --no-resume or another --out"):
+        run(world, window=16)
+    told = run(world, window=16, resume=False, steps=1)
+    assert [message["step"] for message in of(told, "step")] == [1]
+    assert len((world / "out/log.jsonl").read_text().splitlines()) == 2
+
+
+def test_joint_training_changes_the_base_and_goes_on_where_it_stopped(world: Path) -> None:
+    joint: dict[str, Any] = {"freeze_base_model": False, "base_lr": 1e-3, "steps": 6}
+    told = run(world, out=world / "whole", **joint)
+    assert of(told, "step")[-1]["base_loss"] < of(told, "step")[0]["base_loss"]
+    run(world, stop_after=3, **joint)
+    run(world, **joint)
+    start = read_tensors(world / "model")
+    whole, resumed = (weights(world / out / "checkpoint/base") for out in ("whole", "out"))
+    assert whole.keys() == start.keys()
+    for name, tensor in whole.items():
+        assert not torch.equal(tensor, start[name]), name
+        torch.testing.assert_close(tensor, resumed[name], atol=1e-6, rtol=0)
+
+
+def test_the_speculators_gradient_reaches_the_base_by_its_weight(world: Path) -> None:
+    joint: dict[str, Any] = {"freeze_base_model": False, "base_lr": 1e-3, "steps": 2, "heldout_share": 0.0}
+    bases = []
+    for weight in (0.0, 1.0):
+        run(world, out=world / f"w{weight}", speculator_weight=weight, **joint)
+        bases.append(weights(world / f"w{weight}/checkpoint/base"))
+    assert any(not torch.equal(bases[0][name], bases[1][name]) for name in bases[0])
+
+
+def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_counts(world: Path) -> None:
+    name = f"{__name__}:KIND"
+    told = run(world, steps=3, speculator=name, options={"fc_bias": True})
+    assert "fc.bias" in weights(world / "out/checkpoint/speculator")
+    said = np.zeros(97, dtype=int)
+    for line in (world / "data.jsonl").open():
+        record = json.loads(line)
+        np.add.at(said, np.array(record["input_ids"])[np.array(record["loss_mask"], dtype=bool)], 1)
+    assert CountingNet.counts is not None
+    assert CountingNet.counts.tolist() == said.tolist()
+    again = run(world, out=world / "warm", steps=1, speculator=name, start=world / "out/checkpoint/speculator")
+    assert of(again, "step")[0]["loss"] < of(told, "step")[0]["loss"]
+
+
+def test_the_model_answers_prompts_itself_and_the_answers_are_kept(world: Path) -> None:
+    with (world / "prompts.jsonl").open("w") as file:
+        for i in range(20):
+            file.write(json.dumps({"input_ids": [3 + i, 4, 5, 6][: 2 + i % 3]}) + "\n")
+    settings: dict[str, Any] = {"data": world / "prompts.jsonl", "regenerate": True, "max_tokens": 10, "temperature": 0}
+    run(world, steps=1, **settings)
+    (path,) = (world / "out").glob("answers-*.jsonl")
+    from transformers import AutoModelForCausalLM  # the oracle: one prompt at a time, no padding
+
+    model = AutoModelForCausalLM.from_pretrained(world / "model").eval()
+    answered = [json.loads(line) for line in path.open()]
+    assert len(answered) == 20
+    for record in answered:
+        ids, mask = record["input_ids"], record["loss_mask"]
+        prompt = mask.index(1)
+        assert mask == [0] * prompt + [1] * (len(ids) - prompt)
+        with torch.no_grad():
+            greedy = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+        assert ids[prompt:] == greedy[prompt - 1 : -1]
+        assert len(ids) - prompt == 10 or ids[-1] == 2
+    assert not of(run(world, steps=2, **settings), "answers")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"speculator": "eagel"}, "no such speculator; seen: eagel"),
+        ({"speculator": "ngram"}, "a speculator without weights"),
+        (
+            {"options": {"fc_bios": True}},
+            r"option fc_bios of eagle: .*; allowed: fc_bias, feature_weight, token_weight",
+        ),
+        ({"freeze_base_model": False, "dtype": "bfloat16"}, "needs float32"),
+        ({"start": Path("/nowhere")}, "no config.json"),
+        ({"row_tokens": 16, "data": "short"}, r"too few sequences.*seen: 1 of 2, cut to 16 tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_reason(world: Path, settings: dict[str, Any], named: str) -> None:
+    if settings.get("data") == "short":
+        settings["data"] = world / "short.jsonl"
+        late = {"input_ids": [5] * 20, "loss_mask": [0] * 17 + [1] * 3}
+        early = {"input_ids": [5] * 5, "loss_mask": [0, 0, 1, 1, 1]}
+        settings["data"].write_text(json.dumps(late) + "\n" + json.dumps(early) + "\n")
+    with pytest.raises(InvalidInput, match=named):
+        run(world, **settings)
+
+
+def test_acceptance_counts_conditional_and_survival_apart() -> None:
+    matches = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool)
+    found = acceptance(matches)
+    assert found.survival == [0.75, 0.5, 0.25]
+    assert found.conditional == pytest.approx([0.75, 2 / 3, 0.5])
+    assert found.length == 2.5
+    assert acceptance(np.zeros((3, 2), dtype=bool)).conditional == [0.0, 0.0]
