@@ -51,7 +51,7 @@ class Run:
     @property
     def probes(self) -> list[tuple[int, float]]:
         """RL step and acceptance length of each probe."""
-        found = ((int(step["step"]), step.get("evaluations", {}).get(PROBE)) for step in self.steps)
+        found = ((int(step.get("step", 0)), step.get("evaluations", {}).get(PROBE)) for step in self.steps)
         return [(number, float(value)) for number, value in found if value is not None]
 
     @property

@@ -24,6 +24,8 @@ ARMS = ("harvested", "serial", "frozen", "ngram", "none")
 """In the order in which they run: the others get as much training as the harvested drafter had."""
 
 WAIT_GOAL, RECOVERY_STEPS, RECOVERED, PACKING_GOAL = 0.03, 5, 0.95, 2.0
+ROLLOUTS = ("--rollouts", "1024")
+"""Samples that drafters of a fixed policy learn from."""
 SETTLED = 5
 """Probes before the shift whose mean is the acceptance to come back to."""
 
@@ -97,6 +99,7 @@ def _settings(mixes: Mixes, shift: int) -> list[str]:
         "coordinator.evaluation.heldout_prompts=128",
         "coordinator.evaluation.probe_every=1",
         "coordinator.evaluation.probe_prompts=48",
+        "drafter_trainer.gate.interval_steps=10",  # a shift is answered within a few RL steps or not at all
     ]
 
 
@@ -116,7 +119,7 @@ async def _run_arm(out: Path, arm: str, seed: int, steps: int, settings: Sequenc
     async def flags() -> list[str]:
         if arm == "frozen":
             tasks = ["--tasks", str(out / "first.jsonl"), "--heldout", str(out / "first_heldout.jsonl")]
-            made = await demo_runs.trained_drafter(out / "drafter-warm", seed, before["harvested"], *tasks)
+            made = await demo_runs.trained_drafter(out / "drafter-warm", seed, before["harvested"], *tasks, *ROLLOUTS)
             return ["--frozen-drafter", str(made)]
         return ["--no-speculation"] if arm == "none" else []
 
@@ -130,7 +133,7 @@ async def _from_scratch(out: Path, seed: int, harvested: Run, mixes: Mixes) -> f
         script = demo_script("export_policy.py")
         await demo_runs.child([sys.executable, str(script), "--run", str(directory), "--out", str(policy)])
     tasks = ["--tasks", str(mixes.second), "--heldout", str(mixes.second_heldout), "--model", str(policy)]
-    await demo_runs.trained_drafter(made, seed, harvested, *tasks)
+    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ROLLOUTS)
     return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
 
 
