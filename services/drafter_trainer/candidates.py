@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.models.config import ModelConfig
@@ -14,8 +15,9 @@ KEPT = 4
 class Candidates:
     """`<directory>/drafter-<version>`: the newest few, the one that serves and the one before it."""
 
-    def __init__(self, directory: Path, target: ModelConfig) -> None:
-        self._directory, self._target = directory, target
+    def __init__(self, directory: Path, target: ModelConfig, own: Sequence[type[DraftNet]] = ()) -> None:
+        """own: kinds that the table of speculators does not have."""
+        self._directory, self._target, self._own = directory, target, tuple(own)
         self._needed: list[int] = []
         self._best: dict[str, tuple[int, float]] = {}
 
@@ -42,7 +44,7 @@ class Candidates:
         """The drafter of a version, ready for inference; None when it is not kept."""
         if version not in self.versions:
             return None
-        return read_drafter(self.path(version), self._target).eval()
+        return read_drafter(self.path(version), self._target, self._own).eval()
 
     def export_best(self, net: DraftNet, rank: tuple[int, float]) -> None:
         """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the directory.

@@ -53,7 +53,7 @@ class Rank:
         self.heads.add(load_policy_head(Path(config.model), 0))
         nets = initial_nets(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
-        candidates = Candidates(checkpoints / "drafter-candidates", self._target)
+        candidates = Candidates(checkpoints / "drafter-candidates", self._target, [type(net) for net in nets])
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, nets[0])
         self._whole = nets[0].twin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,13 +53,13 @@ def find_kind(name: str) -> SpeculatorKind:
     return kind
 
 
-def read_drafter(directory: Path, target: ModelConfig) -> DraftNet:
-    """The network of a checkpoint directory, of whichever speculator wrote it.
+def read_drafter(directory: Path, target: ModelConfig, own: Iterable[type[DraftNet]] = ()) -> DraftNet:
+    """The network of a checkpoint directory, of whichever speculator wrote it; `own`: kinds beside the table's.
 
     Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
     """
     name = architecture(read_config_json(directory))
-    nets = [kind.net for kind in SPECULATORS.values() if kind.net is not None]
+    nets = [*(kind.net for kind in SPECULATORS.values() if kind.net is not None), *own]
     for net in nets:
         if name in net.architectures:
             return net.read(directory, target)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pytest
 import torch
+from twin_kind import TwinNet
 from unit.drafter_trainer.samples import HASH, PROMPT, TARGET, batch, sessions, toy_policy, with_rejected
 
 from drafter_trainer import messages as m
@@ -22,6 +23,7 @@ from drafter_trainer.membership import on_cpu
 from drafter_trainer.students import Students, initial_nets
 from drafter_trainer.trainer import DrafterTrainer
 from paceline.config import Config
+from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.speculators import SPECULATORS, SpeculatorKind, read_drafter
 from paceline.speculators.eagle import EagleNet
@@ -384,3 +386,13 @@ def test_candidates_keep_the_newest_and_what_serves(tmp_path: Path) -> None:
     assert loaded is not None
     assert torch.equal(loaded.fc.weight, EagleNet(TARGET, seed=6).fc.weight)
     assert candidates.load(3) is None
+
+
+def test_a_kind_by_import_path_comes_back_from_the_disk(tmp_path: Path) -> None:
+    net = TwinNet(TARGET, seed=3)
+    Candidates(tmp_path, TARGET).save(1, net)
+    loaded = Candidates(tmp_path, TARGET, [TwinNet]).load(1)
+    assert isinstance(loaded, TwinNet)
+    assert torch.equal(loaded.fc.weight, net.fc.weight)
+    with pytest.raises(InvalidInput, match="no speculator has this architecture"):
+        Candidates(tmp_path, TARGET).load(1)
