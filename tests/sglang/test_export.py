@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from sglang_served import DEMO, Served, said, stock
 from torch import Tensor
 from transformers import AutoTokenizer
@@ -119,7 +120,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Of a checkpoint whose config.json ends before the answers do."""
+    """Of a checkpoint whose config.json names fewer positions than the answers have."""
     folder = tmp_path_factory.mktemp("eagle")
     shutil.copytree(DEMO / "drafter_trained", folder / "native")
     config = json.loads((folder / "native" / "config.json").read_text())
@@ -169,13 +170,10 @@ def test_trees_of_three_levels_differ_only_in_the_rows_that_sglangs_branches_see
     assert rounds == own_rounds(eagle.native, arm, prompts, answers, 1.0)
 
 
-def test_max_position_embeddings_is_the_targets_so_that_sglang_serves_beyond_what_the_drafter_said(
-    eagle: Pair, prompts: list[list[int]]
-) -> None:
+def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_says(eagle: Pair) -> None:
     config = json.loads((eagle.native.parent / "exported" / "config.json").read_text())
     target = json.loads((POLICY / "config.json").read_text())
     assert config["max_position_embeddings"] == target["max_position_embeddings"] == 512
-    assert all(len(prompt) + NEW_TOKENS > 3 * 16 for prompt in prompts)
 
 
 # ---- EAGLE-3, trained here
@@ -224,8 +222,6 @@ def narrow(eagle3: dict[str, Path]) -> Iterator[Pair]:
 def test_an_exported_eagle3_of_few_tokens_accepts_in_each_round_what_the_native_one_does(
     narrow: Pair, prompts: list[list[int]], arm: str, temperature: float
 ) -> None:
-    from safetensors.torch import load_file
-
     d2t = load_file(narrow.native.parent / "exported" / "model.safetensors")["d2t"]
     assert len(d2t) == 12
     assert len(d2t.unique()) > 1
