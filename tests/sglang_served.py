@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,12 +18,15 @@ from remote_engine import WorkerClient, request_to
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import rollout_gateway
+from paceline.local.ports import free_port
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.base import Chunk, Request, Sampling
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
+CPU_KERNELS = Path(rollout_gateway.__file__).parent / "engines" / "sglang" / "cpu_kernels"
 
 
 @dataclass
@@ -105,6 +111,26 @@ class Served:
 
 def said(chunks: Sequence[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def stock(engine: dict[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    """What the unpatched SGLang with these arguments answers greedily; see sglang/stock_engine.py."""
+    task = {"engine": {"port": free_port(), **engine}, "prompts": prompts, "new_tokens": new_tokens}
+    environment = {
+        **os.environ,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles one small function of its tree drafting, which takes seconds
+        "PYTHONPATH": str(CPU_KERNELS),
+    }
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "sglang" / "stock_engine.py")],
+        input=json.dumps(task), env=environment, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-6000:]
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def load_oracle(directory: Path) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """A child process that starts the unpatched SGLang on the CPU stand-in, generates greedily and prints JSON.
 
 Standard input: {"engine": arguments, "prompts": lists of token ids, "new_tokens": count}. The last line of standard
-output: {"tokens": lists, "seconds_to_start": ..., "accepted": accepted drafts in all}.
+output: {"tokens": lists, "rounds": verified per prompt, "accepted": drafts per prompt, "seconds_to_start": ...}.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def main() -> None:
         "tokens": [answer["output_ids"] for answer in answers],
         "seconds_to_start": round(ready - started, 1),
         "seconds_to_generate": round(time.monotonic() - ready, 1),
-        "accepted": sum(answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in answers),
+        "rounds": [answer["meta_info"].get("spec_verify_ct", 0) for answer in answers],
+        "accepted": [answer["meta_info"].get("spec_num_correct_drafts", 0) for answer in answers],
     }
     engine.shutdown()
     print(json.dumps(report), flush=True)

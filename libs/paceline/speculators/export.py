@@ -125,6 +125,16 @@ def _eagle_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: Mode
 
 
 def _eagle3_sglang(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+    if raw.get("norm_before_residual"):
+        raise InvalidInput(
+            "SGLang's EAGLE-3 has the state before its norm as residual",
+            seen="norm_before_residual=true",
+            allowed="a drafter trained with norm_before_residual=false",
+        )
+    return _eagle3(raw, tensors, target)
+
+
+def _eagle3(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
     own = {n: t for n, t in tensors.items() if n != "embed_tokens.weight"}
     shapes = _eagle3_shapes(raw, target)
     draft = _size(raw, "draft_vocab_size")
@@ -143,7 +153,7 @@ def _eagle3_sglang(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: M
 
 
 def _eagle3_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
-    exported = _eagle3_sglang(raw, tensors, target)
+    exported = _eagle3(raw, tensors, target)
     # SGLang numbers a layer by its output, vLLM (as CaptureSpec) by what enters it.
     if layers := (raw.get("eagle_config") or {}).get(AUX_LAYERS):
         exported.config[AUX_LAYERS] = [layer + 1 for layer in layers]

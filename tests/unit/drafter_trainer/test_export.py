@@ -201,6 +201,17 @@ def test_an_eagle3_that_loaders_would_misread_in_silence_is_refused(
         export_checkpoint_unread(source, model, tmp_path / "out", Format.SGLANG, None)
 
 
+def test_an_eagle3_whose_residual_is_normed_is_refused_for_sglang_which_would_ignore_that(
+    model: Path, tmp_path: Path
+) -> None:
+    normed = EAGLE3_CONFIG | {"norm_before_residual": True}
+    source = made_up(tmp_path / "source", normed, EAGLE3_SHAPES, **vocabulary())
+    with pytest.raises(InvalidInput, match="norm_before_residual=true"):
+        export_checkpoint_unread(source, model, tmp_path / "out", Format.SGLANG, None)
+    export_checkpoint_unread(source, model, tmp_path / "out", Format.VLLM, None)
+    assert written(tmp_path / "out")[0]["norm_before_residual"] is True
+
+
 def mlp_shapes(tied: bool) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(1 if tied else N):

@@ -50,7 +50,7 @@ class SGLangSpec(BaseModel):
 
     @property
     def speculator(self) -> str:
-        """off | ngram | eagle | eagle3. Raises ConfigError for a drafter that is none of them."""
+        """off | ngram | eagle | eagle3. Raises ConfigError for a drafter that SGLang does not know or misreads."""
         if self.drafter in WITHOUT_DIRECTORY:
             return self.drafter
         config = Path(self.drafter) / "config.json"
@@ -58,7 +58,10 @@ class SGLangSpec(BaseModel):
             raise ConfigError(
                 "not a drafter for SGLang", seen=self.drafter, allowed="off, ngram, eagle or a checkpoint directory"
             )
-        name = (json.loads(config.read_text(encoding="utf-8")).get("architectures") or ["(none)"])[0]
+        raw = json.loads(config.read_text(encoding="utf-8"))
+        name = (raw.get("architectures") or ["(none)"])[0]
+        if raw.get("norm_before_residual"):  # SGLang would serve it as if it were not there
+            raise ConfigError("SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False)
         for ending, speculator in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
             if name.endswith(ending):
                 return speculator

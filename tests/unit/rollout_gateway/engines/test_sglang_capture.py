@@ -336,6 +336,12 @@ def test_a_model_too_shallow_for_eagle3_is_refused(tmp_path: Path) -> None:
         row_layout(spec_for(tmp_path, 4, {"architectures": ["LlamaForCausalLMEagle3"]}))
 
 
+def test_an_eagle3_drafter_that_sglang_would_misread_is_refused(tmp_path: Path) -> None:
+    drafter = {"architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": True}
+    with pytest.raises(ConfigError, match="norm_before_residual"):
+        row_layout(spec_for(tmp_path, 28, drafter))
+
+
 # ---- rows out
 
 

@@ -1,0 +1,251 @@
+"""Exported drafters in the real SGLang: each round accepts what the embedded engine accepts with the native files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sglang_served import DEMO, Served, said, stock
+from torch import Tensor
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from drafter_trainer.export import app
+from paceline.models.decoder import Block
+from paceline.speculators.base import DraftBatch
+from paceline.speculators.draft_tree import Beam
+from paceline.speculators.layer_drafter import LayerDrafter
+from rollout_gateway.engines.base import Chunk, Request, Sampling
+from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+
+pytestmark = pytest.mark.sglang
+POLICY = DEMO / "policy_start"
+NEW_TOKENS, PROMPTS, LIMIT = 48, 16, 256
+CONVERSATIONS = 256
+LEARNING = {"steps": 50, "batch-tokens": 512, "row-tokens": 512, "window": 256, "lr": 6e-3, "warmup-steps": 5}
+VOCABULARIES = {"all tokens": 0, "12 tokens": 12}
+TRAINED = 1.4
+"""Tokens of a round that no untrained drafter comes near."""
+
+
+def questions(file: str, count: int) -> list[list[int]]:
+    """Prompts of the demo's tasks."""
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    lines = (DEMO / file).read_text(encoding="utf-8").splitlines()[:count]
+    return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return questions("tasks_heldout.jsonl", PROMPTS)
+
+
+def exported(native: Path, out: Path) -> Path:
+    """What `paceline export-drafter --format sglang` makes of it."""
+    done = CliRunner().invoke(
+        app, ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"]
+    )
+    assert done.exit_code == 0, done.output
+    return out
+
+
+def embedded(requests: Sequence[Request], drafter: str, *arms: str) -> list[list[Chunk]]:
+    """Chunks of the embedded engine, which verifies every draft of an arm."""
+    spec = EmbeddedSpec(
+        model_dir=str(POLICY), drafter=drafter, arms=arms, verify_budget=False, max_sequence_tokens=LIMIT
+    )
+    engine = build_embedded(spec, None)
+    chunks: dict[int, list[Chunk]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.enqueue(request)
+    while engine.has_work:
+        for chunk in engine.step():
+            chunks[chunk.request_id].append(chunk)
+    engine.close()
+    return list(chunks.values())
+
+
+def rounds_of(chunks: Sequence[Chunk]) -> list[int]:
+    """Tokens of each round: accepted drafts and the token after them."""
+    return [len(chunk.token_ids) for chunk in chunks if chunk.token_ids]
+
+
+def own_rounds(
+    native: Path, arm: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperature: float
+) -> list[list[int]]:
+    """Rounds of the embedded engine from the answers' first token on: SGLang draws that one without drafting."""
+    sampling = {"max_tokens": NEW_TOKENS - 1, "temperature": temperature, "ignore_eos": True}
+    requests = [
+        Request(i, (*prompt, answer[0]), Sampling(seed=7 + i, **sampling), stream=True, forced_arm=arm)  # type: ignore[arg-type]
+        for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    found = embedded(requests, str(native), "off", arm)
+    assert [said(chunks) for chunks in found] == [list(answer[1:]) for answer in answers]
+    return [rounds_of(chunks) for chunks in found]
+
+
+def served_rounds(
+    served: Served, arm: str, prompts: Sequence[Sequence[int]], temperature: float
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Answers of SGLang and the rounds they came in, without the first token."""
+    options = {"temperature": temperature, "max_tokens": NEW_TOKENS, "arm": arm, "stream": True, "capture": False}
+    found = served.wait(served.send(prompts, **options))
+    rounds = [rounds_of(chunks) for chunks in found]
+    assert {one[0] for one in rounds} == {1}
+    return [said(chunks) for chunks in found], [one[1:] for one in rounds]
+
+
+def accept_length(rounds: Sequence[Sequence[int]]) -> float:
+    return sum(map(sum, rounds)) / sum(map(len, rounds))
+
+
+# ---- EAGLE, the demo's trained drafter
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A native checkpoint and SGLang with its export."""
+
+    native: Path
+    served: Served
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Of a checkpoint whose config.json names fewer positions than the answers have."""
+    folder = tmp_path_factory.mktemp("eagle")
+    shutil.copytree(DEMO / "drafter_trained", folder / "native")
+    config = json.loads((folder / "native" / "config.json").read_text())
+    (folder / "native" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    yield from pair(folder, "eagle:3_1_4", "eagle:2_4_12", "eagle:4_3_12")
+
+
+def pair(folder: Path, *arms: str) -> Iterator[Pair]:
+    drafter = exported(folder / "native", folder / "exported")
+    served = Served(
+        folder, model_dir=str(POLICY), drafter=str(drafter), arms=arms, max_sequence_tokens=LIMIT, max_batch=PROMPTS
+    )
+    yield Pair(folder / "native", served)
+    served.client.close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("arm", ["eagle:3_1_4", "eagle:2_4_12"])
+def test_an_exported_eagle_accepts_in_each_round_what_the_native_one_does(
+    eagle: Pair, prompts: list[list[int]], arm: str, temperature: float
+) -> None:
+    answers, rounds = served_rounds(eagle.served, arm, prompts, temperature)
+    assert rounds == own_rounds(eagle.native, arm, prompts, answers, temperature)
+    assert accept_length(rounds) > 2.2
+
+
+def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_branches_see(
+    eagle: Pair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang hands a node its parent's features, but leaves the branch's keys as they are (select_top_k_tokens).
+
+    So a node that went over to another branch attends to its own branch's earlier nodes, not to its ancestors.
+    """
+    arm = "eagle:4_3_12"
+    answers, rounds = served_rounds(eagle.served, arm, prompts, 1.0)
+    own = own_rounds(eagle.native, arm, prompts, answers, 1.0)
+    assert accept_length(rounds) == pytest.approx(accept_length(own), rel=0.05)
+    assert rounds != own
+    block_of = LayerDrafter._beam_block
+
+    def branches(self: LayerDrafter, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:  # type: ignore[type-arg]
+        width = beam.tokens.shape[1]
+        own_branch = torch.eye(width, dtype=torch.bool).repeat(1, beam.level)
+        return block_of(self, batch, bases, beam, own_branch.expand(seen.shape))
+
+    monkeypatch.setattr(LayerDrafter, "_beam_block", branches)
+    assert rounds == own_rounds(eagle.native, arm, prompts, answers, 1.0)
+
+
+def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_says(eagle: Pair) -> None:
+    config = json.loads((eagle.native.parent / "exported" / "config.json").read_text())
+    target = json.loads((POLICY / "config.json").read_text())
+    assert config["max_position_embeddings"] == target["max_position_embeddings"] == 512
+
+
+# ---- EAGLE-3, trained here
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with a `native` checkpoint each, trained by the real command on the policy's own answers."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    tasks = questions("tasks_train.jsonl", CONVERSATIONS)
+    requests = [Request(i, tuple(task), Sampling(seed=i, max_tokens=100)) for i, task in enumerate(tasks)]
+    with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
+        for task, chunks in zip(tasks, embedded(requests, "off", "off"), strict=True):
+            tokens = said(chunks)
+            record = {"input_ids": [*task, *tokens], "loss_mask": [0] * len(task) + [1] * len(tokens)}
+            file.write(json.dumps(record) + "\n")
+    processes = [learn(folder, name, size) for name, size in VOCABULARIES.items()]
+    told = [process.communicate(timeout=150)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], told
+    for name in VOCABULARIES:
+        (folder / name / "checkpoint" / "speculator").rename(folder / name / "native")
+    return {name: folder / name for name in VOCABULARIES}
+
+
+def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[str]:
+    paths = {"data": folder / "data.jsonl", "model": POLICY, "out": folder / name, "speculator": "eagle3"}
+    settings = paths | LEARNING | {"draft-steps": 3, "heldout-share": 0.02}
+    options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "drafter_trainer.offline"]
+        + [part for key, value in settings.items() for part in (f"--{key}", str(value))]
+        + [part for option in options for part in ("--options", option)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def narrow(eagle3: dict[str, Path]) -> Iterator[Pair]:
+    """A drafter of 12 tokens, which are not the first 12."""
+    yield from pair(eagle3["12 tokens"], "eagle3:3_1_4", "eagle3:2_2_5")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("arm", ["eagle3:3_1_4", "eagle3:2_2_5"])
+def test_an_exported_eagle3_of_few_tokens_accepts_in_each_round_what_the_native_one_does(
+    narrow: Pair, prompts: list[list[int]], arm: str, temperature: float
+) -> None:
+    d2t = load_file(narrow.native.parent / "exported" / "model.safetensors")["d2t"]
+    assert len(d2t) == 12
+    assert len(d2t.unique()) > 1
+    answers, rounds = served_rounds(narrow.served, arm, prompts, temperature)
+    assert rounds == own_rounds(narrow.native, arm, prompts, answers, temperature)
+    assert accept_length(rounds) > TRAINED
+
+
+def test_an_exported_eagle3_of_all_tokens_accepts_in_the_unpatched_sglang_what_the_native_one_does(
+    eagle3: dict[str, Path], prompts: list[list[int]]
+) -> None:
+    folder = eagle3["all tokens"]
+    chain = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
+    drafter = exported(folder / "native", folder / "exported")
+    report = stock(
+        {
+            "model_path": str(POLICY),
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(drafter),
+            **{f"speculative_{name}": value for name, value in chain.items()},
+        },
+        prompts,
+        NEW_TOKENS,
+    )
+    own = own_rounds(folder / "native", "eagle3:3_1_4", prompts, report["tokens"], 0.0)
+    assert report["rounds"] == [len(rounds) for rounds in own]
+    assert accept_length(own) > TRAINED
