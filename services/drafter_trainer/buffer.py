@@ -168,9 +168,17 @@ class FeatureBuffer:
             drawn.append(sample)
         return drawn
 
-    def heldout(self, known_heads: Iterable[str]) -> list[FeatureSample]:
-        """Held-out samples of the newest policy version that has some, oldest first."""
+    def heldout(self, known_heads: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
+        """Held-out samples of the newest policy version that has some, oldest first.
+
+        Where they hold fewer than `at_least` drafting targets, those of the versions before it come along, newest
+        versions first to be taken: short responses must not keep drafters from being judged.
+        """
         known = set(known_heads)
         usable = [sample for sample in self._heldout if sample.lm_head_hash in known]
-        newest = max((sample.policy_version for sample in usable), default=0)
-        return [sample for sample in usable if sample.policy_version == newest]
+        taken: list[FeatureSample] = []
+        for version in sorted({sample.policy_version for sample in usable}, reverse=True):
+            taken = [*(sample for sample in usable if sample.policy_version == version), *taken]
+            if sum(sample.targets for sample in taken) >= at_least:
+                break
+        return taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +120,7 @@ class GateJob:
         self,
         nets: Sequence[DraftNet],
         samples: Sequence[FeatureSample],
-        head: PolicyHead,
+        heads: Mapping[str, PolicyHead],
         *,
         steps: int,
         window: int,
@@ -136,7 +136,9 @@ class GateJob:
         self._buckets: list[npt.NDArray[np.int64]] = []
         self._offset, self._next = 0, 0
         self._row: PackedRow | None = None
-        self.head = head
+        self._heads = heads
+        self.head = heads[samples[-1].lm_head_hash]
+        """Of the newest policy version."""
 
     @property
     def done(self) -> bool:
@@ -150,7 +152,7 @@ class GateJob:
         row, net = self._row, self._nets[self._next]
         assert row is not None
         survival = chain_survival(
-            net, row, self.head, self._steps, temperature=self._temperature, sampled=self._sampled
+            net, row, self._heads[row.lm_head_hash], self._steps, temperature=self._temperature, sampled=self._sampled
         )
         self._accepted[self._next].append(survival.numpy())
         self._next += 1
@@ -170,9 +172,11 @@ class GateJob:
 
 
 def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
+    """Samples of one head each, few enough to be measured between two looks at the lease."""
     pieces: list[list[FeatureSample]] = [[]]
     for sample in samples:
-        if pieces[-1] and sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS:
+        full = sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
+        if pieces[-1] and (full or pieces[-1][0].lm_head_hash != sample.lm_head_hash):
             pieces.append([])
         pieces[-1].append(sample)
     return [piece for piece in pieces if piece]

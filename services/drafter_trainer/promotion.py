@@ -112,8 +112,7 @@ class PublishGate:
         samples = self._heldout()
         if not self._enough(samples):
             return
-        head = self._heads.get(samples[-1].lm_head_hash)
-        assert head is not None
+        heads = {one: head for one in {s.lm_head_hash for s in samples} if (head := self._heads.get(one)) is not None}
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
         rivals = [self.serving]
         if candidates and self._taken_back is not None:
@@ -121,7 +120,7 @@ class PublishGate:
         job = GateJob(
             [one.net for one in (*rivals, *candidates)],
             samples,
-            head,
+            heads,
             steps=self._settings.draft_steps,
             window=self._config.buffer.window,
             temperature=self._settings.temperature,
@@ -184,10 +183,10 @@ class PublishGate:
     # --- a round -----------------------------------------------------------------------------------------------------
 
     def _heldout(self) -> list[FeatureSample]:
-        return self._buffer.heldout(self._heads.hashes)[-self._settings.samples :]
+        return self._buffer.heldout(self._heads.hashes, self._settings.min_positions)[-self._settings.samples :]
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
-        return bool(samples) and sum(int(s.generated[2:].sum()) for s in samples) >= self._settings.min_positions
+        return bool(samples) and sum(sample.targets for sample in samples) >= self._settings.min_positions
 
     def _snapshots(self, layers: str) -> list[DrafterState]:
         """Candidates of all students that have learned; they share the next version, which one of them may get."""

@@ -70,6 +70,11 @@ class FeatureSample:
         return self.hidden.shape[0] - 1
 
     @property
+    def targets(self) -> int:
+        """Drafting targets of the sequence: its tokens from the third on that the policy drew."""
+        return int(self.generated[2:].sum())
+
+    @property
     def size(self) -> int:
         """Training positions, those of rejected drafts included."""
         return self.positions + (len(self.branches) if self.branches is not None else 0)

@@ -179,6 +179,8 @@ def test_held_out_sessions_are_never_drawn_and_only_the_newest_version_judges() 
     assert [one.policy_version for one in held.heldout(heads)] == [2, 2]
     assert [one.policy_version for one in held.heldout(heads[:2])] == [1], "only the newest three are kept"
     assert held.heldout([]) == []
+    both = held.heldout(heads, at_least=held.heldout(heads)[0].targets * 2 + 1)
+    assert [one.policy_version for one in both] == [1, 2, 2], "short responses do not keep drafters from being judged"
     trained = set(sessions(6, heldout=False, every=EVERY))
     for _ in range(50):
         assert {one.session for one in held.draw(40, recency=0.7, known={sample(10, 0).lm_head_hash})} <= trained

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from unit.drafter_trainer.samples import TARGET, sample, toy_policy
+from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
 
 from drafter_trainer.batcher import pack
 from drafter_trainer.evaluate import (
@@ -81,7 +81,7 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
     """At a temperature near 0 the toy policy draws its argmax, so survival is the count of matches."""
     samples = [sample(30 + seed, seed) for seed in range(7)]
     nets = (rough_net(3), rough_net(4))
-    job = GateJob(nets, samples, toy_policy().policy_head(), steps=STEPS, window=512, temperature=1e-4)
+    job = GateJob(nets, samples, {HASH: toy_policy().policy_head()}, steps=STEPS, window=512, temperature=1e-4)
     pieces = 0
     while not job.done:
         job.advance()
@@ -95,6 +95,22 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
     assert sorted(np.unique(measured.documents, return_counts=True)[1]) == sorted(
         int(one.generated[2:].sum()) for one in samples
     )
+
+
+def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> None:
+    policy, other = toy_policy(), "ff" * 8
+    heads = {HASH: policy.policy_head(), other: PolicyHead(other, 1, policy.embed.flip(0), policy.head.flip(0))}
+    samples = [sample(20, 0), sample(24, 1, head=other)]
+    net, alone = rough_net(3), []
+    for one in samples:
+        row, head = pack([one], window=512), heads[one.lm_head_hash]
+        alone.append(chain_survival(net, row, head, STEPS, temperature=1.0).numpy())
+    job = GateJob([net], samples, heads, steps=STEPS, window=512, temperature=1.0)
+    while not job.done:
+        job.advance()
+    (got,) = job.measured().accepted
+    assert sorted(got.sum(axis=1)) == pytest.approx(sorted(np.concatenate(alone).sum(axis=1)))
+    assert job.head is heads[other]
 
 
 class TableNet:
