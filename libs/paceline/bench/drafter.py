@@ -191,6 +191,11 @@ def _step_seconds(one: Run) -> list[float]:
     return [float(step["step_s"]) for step in one.steps]
 
 
+def _means(one: Run) -> list[float]:
+    values = [value for _, value in one.probes]
+    return [statistics.fmean(values[first : first + SETTLED]) for first in range(0, len(values), SETTLED)]
+
+
 def _wait_share(one: Run) -> float:
     return float(one.summary["preempt_wait_share"])
 
@@ -208,5 +213,5 @@ def _row(arm: str, one: Run, shift: int) -> Row:
         "drafter slot-s/step": statistics.fmean(float(step.get("drafter_slot_s", 0.0)) for step in one.steps),
         "drafter steps/step": one.summary["drafter_steps_per_rl_step"],
         "wait %": 100 * _wait_share(one),
-        "E[len] by step": " ".join(f"{value:.1f}" for _, value in one.probes),
+        f"E[len], means of {SETTLED} steps": " ".join(f"{value:.1f}" for value in _means(one)),
     }
