@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pkgutil
+import sys
+import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -40,17 +43,36 @@ SPECULATORS: dict[str, SpeculatorKind] = {
 
 
 def find_kind(name: str) -> SpeculatorKind:
-    """The speculator of a name, or a user's own by import path ("package.module:KIND"). Raises ConfigError."""
+    """The speculator of a name, or a user's own: package.module:KIND or path/to/file.py:KIND. Raises ConfigError."""
     if (known := SPECULATORS.get(name)) is not None:
         return known
     try:
-        kind = pkgutil.resolve_name(name) if ":" in name else None
-    except (ImportError, AttributeError, ValueError) as error:
+        kind = _imported(name) if ":" in name else None
+    except (ImportError, AttributeError, ValueError, OSError) as error:
         raise ConfigError("a speculator cannot be imported", seen=f"{name}: {error}") from error
     if not isinstance(kind, SpeculatorKind):
-        allowed = f"{', '.join(SPECULATORS)} or package.module:KIND, a SpeculatorKind"
+        allowed = f"{', '.join(SPECULATORS)}, package.module:KIND or file.py:KIND, a SpeculatorKind"
         raise ConfigError("no such speculator", seen=name, allowed=allowed)
     return kind
+
+
+def _imported(name: str) -> object:
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py"):
+        return pkgutil.resolve_name(name)
+    path = Path(place).resolve()
+    module_name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # one module per file, however often it is named
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[module_name]
+            raise
+    return getattr(sys.modules[module_name], attribute)
 
 
 def read_drafter(directory: Path, target: ModelConfig, own: Iterable[type[DraftNet]] = ()) -> DraftNet:

@@ -19,10 +19,12 @@ NAMES = (*WITHOUT_WEIGHTS, "eagle", "eagle3", "mlp", "lstm")
 
 
 def drafter_directory(drafter: str) -> Path | None:
-    """The checkpoint directory that a drafter's setting means; None for a name or "package.module:KIND".
+    """The checkpoint directory that a drafter's setting means; None for a name or a kind of the user's.
 
-    A path with a slash is a directory, whether it exists or not; a name of NAMES never is.
+    A path with a slash is a directory, whether it exists or not, unless it is "file.py:KIND"; a name of NAMES never is.
     """
+    if ".py:" in drafter:
+        return None
     if "/" in drafter or (drafter not in NAMES and Path(drafter).is_dir()):
         return Path(drafter)
     return None

@@ -92,6 +92,7 @@ def test_a_name_is_no_directory_even_where_one_of_that_name_lies(folder: Path, m
     assert drafter_directory("./eagle3") == Path("eagle3")
     assert drafter_directory("target") == Path("target")
     assert drafter_directory("pkg.module:KIND") is None
+    assert drafter_directory("kinds/mine.py:KIND") is None
 
 
 def test_the_gateway_learns_it_without_torch() -> None:

@@ -1,0 +1,38 @@
+"""Speculators by name, by import path and by file."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.speculators import SPECULATORS, find_kind
+
+TWIN = Path(__file__).parents[2] / "twin_kind.py"
+
+
+def test_a_kind_is_found_by_name_by_import_path_and_by_file(tmp_path: Path) -> None:
+    assert find_kind("eagle") is SPECULATORS["eagle"]
+    assert find_kind("twin_kind:KIND").net is not None
+    copy = tmp_path / "mine.py"
+    shutil.copy(TWIN, copy)
+    mine = find_kind(f"{copy}:KIND")
+    assert mine.net is not None
+    assert mine.net.speculator == "twin"
+    assert find_kind(f"{copy}:KIND") is mine, "a file is one module, so that its classes are equal wherever it is named"
+
+
+@pytest.mark.parametrize("name", ["eagel", "no.such.module:KIND", "twin_kind:NONE", "twin_kind:TwinNet", "/no.py:KIND"])
+def test_what_is_no_kind_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        find_kind(name)
+
+
+def test_a_file_that_fails_says_why_each_time(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.py"
+    broken.write_text("import no_such_package\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no_such_package"):
+            find_kind(f"{broken}:KIND")
