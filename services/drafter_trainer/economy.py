@@ -7,12 +7,10 @@ decoding. Kinds that it has not measured are judged by configured costs: a round
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 
 from drafter_trainer.config import GateConfig
-
-_CHAIN = re.compile(r"(?P<kind>[a-z0-9]+):(?P<drafts>\d+)_1_\d+")
+from paceline.arm_names import read_arm
 
 
 class RoundCosts:
@@ -25,9 +23,11 @@ class RoundCosts:
     def take(self, round_costs: Mapping[str, float]) -> None:
         """What the engine has measured, by arm ("eagle:3_1_4"); trees are no chains and left out."""
         for arm, cost in round_costs.items():
-            found = _CHAIN.fullmatch(arm)
-            if found is not None and cost > 0 and 1 <= int(found["drafts"]) <= self._config.draft_steps:
-                self._measured.setdefault(found["kind"], {})[int(found["drafts"])] = cost
+            found = read_arm(arm)
+            if found is None or found.topk != 1 or cost <= 0:
+                continue
+            if 1 <= found.steps <= self._config.draft_steps:
+                self._measured.setdefault(found.speculator, {})[found.steps] = cost
 
     def table(self, kinds: Collection[str]) -> tuple[dict[str, dict[int, float]], bool]:
         """Costs of every kind by number of drafts, and whether they are measured.

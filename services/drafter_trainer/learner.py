@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ class MicroResult:
 
     loss: float  # mean over its positions
     positions: int
-    seconds: float
     stepped: bool  # it completed an optimiser step
     terms: dict[str, float]  # means over its positions, see Objective.terms
 
@@ -57,7 +55,6 @@ class DrafterLearner:
 
     def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
-        started = time.perf_counter()
         self._bind(head)
         loss, positions, terms = self.sharded.net(row_on(row, self.members.device))
         loss.backward()
@@ -69,7 +66,7 @@ class DrafterLearner:
             self._optimizer_step()
         share = 1.0 / max(count, 1)
         means = {name: float(value) * share for name, value in terms.items()}
-        return MicroResult(float(loss.detach()) * share, count, time.perf_counter() - started, stepped, means)
+        return MicroResult(float(loss.detach()) * share, count, stepped, means)
 
     def _bind(self, head: PolicyHead) -> None:
         if self._bound is not head:

@@ -43,11 +43,6 @@ class TrainerLink:
         self.stopping = False
         self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
 
-    @property
-    def world_size(self) -> int:
-        """Ranks of the group."""
-        return self._link.world_size
-
     def send(self, message: m.Message) -> None:
         """To the parent."""
         self._link.send(m.encode(message))

@@ -15,7 +15,7 @@ from drafter_trainer.learner import DrafterLearner
 from drafter_trainer.membership import Members
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.speculators import CaptureSpec, DraftNet, find_kind, read_drafter
+from paceline.speculators import CaptureSpec, DraftNet, read_drafter, trained_net
 
 
 @dataclass(slots=True)
@@ -106,7 +106,5 @@ def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[Draf
 def _initial(drafter: str, options: Mapping[str, Any], target: ModelConfig, seed: int) -> DraftNet:
     if Path(drafter).is_dir():
         return read_drafter(Path(drafter), target)
-    net = find_kind(drafter).net
-    if net is None:
-        raise ConfigError("a speculator without weights is not trained", seen=drafter, allowed="one with weights")
-    return net.fresh(target, net.Options.model_validate(options), seed)
+    net = trained_net(drafter)
+    return net.fresh(target, net.read_options(options), seed)

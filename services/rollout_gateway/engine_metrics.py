@@ -13,12 +13,12 @@ from opentelemetry.metrics import Meter
 from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
+from paceline.arm_names import speculator_of
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from rollout_gateway.bandits.regret import regret
 from rollout_gateway.engines import wire
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import RoundSplit
 from rollout_gateway.generation import Generation
 

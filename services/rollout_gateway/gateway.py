@@ -19,6 +19,7 @@ from typing import Any
 
 import redis.asyncio
 
+from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter, span
@@ -29,7 +30,6 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import ROW_LAYOUTS, wire
-from rollout_gateway.engines.arm_names import OFF
 from rollout_gateway.engines.base import Capability, RowLayout, missing
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.generation import Generation

@@ -14,7 +14,7 @@ from paceline.speculators.base import (
 )
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.table import SPECULATORS, SpeculatorKind, find_kind, read_drafter
+from paceline.speculators.table import SPECULATORS, SpeculatorKind, find_kind, net_of, read_drafter, trained_net
 
 __all__ = [
     "SPECULATORS",
@@ -30,5 +30,7 @@ __all__ = [
     "SpeculatorKind",
     "SpeculatorSetup",
     "find_kind",
+    "net_of",
     "read_drafter",
+    "trained_net",
 ]

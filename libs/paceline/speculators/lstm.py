@@ -42,6 +42,9 @@ GATES = ("forget", "input", "output", "cell")
 """In the order in which their sums stand beside each other."""
 
 
+ARCHITECTURE = "ArcticLSTMSpeculatorPreTrainedModel"
+
+
 class LstmOptions(RecurrentOptions):
     """Settings of an LSTM drafter."""
 
@@ -53,7 +56,7 @@ class LstmNet(RecurrentNet):
     """The drafter's network: see DraftNet."""
 
     speculator: ClassVar[str] = "lstm"
-    architectures: ClassVar[frozenset[str]] = frozenset({"ArcticLSTMSpeculatorPreTrainedModel"})
+    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
     Options: ClassVar[type[Config]] = LstmOptions
     options: LstmOptions
 
@@ -115,7 +118,7 @@ class LstmNet(RecurrentNet):
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json; widths are text there."""
         return {
-            "architectures": sorted(self.architectures),
+            "architectures": [ARCHITECTURE],
             "model_type": "mlp_speculator",
             "base_model_name_or_path": "",
             "vocab_size": self.target.vocab_size,

@@ -29,6 +29,8 @@ from paceline.speculators.recurrent import (
     read_flag,
 )
 
+ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
+
 
 class MlpOptions(RecurrentOptions):
     """Settings of an MLP drafter."""
@@ -42,7 +44,7 @@ class MlpNet(RecurrentNet):
     """The drafter's network: see DraftNet."""
 
     speculator: ClassVar[str] = "mlp"
-    architectures: ClassVar[frozenset[str]] = frozenset({"MLPSpeculatorPreTrainedModel"})
+    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
     Options: ClassVar[type[Config]] = MlpOptions
     options: MlpOptions
 
@@ -95,7 +97,7 @@ class MlpNet(RecurrentNet):
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
         return {
-            "architectures": sorted(self.architectures),
+            "architectures": [ARCHITECTURE],
             "model_type": "mlp_speculator",
             "vocab_size": self.target.vocab_size,
             "emb_dim": self.target.hidden_size,

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.config import Config
-from paceline.errors import InvalidInput, WeightsError
+from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config_json
 from paceline.models.loading import check_tensors, read_tensors
 from paceline.speculators.base import CaptureSpec
@@ -59,6 +60,17 @@ class DraftNet(nn.Module, ABC):
     @abstractmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
         """An untrained network for a target."""
+
+    @classmethod
+    def read_options(cls, raw: Mapping[str, Any]) -> Config:
+        """Its settings from a configuration. Raises ConfigError naming the first one that is wrong."""
+        try:
+            return cls.Options.model_validate(raw)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key, allowed = ".".join(map(str, first["loc"])), ", ".join(cls.Options.model_fields)
+            message = f"option {key} of {cls.speculator}: {first['msg']}"
+            raise ConfigError(message, seen=first["input"], allowed=allowed) from error
 
     @classmethod
     @abstractmethod

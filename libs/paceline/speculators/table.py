@@ -6,7 +6,7 @@ import importlib.util
 import pkgutil
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,10 +80,26 @@ def read_drafter(directory: Path, target: ModelConfig, own: Iterable[type[DraftN
 
     Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
     """
-    name = architecture(read_config_json(directory))
     nets = [*(kind.net for kind in SPECULATORS.values() if kind.net is not None), *own]
+    return net_of(directory, nets).read(directory, target)
+
+
+def net_of(directory: Path, nets: Sequence[type[DraftNet]]) -> type[DraftNet]:
+    """Which of the networks wrote a checkpoint directory. Raises InvalidInput naming the directory when none did."""
+    try:
+        name = architecture(read_config_json(directory))
+    except InvalidInput as error:
+        raise InvalidInput(f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
     for net in nets:
         if name in net.architectures:
-            return net.read(directory, target)
-    allowed = sorted(one for net in nets for one in net.architectures)
-    raise InvalidInput(f"drafter {directory}: no speculator has this architecture", seen=name, allowed=allowed)
+            return net
+    allowed = ", ".join(sorted(one for net in nets for one in net.architectures))
+    raise InvalidInput(f"drafter {directory}: architectures names no speculator here", seen=name, allowed=allowed)
+
+
+def trained_net(name: str) -> type[DraftNet]:
+    """The network of a speculator that is named as in `find_kind`. Raises ConfigError for one without weights."""
+    net = find_kind(name).net
+    if net is None:
+        raise ConfigError("a speculator without weights is not trained", seen=name, allowed="one with weights")
+    return net

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 
 from drafter_trainer.membership import on_cpu
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
@@ -24,7 +23,7 @@ from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.ranks import RankLink
 from paceline.models.config import ModelConfig, read_config
-from paceline.speculators import DraftNet, find_kind
+from paceline.speculators import DraftNet, trained_net
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Ranks wait for each other this long: their shares of generated answers differ."""
@@ -58,19 +57,8 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
 
 def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
     """The network to train: fresh, or the checkpoint to start from. Raises ConfigError, InvalidInput, WeightsError."""
-    kind = find_kind(config.speculator).net
-    if kind is None:
-        raise ConfigError("a speculator without weights is not trained", seen=config.speculator)
-    try:
-        options = kind.Options.model_validate(config.options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"option {key} of {config.speculator}: {first['msg']}",
-            seen=first["input"],
-            allowed=", ".join(kind.Options.model_fields),
-        ) from error
+    kind = trained_net(config.speculator)
+    options = kind.read_options(config.options)
     if config.start is not None:
         return kind.read(config.start, target, options)
     return kind.fresh(target, options, config.seed)

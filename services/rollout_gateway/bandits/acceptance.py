@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arm_names import read_arm, speculator_of
 from paceline.errors import ConfigError
 from rollout_gateway.bandits.base import RowFacts
-from rollout_gateway.engines.arm_names import read_arm, speculator_of
 from rollout_gateway.engines.base import Target
 from rollout_gateway.engines.evidence import AcceptanceEvidence
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence, Set
 
+from paceline.arm_names import speculator_of
 from paceline.errors import ConfigError
 from rollout_gateway.bandits.base import BanditSettings, Choice, Situation, group_of
 from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
-from rollout_gateway.engines.arm_names import speculator_of
 
 
 def draft_tokens_of(arm: str) -> int:

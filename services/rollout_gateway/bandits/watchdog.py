@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
+from paceline.arm_names import speculator_of
 from paceline.telemetry import get_logger
 from rollout_gateway.bandits.base import (
     BanditSettings,
@@ -31,7 +32,6 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.evidence import Evidence
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from paceline.arm_names import speculator_of
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
 from rollout_gateway.bench.bandit_world import Floats, Moment, World, outcome_of
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import Target
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}

@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arm_names import speculator_of
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation
 from rollout_gateway.bench.traces import Step, Trace
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import Target
 
 OUTLIER = 5.0

@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from paceline.arm_names import speculator_of
 from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,

@@ -59,7 +59,7 @@ def test_acceptance_is_told_by_position_bucket_role_and_temperature(reader: InMe
 def test_loss_terms_samples_and_slot_seconds_are_counted(reader: InMemoryMetricReader) -> None:
     told = metrics.TrainerMetrics()
     for _ in range(2):
-        told.learned("lstm", MicroResult(0.75, 40, 0.1, True, {"token": 0.5}), samples=3)
+        told.learned("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
     assert points(reader, "samples") == {("lstm",): 6}
     assert points(reader, "positions") == {("lstm",): 80}
     assert points(reader, "loss") == {("lstm", "total"): 0.75, ("lstm", "token"): 0.5}

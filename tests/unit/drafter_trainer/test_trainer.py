@@ -63,8 +63,6 @@ def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
 class ScriptedParent:
     """The rank's end of the link. Before micro-batch n come the messages scripted for n."""
 
-    world_size = 1
-
     def __init__(self) -> None:
         self.sent: list[m.Message] = []
         self.script: list[list[m.Message]] = []
@@ -394,5 +392,5 @@ def test_a_kind_by_import_path_comes_back_from_the_disk(tmp_path: Path) -> None:
     loaded = Candidates(tmp_path, TARGET, [TwinNet]).load(1)
     assert isinstance(loaded, TwinNet)
     assert torch.equal(loaded.fc.weight, net.fc.weight)
-    with pytest.raises(InvalidInput, match="no speculator has this architecture"):
+    with pytest.raises(InvalidInput, match="architectures names no speculator here"):
         Candidates(tmp_path, TARGET).load(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.speculators import SPECULATORS, find_kind
+from paceline.speculators import SPECULATORS, find_kind, trained_net
 
 TWIN = Path(__file__).parents[2] / "twin_kind.py"
 
@@ -36,3 +36,16 @@ def test_a_file_that_fails_says_why_each_time(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="no_such_package"):
             find_kind(f"{broken}:KIND")
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mlp", "lstm"])
+def test_a_wrong_option_is_refused_with_those_there_are(name: str) -> None:
+    net = trained_net(name)
+    with pytest.raises(ConfigError, match=f"option steps_ of {name}") as refused:
+        net.read_options({"steps_": 3})
+    assert all(option in str(refused.value) for option in net.Options.model_fields)
+
+
+def test_a_speculator_without_weights_is_not_trained() -> None:
+    with pytest.raises(ConfigError, match="without weights"):
+        trained_net("ngram")

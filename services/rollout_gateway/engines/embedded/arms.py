@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError
 from paceline.speculators import DraftShape
-from rollout_gateway.engines.arm_names import OFF, read_arm
 
 MAX_STEPS, MAX_TOPK, MAX_TOKENS = 15, 16, 64
 

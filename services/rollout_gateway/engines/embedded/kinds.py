@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.arm_names import OFF
 from paceline.errors import ConfigError, InvalidInput
-from paceline.models.config import architecture, read_config_json
-from paceline.speculators import SPECULATORS, DraftNet, SpeculatorKind, find_kind
-from rollout_gateway.engines.arm_names import OFF
+from paceline.speculators import SPECULATORS, DraftNet, SpeculatorKind, find_kind, net_of, trained_net
 from rollout_gateway.engines.embedded.arms import Arm, parse_arm
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded_rows import WITHOUT_WEIGHTS, drafter_directory
@@ -66,18 +65,12 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
 
 def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
     """The kind that reads a checkpoint directory. Raises InvalidInput naming the directory when none does."""
+    by_net = {kind.net: kind for kind in kinds if kind.net is not None}
     try:
-        name = architecture(read_config_json(directory))
+        return by_net[net_of(directory, list(by_net))]
     except InvalidInput as error:
-        raise InvalidInput(f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
-    known: set[str] = set()
-    for kind in kinds:
-        if kind.net is not None:
-            if name in kind.net.architectures:
-                return kind
-            known |= kind.net.architectures
-    message = f"drafter {directory}: architectures names no kind of gateway.drafter and engine.embedded.more_drafters"
-    raise InvalidInput(message, seen=name, allowed=", ".join(sorted(known)))
+        message = f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those there are)"
+        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
 
 
 def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
@@ -94,10 +87,8 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
 
 
 def _trained_kind(name: str) -> SpeculatorKind:
-    kind = find_kind(name)
-    if kind.net is None:
-        raise ConfigError("a speculator without weights is not trained", seen=name, allowed="a kind with a network")
-    return kind
+    trained_net(name)
+    return find_kind(name)
 
 
 def _net(kind: SpeculatorKind) -> type[DraftNet]:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.arm_names import OFF
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators import DraftBatch, Drafts, Speculator
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
-from rollout_gateway.engines.arm_names import OFF
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget

@@ -11,9 +11,9 @@ from bandit_rounds import batch_of, round_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.arm_names import speculator_of
 from rollout_gateway.bandits import BANDITS, Bandit, BanditSettings, Outcome, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.engines.arm_names import speculator_of
 from rollout_gateway.engines.base import Target
 
 GROUPS = (1, 5)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.engines.arm_names import OFF, read_arm
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
