@@ -89,6 +89,83 @@ class FeaturesConfig(Config):
     byte_budget: int = Field(default=256 << 20, ge=1)  # of the features stream
 
 
+class SessionsConfig(Config):
+    """Sessions of agents, and what one of them may use."""
+
+    limit: int = Field(default=10_000, ge=1)  # open at once; more are refused
+    timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
+    implicit: bool = True  # callers without a session key get one per conversation, found again by its messages
+    implicit_timeout_s: float = Field(default=600, gt=0)  # of silence, for these
+    max_turns: int = Field(default=512, ge=1)  # generations of one session
+    max_tokens: int = Field(default=1 << 20, ge=1)  # tokens kept for one session, prompts and responses
+    max_parallel: int = Field(default=32, ge=1)  # requests of one session under way
+    group_deadline_s: float = Field(default=3600, gt=0)  # from the first sibling's end; then a group closes as it is
+
+
+class QueueConfig(Config):
+    """Requests of callers that wait for the engine; fair between session keys."""
+
+    limit: int = Field(default=1024, ge=1)  # waiting at once; more are refused
+    per_key: int = Field(default=256, ge=1)  # of one key
+    running: int = Field(default=0, ge=0)  # requests inside the engine at once; 0: workers times engine.max_batch
+    wait_s: float = Field(default=120, gt=0)  # longest wait of a request, then it is refused
+
+
+class ChatConfig(Config):
+    """How conversations are rendered and read."""
+
+    # How tool calls are spelled; auto: what the chat template shows.
+    tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
+    reasoning: Literal["auto", "none", "think"] = "auto"  # think: between <think> and </think>; auto: if templates do
+
+
+class SandboxConfig(Config):
+    """Limits of a process that runs code of a model."""
+
+    wall_s: float = Field(default=10, gt=0)
+    cpu_s: int = Field(default=5, ge=1)
+    memory_bytes: int = Field(default=512 << 20, ge=1 << 24)
+    file_bytes: int = Field(default=16 << 20, ge=0)  # of one file
+    output_bytes: int = Field(default=64 << 10, ge=1)  # of stdout and of stderr; the rest is cut
+    processes: int = Field(default=16, ge=1)
+    parallel: int = Field(default=4, ge=1)  # sandboxes at once; more wait
+    # What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto" takes what is there.
+    isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
+
+
+class RemoteRewardConfig(Config):
+    """A reward at a URL: POST with the episode as JSON, answered by {"reward": number or null}."""
+
+    url: str = ""
+    token: str = Field(default="", repr=False)  # sent as bearer token
+    deadline_s: float = Field(default=30, gt=0)  # of one score, retries included
+    attempts: int = Field(default=4, ge=1)
+    parallel: int = Field(default=64, ge=1)  # requests at once
+    breaker_failures: int = Field(default=8, ge=1)  # in a row, then nobody asks for breaker_open_s
+    breaker_open_s: float = Field(default=10, gt=0)
+
+
+class ModelRewardConfig(Config):
+    """A reward model: a sequence-classification checkpoint in a process of its own."""
+
+    model: str = ""  # directory
+    threads: int = Field(default=1, ge=1)
+    max_batch: int = Field(default=16, ge=1)
+    max_tokens: int = Field(default=2048, ge=8)  # longer texts keep their end
+    deadline_s: float = Field(default=60, gt=0)
+
+
+class RewardsConfig(Config):
+    """Reward rules."""
+
+    marker: str = "#"  # the answer of a response follows the last one
+    processes: int = Field(default=1, ge=1)  # children that score for rules which do not run in the gateway
+    deadline_s: float = Field(default=30, gt=0)  # of one score in a child; then it is killed and the sample unscored
+    sandbox: SandboxConfig = SandboxConfig()
+    remote: RemoteRewardConfig = RemoteRewardConfig()
+    model: ModelRewardConfig = ModelRewardConfig()
+
+
 class GatewayConfig(ServiceConfig):
     """Everything `serve gateway` understands; shared sections come from ServiceConfig."""
 
@@ -101,10 +178,11 @@ class GatewayConfig(ServiceConfig):
     features: FeaturesConfig = FeaturesConfig()
     spool_dir: str = ""  # empty: <run.dir>/spool/gateway in a run, a temporary one without trajectories
     max_unsent_bytes: int = Field(default=64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
-    max_sessions: int = Field(default=10_000, ge=1)
-    session_timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
-    request_queue: int = Field(default=1024, ge=1)  # requests of callers running or waiting; more are refused
-    answer_marker: str = "#"  # the answer of a response follows the last one
+    sessions: SessionsConfig = SessionsConfig()
+    queue: QueueConfig = QueueConfig()
+    chat: ChatConfig = ChatConfig()
+    rewards: RewardsConfig = RewardsConfig()
+    release_after_s: float = Field(default=1.0, gt=0)  # open traffic: a worker idle for so long gives its slot away
 
     @property
     def model_dir(self) -> Path:

@@ -77,7 +77,7 @@ class Gateway:
         self.router = Router(config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows)
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.sessions = Sessions(config.max_sessions, config.session_timeout_s)
+        self.sessions = Sessions(config.sessions.limit, config.sessions.timeout_s)
         self._request_ids = itertools.count(1)
         self._callers = 0  # requests of callers under way
         self._forced_arm = config.speculation.forced_arm
@@ -232,10 +232,10 @@ class Gateway:
     def _admitted(self) -> Iterator[None]:
         """Counts a caller's request. Raises ResourceExhausted when too many are under way."""
         self.admit()
-        if self._callers >= self.config.request_queue:
+        if self._callers >= self.config.queue.limit:
             self._refused.add(1)
             raise ResourceExhausted(
-                "too many requests are under way", seen=self._callers, allowed=self.config.request_queue
+                "too many requests are under way", seen=self._callers, allowed=self.config.queue.limit
             )
         self._callers += 1
         try:

@@ -8,12 +8,13 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.rpc import EpochGuard
+from paceline.trajectory import Trajectory
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
 from rollout_gateway.engines import wire
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.session import Assignment, Session, State
+from rollout_gateway.session import Assignment, State
 from rollout_gateway.task_runs import TaskRuns
 
 STATES = {
@@ -83,7 +84,8 @@ class RolloutServicer(RolloutServiceServicer):
         if ended is not None:
             return rpb.GetSessionResponse(state=STATES[ended])
         session = self._gateway.sessions.get(request.session_id)
-        return rpb.GetSessionResponse(state=STATES[session.state], trajectory=_trunk(session))
+        branches = [_sample(one) for one in session.trajectories()]
+        return rpb.GetSessionResponse(state=STATES[session.state], branches=branches)
 
     async def RunTasks(self, request: rpb.RunTasksRequest, context: Any) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context)
@@ -128,11 +130,8 @@ class RolloutServicer(RolloutServiceServicer):
                 raise InvalidInput("the request has no prompt", allowed="text or token_ids")
 
 
-def _trunk(session: Session) -> tpb.Trajectory | None:
-    """The longest branch as a training sample; None before the first generation."""
-    found = max(session.trajectories(), key=lambda one: len(one.token_ids), default=None)
-    if found is None:
-        return None
+def _sample(found: Trajectory) -> tpb.Trajectory:
+    """A branch on the wire."""
     return tpb.Trajectory(
         schema_version=1,
         run_id=found.key.run_id,

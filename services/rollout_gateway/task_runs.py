@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.regret import regret
+from rollout_gateway.chat.messages import Message
 from rollout_gateway.engine_metrics import describe, describe_rounds
 from rollout_gateway.engines import wire
 from rollout_gateway.environments import environment
-from rollout_gateway.environments.base import EpisodeTask, Turn
+from rollout_gateway.environments.base import ChatTurn, EpisodeTask, Turn
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.generation import Generation
 from rollout_gateway.rewards import reward_rule
@@ -108,6 +109,10 @@ class _SessionModel:
             text = text.partition(whole.matched_stop)[0]
         return Turn(tuple(whole.token_ids), text, FINISH_NAMES[whole.finish_reason])
 
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
+        turn = await self.generate(self._gateway.codec.encode_chat([one.for_template() for one in messages]))
+        return ChatTurn(Message("assistant", turn.text), turn.finish)
+
 
 class TaskRuns:
     """All RunTasks calls of one gateway."""
@@ -151,7 +156,7 @@ class TaskRuns:
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
         environment(request.environment)
-        reward_rule(request.reward, self._gateway.config.answer_marker)
+        reward_rule(request.reward, self._gateway.config.rewards.marker)
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(request.sampling)
 
@@ -228,7 +233,9 @@ class TaskRuns:
             episode = await environment(request.environment).run(asked, model)
             scored = episode.finish in ("stop", "length")
             if scored:
-                session.score(reward_rule(request.reward, self._gateway.config.answer_marker).score(episode))
+                value = await reward_rule(request.reward, self._gateway.config.rewards.marker).score(episode)
+                if value is not None:
+                    session.score(value)
             self._gateway.finish(session, abort=not scored)
         return _answer(job, session, model.generations, episode.finish)
 

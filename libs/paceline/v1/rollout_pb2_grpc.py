@@ -110,7 +110,7 @@ class RolloutServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetSession(self, request, context):
-        """Shows a session.
+        """Shows a session: its turns and what would be trained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,7 +60,7 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., policy_version: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "stop_token_ids", "seed", "ignore_eos", "top_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,7 @@ class SamplingParams(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -96,7 +97,8 @@ class SamplingParams(_message.Message):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: _containers.ScalarMap[int, float]
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ...) -> None: ...
+    json_schema: str
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., json_schema: _Optional[str] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("target_steps", "drafted_tokens", "accepted_tokens", "drafted_round_tokens", "drafted_rounds", "proposed_at", "accepted_at", "trained_rounds", "trained_round_tokens")
@@ -129,7 +131,7 @@ class Reward(_message.Message):
     def __init__(self, value: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("schema_version", "run_id", "step", "session_id", "branch_id", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "finish_reason", "speculation", "seed", "temperature")
+    __slots__ = ("schema_version", "run_id", "step", "session_id", "branch_id", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "finish_reason", "speculation", "seed", "temperature", "branch_count")
     SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,7 @@ class Trajectory(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
     schema_version: int
     run_id: str
     step: int
@@ -168,4 +171,5 @@ class Trajectory(_message.Message):
     speculation: SpeculationStats
     seed: int
     temperature: float
-    def __init__(self, schema_version: _Optional[int] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[_Union[Reward, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ...) -> None: ...
+    branch_count: int
+    def __init__(self, schema_version: _Optional[int] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[_Union[Reward, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., branch_count: _Optional[int] = ...) -> None: ...

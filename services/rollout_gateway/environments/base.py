@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
+
+from rollout_gateway.chat.messages import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +29,22 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """What the model said in a conversation."""
+
+    message: Message
+    finish: str  # "stop" | "length" | "tool_calls" | "abort" | "error"
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """What came of a task; the reward rule sees this."""
 
     task: EpisodeTask
     text: str  # of the last turn
     finish: str  # of the last turn
+    messages: tuple[Message, ...] = ()  # the whole conversation, where there was one
+    reward: float | None = None  # given by the agent that led the session; a rule does not score such an episode
 
 
 class Model(Protocol):
@@ -44,6 +56,10 @@ class Model(Protocol):
 
     async def generate(self, prompt: tuple[int, ...]) -> Turn:
         """One generation; `prompt` extends what the model saw before, or begins a branch."""
+        ...
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
+        """The next message of a conversation; a known history keeps the exact tokens the model produced."""
         ...
 
 

@@ -8,8 +8,11 @@ from rollout_gateway.environments.base import Episode
 
 
 class RewardRule(Protocol):
-    """Scores an episode; a pure function of it."""
+    """Scores an episode; a pure function of it, or a call of something that is."""
 
-    def score(self, episode: Episode) -> float:
-        """One scalar."""
+    async def score(self, episode: Episode) -> float | None:
+        """One scalar; None when there is no telling: the sample ends unscored, which is not reward 0.
+
+        Raises PacelineError when what scores is away; the sample then ends as failed (infra).
+        """
         ...

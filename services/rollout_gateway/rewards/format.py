@@ -17,7 +17,7 @@ class FormatRule:
     def __init__(self, marker: str = "#") -> None:
         self._marker = marker
 
-    def score(self, episode: Episode) -> float:
+    async def score(self, episode: Episode) -> float:
         pattern = episode.task.metadata.get("format")
         if episode.finish != "stop":
             return 0.0

@@ -11,7 +11,7 @@ class MathAnswer:
     def __init__(self, marker: str = "#") -> None:
         self._marker = marker
 
-    def score(self, episode: Episode) -> float:
+    async def score(self, episode: Episode) -> float:
         _, marker, answer = episode.text.rpartition(self._marker)
         right = episode.finish == "stop" and bool(marker) and same_answer(answer, episode.task.answer)
         return 1.0 if right else 0.0

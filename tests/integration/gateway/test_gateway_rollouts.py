@@ -208,7 +208,7 @@ async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}, request_queue=1) as served:
+    async with serve_gateway(engine={"workers": 1}, queue={"limit": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
         first = served.stub.Generate(request, timeout=20)

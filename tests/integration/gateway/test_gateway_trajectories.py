@@ -165,7 +165,7 @@ async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history
         second = await generate(served, session, longer, max_tokens=4)
         await generate(served, session, [*prompt, 8], max_tokens=2)
         shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
-        assert list(shown.trajectory.token_ids) == [*longer, *second]
+        assert list(shown.branches[0].token_ids) == [*longer, *second]
         await post(served, session, 1.0)
         assert await post(served, session, 1.0) == rpb.SESSION_STATE_OPEN
         with pytest.raises(grpc.aio.AioRpcError, match="another reward"):
@@ -206,7 +206,7 @@ async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_say
 
 
 async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}, session_timeout_s=0.3, max_sessions=1) as served:
+    async with serve_gateway(engine={"workers": 1}, sessions={"timeout_s": 0.3, "limit": 1}) as served:
         session = await open_session(served)
         with pytest.raises(grpc.aio.AioRpcError, match="too many sessions"):
             await open_session(served)

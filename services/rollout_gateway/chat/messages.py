@@ -1,0 +1,146 @@
+"""Nouns of a conversation, the same for every API. Owns equality of messages; not how they are spelled.
+
+OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A model's wish to call a tool."""
+
+    call_id: str
+    name: str
+    arguments: str  # JSON text as the model wrote it
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI's chat completions spell it."""
+        return {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""  # of an assistant: what it thought before it spoke
+    tool_calls: tuple[ToolCall, ...] = ()  # of an assistant
+    tool_call_id: str = ""  # of a tool: which call it answers
+    name: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: arguments of tool calls as an object where they are one."""
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name:
+            message["name"] = self.name
+        return message
+
+    def digest(self, before: bytes) -> bytes:
+        """Identity of the conversation up to this message, given that of the messages before it.
+
+        Everything a client sends back counts. Arguments of tool calls count as JSON values: clients parse and write
+        them anew.
+        """
+        calls = [[call.call_id, call.name, _canonical(call.arguments)] for call in self.tool_calls]
+        parts = [self.role, self.content, self.reasoning, calls, self.tool_call_id, self.name]
+        return hashlib.sha256(before + json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether the model may, must or must not call a tool."""
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str = ""  # of the tool, with "named"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A conversation to continue with one assistant message."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()  # {"type": "function", "function": {name, description, parameters}}
+    tool_choice: ToolChoice = field(default_factory=ToolChoice)
+
+    def digests(self) -> list[bytes]:
+        """[messages + 1] identity of the conversation before the first message and after each one."""
+        digest = hashlib.sha256(json.dumps(list(self.tools), sort_keys=True).encode()).digest()
+        found = [digest]
+        for message in self.messages:
+            digest = message.digest(digest)
+            found.append(digest)
+        return found
+
+    def tool_names(self) -> Iterator[str]:
+        """Names of the tools offered."""
+        return (str(tool["function"]["name"]) for tool in self.tools)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """News of one tool call of a streamed message; joined by index, names and arguments give the whole."""
+
+    index: int
+    call_id: str = ""  # with the first news of a call
+    name: str = ""  # with the first news of a call
+    arguments: str = ""  # more of the JSON text
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """News of an assistant's message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+
+def joined(deltas: Sequence[Delta]) -> Message:
+    """The message that deltas add up to."""
+    calls: dict[int, ToolCall] = {}
+    for news in (call for delta in deltas for call in delta.tool_calls):
+        known = calls.get(news.index, ToolCall("", "", ""))
+        calls[news.index] = ToolCall(
+            known.call_id or news.call_id, known.name or news.name, known.arguments + news.arguments
+        )
+    return Message(
+        "assistant",
+        "".join(delta.content for delta in deltas),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(calls[index] for index in sorted(calls)),
+    )
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments: Any = json.loads(call.arguments)
+    except ValueError:
+        arguments = call.arguments
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _canonical(arguments: str) -> str:
+    try:
+        return json.dumps(json.loads(arguments), sort_keys=True)
+    except ValueError:
+        return arguments
