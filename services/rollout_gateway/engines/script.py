@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from paceline.errors import InvalidInput
 from rollout_gateway.bandits import BanditSettings
@@ -60,19 +61,40 @@ class Line(BaseModel):
     responses: tuple[tuple[int, ...], ...] = Field(min_length=1)
 
 
-class ScriptedSpec(BaseModel):
-    """Settings. A prompt without a Line gets a response drawn from hash(prompt, seed)."""
+class Reply(BaseModel):
+    """What to answer to prompts whose text holds a pattern; the seed picks among the texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    script: tuple[Line, ...] = ()
+    pattern: str  # regular expression, searched in the end of the decoded prompt, special tokens by their names
+    texts: tuple[str, ...] = Field(min_length=1)  # encoded by the tokenizer; the end token is added
+    tokens_per_round: int | None = Field(default=None, ge=1)  # None: what the round's arm accepts
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from error
+        return pattern
+
+
+class ScriptedSpec(BaseModel):
+    """Settings. A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    script: tuple[Line, ...] = ()  # these come first
+    replies: tuple[Reply, ...] = ()  # the first that matches answers
+    reply_window_chars: int = Field(default=4096, ge=1)  # end of a prompt in which patterns are searched
     vocab_size: int = 320
     hidden_size: int = 8
     max_sequence_tokens: int = 512
     max_batch: int = 64
     eos_token_id: int = 1
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
-    tokenizer: str = ""  # tokenizer.json; needed only for stop strings
+    tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
     arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
     accept_lengths: dict[str, float] = Field(default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
     costs_s: dict[str, dict[int, float]] = Field(
@@ -87,7 +109,7 @@ class ScriptedSpec(BaseModel):
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:
-    """The token ids the engine answers with, eos included; the oracle of tests."""
+    """Answer to a prompt that no reply matches, eos included; the oracle of tests."""
     for line in spec.script:
         if line.prompt == prompt:
             return line.responses[seed % len(line.responses)]

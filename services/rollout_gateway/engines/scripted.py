@@ -2,15 +2,15 @@
 
 It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes, capture, abort), so
 that everything above an engine can be tried in milliseconds. A response depends on (prompt, seed) alone, never on arm,
-batch or time. Seconds come from a cost table (arm, batch size) and pass on an injected clock: virtual by default, so
-that nothing sleeps; `real_time` sleeps them, for benches. It says nothing about how good a model would be.
+batch or time (script_replies.py chooses it, scripted_request.py gives it out). Seconds come from a cost table (arm,
+batch size) and pass on an injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for
+benches. It says nothing about how good a model would be.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from paceline.arm_names import speculator_of
 from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
-from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from paceline.trajectory import SpeculationStats, VersionSet
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.engines.base import (
     Capability,
@@ -40,32 +40,12 @@ from rollout_gateway.engines.script import (
     CLOCKS,
     Clock,
     ScriptedSpec,
-    scripted_logprob,
-    scripted_response,
     scripted_rows,
 )
+from rollout_gateway.engines.script_replies import Script
+from rollout_gateway.engines.scripted_request import Running
 
 _NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.REJECTED_ROWS}
-
-
-@dataclass(eq=False)
-class _Running:
-    """A request being answered."""
-
-    request: Request
-    response: tuple[int, ...]
-    versions: list[int] = field(default_factory=list)  # policy version of each token emitted
-    told: int = 0  # tokens already reported
-    rows_written: int = 0  # positions whose rows are out
-    credit: float = 0.0  # fraction of accepted tokens carried to the next round
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    enqueued_s: float = 0.0
-    first_token_s: float = 0.0
-    matched_stop: str = ""
-
-    @property
-    def emitted(self) -> int:
-        return len(self.versions)
 
 
 class ScriptedEngine:
@@ -78,8 +58,9 @@ class ScriptedEngine:
         self._bandit = build_bandit(spec.bandit, spec.arms, spec.seed)
         self._bandit.prime(cost_samples(spec))
         self._tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
-        self._waiting: list[_Running] = []
-        self._running: list[_Running] = []
+        self._script = Script(spec, self._tokenizer)
+        self._waiting: list[Running] = []
+        self._running: list[Running] = []
         self._versions = VersionSet()
         self._prepared: set[tuple[Target, int]] = set()
         self._served = {(Target.POLICY, 0), (Target.DRAFTER, 0)}
@@ -141,8 +122,7 @@ class ScriptedEngine:
         if request.sampling.adjusted:
             raise missing("scripted", Capability.PENALTIES)
         self._check_arm(request.forced_arm)
-        response = scripted_response(spec, request.prompt, request.sampling.seed)
-        self._waiting.append(_Running(request, response, enqueued_s=self._clock.now()))
+        self._waiting.append(self._run(request))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
         ended = [
@@ -152,7 +132,7 @@ class ScriptedEngine:
         ]
         self._running = [run for run in self._running if run not in ended]
         self._waiting = [run for run in self._waiting if run not in ended]
-        return [self._chunk(run, Finish.ABORT) for run in ended]
+        return [run.news(Finish.ABORT) for run in ended]
 
     def step(self) -> list[Chunk]:
         room = self._spec.max_batch - len(self._running)
@@ -170,11 +150,11 @@ class ScriptedEngine:
         self._busy_s += cost
         # A script knows a round's seconds as a whole.
         self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + _drafts(arm)), forward_s=cost)
-        taken = [run.emitted - known for run, known in zip(batch, before, strict=True)]
+        taken = [min(run.emitted - known, 1 + _drafts(arm)) for run, known in zip(batch, before, strict=True)]
         self._bandit.observe(Outcome(arm, situation, taken, cost, explored))
         self._running = [run for run in batch if finishes[run.request.request_id] is None]
         return [
-            self._chunk(run, finishes[run.request.request_id])
+            run.news(finishes[run.request.request_id])
             for run in batch
             if run.request.stream or finishes[run.request.request_id] is not None
         ]
@@ -232,6 +212,13 @@ class ScriptedEngine:
     def close(self) -> None:
         self._running, self._waiting = [], []
 
+    def _run(self, request: Request) -> Running:
+        spec, sampling = self._spec, request.sampling
+        limit = min(sampling.max_tokens, spec.max_sequence_tokens - len(request.prompt))
+        end_tokens = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {spec.eos_token_id})
+        answer = self._script.answer(request.prompt, sampling.seed)
+        return Running(request, answer, limit, frozenset(end_tokens), self._clock.now())
+
     def _check_arm(self, arm: str) -> None:
         if arm and arm not in self._spec.arms:
             raise InvalidInput("unknown arm", seen=arm, allowed=", ".join(self._spec.arms))
@@ -251,16 +238,12 @@ class ScriptedEngine:
         if versions.drafter != self._versions.drafter:
             self._bandit.forget({arm for arm in self._spec.arms if arm.startswith("eagle")}, Target.DRAFTER)
 
-    def _situation(self, batch: list[_Running]) -> Situation:
-        rows = [RowFacts(run.request.request_id, run.emitted, self._limit(run)) for run in batch]
+    def _situation(self, batch: list[Running]) -> Situation:
+        rows = [RowFacts(run.request.request_id, run.emitted, run.limit) for run in batch]
         context = max(len(run.request.prompt) + run.emitted for run in batch)
         return Situation(rows, context, draining=not self._waiting)
 
-    def _limit(self, run: _Running) -> int:
-        """Response tokens at most."""
-        return min(run.request.sampling.max_tokens, self._spec.max_sequence_tokens - len(run.request.prompt))
-
-    def _choose(self, batch: list[_Running], situation: Situation) -> tuple[str, bool]:
+    def _choose(self, batch: list[Running], situation: Situation) -> tuple[str, bool]:
         forced = self._forced or next((run.request.forced_arm for run in batch if run.request.forced_arm), "")
         if forced:
             return forced, False
@@ -272,17 +255,13 @@ class ScriptedEngine:
         sizes = [size for size in table if size <= batch]
         return table[max(sizes)] if sizes else self._spec.default_cost_s
 
-    def _advance(self, run: _Running, arm: str) -> Finish | None:
+    def _advance(self, run: Running, arm: str) -> Finish | None:
         """Emit one round's tokens of a request; its finish if it ended."""
         drafted = arm != "off"
-        run.credit += self._spec.accept_lengths.get(arm, 1.0) if drafted else 1.0
-        wanted = max(int(run.credit), 1)
-        run.credit = max(run.credit - wanted, 0.0)
-        taken, finish = 0, None
-        while taken < wanted and finish is None:
-            run.versions.append(self._versions.policy)
-            taken += 1
-            finish = self._finish(run)
+        before = run.emitted
+        finish = run.emit(self._wanted(run, arm), self._versions.policy, self._tokenizer)
+        emitted = run.emitted - before
+        taken = min(emitted, 1 + _drafts(arm))  # a reply's own pace may exceed what the arm could accept
         proposed, trained = _drafts(arm), drafted and speculator_of(arm) != "ngram"
         levels = range(proposed if drafted else 0)
         stats = SpeculationStats(
@@ -298,86 +277,32 @@ class ScriptedEngine:
         )
         run.stats += stats
         self._stats += stats
-        self._tokens += taken
+        self._tokens += emitted
         run.first_token_s = run.first_token_s or self._clock.now() - run.enqueued_s
         self._write_rows(run)
         return finish
 
-    def _finish(self, run: _Running) -> Finish | None:
-        sampling = run.request.sampling
-        token = run.response[(run.emitted - 1) % len(run.response)]
-        stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {self._spec.eos_token_id})
-        if token in stops or self._stopped_by_text(run):
-            return Finish.STOP
-        length = len(run.request.prompt) + run.emitted
-        if run.emitted >= sampling.max_tokens or length >= self._spec.max_sequence_tokens:
-            return Finish.LENGTH
-        if run.emitted >= len(run.response) and not sampling.ignore_eos:
-            return Finish.STOP
-        return None
+    def _wanted(self, run: Running, arm: str) -> int:
+        """Tokens of this round: the reply's own pace, else what the arm accepts."""
+        if run.answer.tokens_per_round is not None:
+            return run.answer.tokens_per_round
+        run.credit += self._spec.accept_lengths.get(arm, 1.0) if arm != "off" else 1.0
+        wanted = max(int(run.credit), 1)
+        run.credit = max(run.credit - wanted, 0.0)
+        return wanted
 
-    def _stopped_by_text(self, run: _Running) -> bool:
-        if self._tokenizer is None or not run.request.sampling.stop:
-            return False
-        text = self._tokenizer.decode(list(self._tokens_of(run)))
-        run.matched_stop = next((stop for stop in run.request.sampling.stop if stop in text), "")
-        return bool(run.matched_stop)
-
-    def _tokens_of(self, run: _Running) -> tuple[int, ...]:
-        """What was emitted; a response that must go on after its end starts again."""
-        return tuple(run.response[index % len(run.response)] for index in range(run.emitted))
-
-    def _write_rows(self, run: _Running) -> None:
-        """Rows of all tokens but the last, whose state the next round would compute."""
+    def _write_rows(self, run: Running) -> None:
         if self._sink is None or not (run.request.capture and self._capture):
             return
-        tokens = np.array((*run.request.prompt, *self._tokens_of(run)), dtype=np.uint32)
-        start, end = run.rows_written, len(tokens) - 1
-        positions = np.arange(start, end, dtype=np.uint32)
-        rows = scripted_rows(tokens[start:end], positions, self._spec.hidden_size, self._spec.features_dtype)
-        ids = np.full(end - start, run.request.request_id, dtype=np.uint64)
-        self._sink.write(ids, positions, tokens[start:end], self._versions.policy, rows)
-        run.rows_written = end
-
-    def _chunk(self, run: _Running, finish: Finish | None) -> Chunk:
-        tokens = self._tokens_of(run)[run.told :]
-        chunk = Chunk(
-            run.request.request_id,
-            tokens,
-            tuple(scripted_logprob(token) for token in tokens),
-            _spans(run.versions, run.told),
-            top_logprobs=tuple(_alternatives(token, run.request.sampling.top_logprobs) for token in tokens),
-        )
-        run.told = run.emitted
-        if finish is None:
-            return chunk
-        return replace(
-            chunk,
-            finish=finish,
-            speculation=run.stats,
-            smallest_gap=1.0,
-            time_to_first_token_s=run.first_token_s,
-            matched_stop=run.matched_stop,
-        )
+        tokens, positions = run.unwritten()
+        rows = scripted_rows(tokens, positions, self._spec.hidden_size, self._spec.features_dtype)
+        ids = np.full(len(tokens), run.request.request_id, dtype=np.uint64)
+        self._sink.write(ids, positions, tokens, self._versions.policy, rows)
 
 
 def _drafts(arm: str) -> int:
     """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last known token."""
     return 0 if arm == "off" else int(arm.rpartition("_")[2]) - 1
-
-
-def _alternatives(token: int, count: int) -> tuple[tuple[int, float], ...]:
-    return tuple((token + rank, scripted_logprob(token) - rank) for rank in range(count))
-
-
-def _spans(versions: list[int], start: int) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    for index in range(start, len(versions)):
-        if spans and spans[-1].policy_version == versions[index]:
-            spans[-1] = VersionSpan(spans[-1].start, index + 1, versions[index])
-        else:
-            spans.append(VersionSpan(index, index + 1, versions[index]))
-    return tuple(spans)
 
 
 def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
