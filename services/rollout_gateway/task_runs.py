@@ -244,6 +244,7 @@ class TaskRuns:
         finished.versions.CopyFrom(wire.versions_to(self._gateway.weights.versions))
         finished.arms.extend(merge_arms(list((await self._gateway.router.healths()).values())))
         finished.regret = regret(finished.arms)
+        finished.closed_groups.extend(totals.closed_groups())
         return finished
 
 
@@ -256,11 +257,16 @@ class _Totals:
         self._started = started
         self._shares = [rpb.ShareDone(worker_index=index) for index in range(workers)]
         self._stats = SpeculationStats()
+        self._scored = {job.task.group_id: 0 for job in jobs if job.trains}  # sessions by group
         self.finished = rpb.TasksFinished()
 
     def idle_shares(self) -> list[rpb.ShareDone]:
         """Workers that have nothing to do in this call."""
         return [share for share in self._shares if not self._left[share.worker_index]]
+
+    def closed_groups(self) -> list[rpb.ClosedGroup]:
+        """The groups to be trained, those without any scored sample too."""
+        return [rpb.ClosedGroup(group_id=group, scored_sessions=count) for group, count in self._scored.items()]
 
     def add(self, sample: rpb.SampleFinished) -> rpb.ShareDone | None:
         """Count a sample; the share it completes, if it does."""
@@ -270,6 +276,8 @@ class _Totals:
         finished.response_tokens += sample.response_tokens
         finished.scored += sample.HasField("reward")
         finished.unscored += not sample.HasField("reward")
+        if sample.group_id in self._scored:
+            self._scored[sample.group_id] += sample.HasField("reward")
         self._stats += wire.stats_from(sample.speculation)
         finished.speculation.CopyFrom(wire.stats_to(self._stats))
         finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
