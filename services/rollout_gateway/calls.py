@@ -17,6 +17,7 @@ from paceline.telemetry import span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Delta, Message
+from rollout_gateway.chat.parse import finish_name
 from rollout_gateway.chat.reading import Reader
 from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import wire
@@ -78,7 +79,7 @@ class Engine(Protocol):
         """Free its place in the engine."""
         ...
 
-    def place(self, key: str) -> AbstractAsyncContextManager[None]:
+    def place(self, key: str) -> AbstractAsyncContextManager[object]:
         """Wait for a place in the engine."""
         ...
 
@@ -102,7 +103,9 @@ class Call:
             plan.session.begin(plan.sampling, len(plan.prompt))
         turn, seen = None, ""
         try:
-            place = nullcontext() if plan.queue_key is None else engine.place(plan.queue_key)
+            place: AbstractAsyncContextManager[object] = nullcontext()
+            if plan.queue_key is not None:
+                place = engine.place(plan.queue_key)
             async with place:
                 with span("engine.request", prompt_tokens=len(plan.prompt)) as current:
                     self.generation = generation = engine.submit(plan, stream=stream)
@@ -178,9 +181,8 @@ class _Said:
             return Piece(chunk, news, delta)
         delta = reader.finish(delta)
         message = reader.message
-        if finish == "stop" and message.tool_calls:
-            finish = "tool_calls"
-        thought = reader.reasoning_tokens(self._ids, self._codec)
+        finish = finish_name(message, finish)
+        thought = reader.reasoning_tokens(self._ids, self._codec.decode_all)
         return Piece(chunk, news, delta, message, finish, thought)
 
 

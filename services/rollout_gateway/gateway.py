@@ -139,7 +139,7 @@ class Gateway:
         """Free a request's place in the engine."""
         self.router.abort(generation)
 
-    def place(self, key: str) -> AbstractAsyncContextManager[None]:
+    def place(self, key: str) -> AbstractAsyncContextManager[object]:
         """Wait for a place in the engine. Raises ResourceExhausted when too many wait."""
         return self.queue.place(key)
 

@@ -26,6 +26,10 @@ Sampling = Callable[[int, int], tpb.SamplingParams]
 """(choice, tokens left in the sequence) -> how to draw it."""
 
 
+PROMPT_END = 16
+"""Tokens that show whether a prompt ends inside the model's reasoning."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks: the session of a key, or somebody without one."""
@@ -59,7 +63,8 @@ class Planner:
         digests = request.digests()
         session = caller.session or self._sessions_by(digests)
         parent, prompt = self._chat_prompt(session, request, digests)
-        forced = self._readers.forced(request)
+        end = self._codec.decode_all(prompt[-PROMPT_END:])
+        forced = self._readers.forced(request, end)
         prompt += self._codec.encode_piece(forced + request.prefill)
         plan = Plan(
             completion_id,
@@ -67,7 +72,7 @@ class Planner:
             tpb.SamplingParams(),
             parent=parent,
             digest=digests[-1],
-            reader=self._readers.reader(request, self._codec.decode_all(prompt[-16:]), forced),
+            reader=self._readers.reader(request, end, forced),
             queue_key=caller.queue_key,
         )
         plans = [_named(self._drawn(plan, sampling, index), index, count) for index in range(count)]

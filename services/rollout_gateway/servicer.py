@@ -153,4 +153,5 @@ def _sample(found: Trajectory) -> tpb.Trajectory:
         speculation=wire.stats_to(found.speculation),
         seed=found.seed,
         temperature=found.temperature,
+        branch_count=found.branch_count,
     )

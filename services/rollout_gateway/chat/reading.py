@@ -6,18 +6,27 @@ from collections.abc import Callable, Sequence
 
 from paceline.errors import InvalidInput
 from rollout_gateway.chat.messages import ChatRequest, Delta, Message, joined
-from rollout_gateway.chat.parse import ChatParser, opens_thinking, reasoning_tokens, thinks
-from rollout_gateway.chat.tool_formats import TOOL_FORMATS, ToolFormat, guess_format
+from rollout_gateway.chat.parse import (
+    THINK,
+    THOUGHT,
+    ChatParser,
+    forced_beginning,
+    knows_reasoning,
+    opens_reasoning,
+    reasoning_tokens,
+)
+from rollout_gateway.chat.tool_formats import tool_format
 from rollout_gateway.config import ChatConfig
 
 
 class Reader:
     """Reads one answer."""
 
-    def __init__(self, parser: ChatParser, kept: Sequence[str], prefill: str) -> None:
+    def __init__(self, parser: ChatParser, kept: Sequence[str], prefill: str, *, thinking: bool) -> None:
         self.kept = tuple(kept)  # special tokens whose text the parser needs
         self._parser = parser
         self._prefill = prefill
+        self._thinking = thinking  # the prompt ends inside <think>
         self._deltas: list[Delta] = []
 
     def push(self, text: str) -> Delta:
@@ -41,18 +50,23 @@ class Reader:
 
     def reasoning_tokens(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
         """How many of the tokens were thought, not said."""
-        return reasoning_tokens(token_ids, decode) if any(delta.reasoning for delta in self._deltas) else 0
+        if not any(delta.reasoning for delta in self._deltas):
+            return 0
+        return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._thinking)
 
 
 class Readers:
     """What one model's answers look like."""
 
     def __init__(self, config: ChatConfig, template_source: str) -> None:
-        self._format = _tool_format(config, template_source)
-        self._reasoning = config.reasoning == "think" or (config.reasoning == "auto" and thinks(template_source))
+        self._format = tool_format(config.tool_format, template_source)
+        known = config.reasoning == "auto" and knows_reasoning(template_source)
+        self._reasoning = known or config.reasoning == "think"
 
-    def forced(self, request: ChatRequest) -> str:
+    def forced(self, request: ChatRequest, prompt_end: str) -> str:
         """How the answer has to begin so that it is the call that tool_choice asks for; empty when it may be anything.
+
+        `prompt_end`: how the rendered prompt ends.
 
         Raises InvalidInput when there is no such tool, or no format to spell a call in.
         """
@@ -68,22 +82,19 @@ class Readers:
                 seen=choice.mode,
                 allowed="auto, none, or gateway.chat.tool_format set",
             )
-        return self._format.forced(choice.name if choice.mode == "named" else "")
+        inside = self._reasoning and opens_reasoning(prompt_end)
+        return forced_beginning(self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside)
 
     def reader(self, request: ChatRequest, prompt_end: str, forced: str) -> Callable[[], Reader]:
         """A factory of readers for answers to this request; `prompt_end`: how the rendered prompt ends."""
         tools = self._format if request.tools and request.tool_choice.mode != "none" else None
-        inside = self._reasoning and not forced and opens_thinking(prompt_end)
+        inside = self._reasoning and opens_reasoning(prompt_end)
         kept = tools.special_tokens if tools is not None else ()
+        if self._reasoning:
+            kept = (*kept, THINK, THOUGHT)
 
         def make() -> Reader:
             parser = ChatParser(tools, reasoning=self._reasoning, starts_in_reasoning=inside, forced=forced)
-            return Reader(parser, kept, request.prefill)
+            return Reader(parser, kept, request.prefill, thinking=inside)
 
         return make
-
-
-def _tool_format(config: ChatConfig, template_source: str) -> ToolFormat | None:
-    if config.tool_format == "none":
-        return None
-    return guess_format(template_source) if config.tool_format == "auto" else TOOL_FORMATS[config.tool_format]
