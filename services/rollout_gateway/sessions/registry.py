@@ -81,6 +81,10 @@ class Sessions:
         session_id = self._keys.get(key_hash(api_key))
         return None if session_id is None else self.get(session_id)
 
+    def owner(self, api_key: str) -> str | None:
+        """Id of the session that a key was made for, open or ended; None for other keys."""
+        return self._keys.get(key_hash(api_key))
+
     def by_completion(self, completion_id: str) -> Session:
         """The open session that a completion belongs to. Raises NotFound."""
         session = self._completions.get(completion_id)
