@@ -40,8 +40,8 @@ class TaskSource:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step asks for; in open traffic what it would get of groups of the default size."""
-        return self._config.prompts_per_step * self._config.samples_per_task
+        """Samples that a step asks for; 0 in open traffic, where agents decide."""
+        return 0 if self._config.open_traffic else self._config.prompts_per_step * self._config.samples_per_task
 
     def step_request(self, step: int, epoch: int) -> RunTasksRequest:
         """The training tasks of one step; in open traffic none, but the number of groups it takes."""

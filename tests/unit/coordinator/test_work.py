@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,8 +64,9 @@ def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
 
 def test_open_traffic_asks_for_groups_and_has_no_tasks(tmp_path: Path) -> None:
     evaluation = {"environment": "single_turn", "reward": "math_answer", "heldout_prompts": 6}
-    keys = {"tasks_path": "", "environment": "external", "reward": "agent", "evaluation": evaluation}
+    keys: dict[str, Any] = {"tasks_path": "", "environment": "external", "reward": "agent", "evaluation": evaluation}
     request = source(tmp_path, **keys).step_request(4, 10)
+    assert (source(tmp_path, **keys).samples_per_step, source(tmp_path).samples_per_step) == (0, 24)
     assert (len(request.tasks), request.open_groups, request.samples_per_task) == (0, 3, 8)
     assert (request.environment, request.reward, request.context.step) == ("external", "agent", 4)
     asked = source(tmp_path, **keys).evaluation_request(Evaluation.ACCURACY, 0, 1)
