@@ -53,12 +53,14 @@ class Bench(StrEnum):
     ENGINE = "engine"
     SGLANG = "sglang"
     BANDIT = "bandit"
+    GATEWAY = "gateway"
 
 
 BENCH_MODULES = {
     Bench.ENGINE: "rollout_gateway.bench",
     Bench.SGLANG: "rollout_gateway.bench",
     Bench.BANDIT: "rollout_gateway.bench",
+    Bench.GATEWAY: "rollout_gateway.bench",
 }
 """Benches of one service; the others are paceline.bench's."""
 

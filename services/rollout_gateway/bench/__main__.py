@@ -7,6 +7,7 @@ from paceline.bench.__main__ import main
 BENCHES = {
     "bandit": "rollout_gateway.bench.bandit",
     "engine": "rollout_gateway.bench.engine",
+    "gateway": "rollout_gateway.bench.gateway",
     "sglang": "rollout_gateway.bench.sglang",
 }
 

@@ -1,0 +1,79 @@
+"""What every backend of the gateway's bench says, and how fast. Owns the texts and the files of the scripted engine."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_gateway.bench.sglang import demo_folder
+
+MODEL = "bench-model"
+TEXTS = 8
+LETTERS = "etaoin shrdlu ETAOIN äöß – 数学"
+MAX_SEQUENCE_TOKENS = 1 << 16
+EOS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Tokens of a response, of a chunk, and seconds of a round; a round gives every running request a chunk."""
+
+    tokens: int
+    tokens_per_round: int
+    round_s: float
+
+    @property
+    def chunks(self) -> int:
+        """Rounds of one response, end token included."""
+        return -(-(self.tokens + 1) // self.tokens_per_round)
+
+
+def texts(pace: Pace) -> list[str]:
+    """The responses: `pace.tokens` bytes of UTF-8 each, which are as many tokens of the demo's byte tokenizer."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(TEXTS):
+        text = "".join(draw.choices(LETTERS, k=pace.tokens)).encode()[: pace.tokens].decode(errors="ignore")
+        found.append(text + "." * (pace.tokens - len(text.encode())))
+    return found
+
+
+def pieces(text: str, pace: Pace) -> list[str]:
+    """A response cut as the scripted engine gives it out; characters whose bytes are not whole wait."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    raw = text.encode()
+    starts = range(0, len(raw), pace.tokens_per_round)
+    return [decoder.decode(raw[start : start + pace.tokens_per_round]) for start in starts]
+
+
+def engine_settings(pace: Pace, max_batch: int) -> dict[str, Any]:
+    """The scripted engine's settings; rounds take no time at all when round_s is 0."""
+    return {
+        "replies": [{"pattern": "^<bos>bench ", "texts": texts(pace), "tokens_per_round": pace.tokens_per_round}],
+        "arms": ["off"],
+        "default_cost_s": pace.round_s,
+        "costs_s": {},
+        "real_time": pace.round_s > 0,
+        "max_batch": max_batch,
+        "max_sequence_tokens": MAX_SEQUENCE_TOKENS,
+        "eos_token_id": EOS,
+    }
+
+
+def write_model(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, Path]:
+    """A model directory that only the scripted engine can serve, and its script. Raises NotFound outside a clone."""
+    model = folder / MODEL
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_folder() / "policy_start" / name, model)
+    config = {"model_type": "llama", "hidden_size": 8, "vocab_size": 320, "eos_token_id": EOS}
+    (model / "config.json").write_text(json.dumps(config))
+    script = folder / "script.json"
+    script.write_text(json.dumps(settings))
+    return model, script
