@@ -45,7 +45,7 @@ from rollout_gateway.engines.script import (
     scripted_rows,
 )
 
-_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.REJECTED_ROWS}
+_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.JSON_SCHEMA, Capability.REJECTED_ROWS}
 
 
 @dataclass(eq=False)
@@ -140,6 +140,8 @@ class ScriptedEngine:
             raise InvalidInput("stop strings need the setting `tokenizer`", seen=request.sampling.stop)
         if request.sampling.adjusted:
             raise missing("scripted", Capability.PENALTIES)
+        if request.sampling.json_schema:
+            raise missing("scripted", Capability.JSON_SCHEMA)
         self._check_arm(request.forced_arm)
         response = scripted_response(spec, request.prompt, request.sampling.seed)
         self._waiting.append(_Running(request, response, enqueued_s=self._clock.now()))
