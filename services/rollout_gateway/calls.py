@@ -101,7 +101,7 @@ class Call:
         plan, engine = self.plan, self.engine
         if plan.session is not None:
             plan.session.begin(plan.sampling, len(plan.prompt))
-        turn, seen = None, ""
+        turn: Turn | None = None
         try:
             place: AbstractAsyncContextManager[object] = nullcontext()
             if plan.queue_key is not None:
@@ -116,7 +116,7 @@ class Call:
                         piece = said.take(chunk)
                         if chunk.finish_reason:
                             describe(current, generation)
-                            turn, seen = self._record(generation, piece, said.text)
+                            turn = self._record(generation, piece, said.text)
                         yield piece
         finally:
             if self.generation is not None and not self.generation.finished:
@@ -129,10 +129,10 @@ class Call:
         pieces = [piece async for piece in self.pieces(stream=False)]
         return pieces[-1] if len(pieces) == 1 else merged(pieces)
 
-    def _record(self, generation: Generation, piece: Piece, text: str) -> tuple[Turn | None, str]:
+    def _record(self, generation: Generation, piece: Piece, text: str) -> Turn | None:
         plan, chunk = self.plan, generation.whole
         if plan.session is None or chunk.finish_reason not in _RECORDED:
-            return None, ""
+            return None
         known = 0 if plan.parent is None else len(plan.parent.token_ids)
         turn = Turn(
             completion_id=plan.completion_id,
@@ -153,7 +153,7 @@ class Call:
         plan.session.worker_index = generation.worker_index
         plan.session.end(len(plan.prompt), turn, seen)
         self.engine.recorded(plan, generation, turn)
-        return turn, seen
+        return turn
 
 
 class _Said:
@@ -200,7 +200,7 @@ def merged(pieces: Sequence[Piece]) -> Piece:
 
 
 def generation_seed(base: int, number: int) -> int:
-    """Seed of generation `number` of a session: an unsigned 63-bit integer. The first one draws with the base itself."""
+    """Seed of a session's generation `number`, an unsigned 63-bit integer; the first one draws with the base itself."""
     if number == 0:
         return base
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:8], "little") >> 1

@@ -39,6 +39,7 @@ from rollout_gateway.ledger import Outbox
 from rollout_gateway.planning import Caller, Planner
 from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.request_checks import check_arm, check_request
+from rollout_gateway.rewards import RewardRules
 from rollout_gateway.router import Router, RowShape
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
 from rollout_gateway.sessions.offers import TaskOffers
@@ -81,6 +82,7 @@ class Gateway:
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open)
         self.queue = FairQueue(config.queue, config.worker_count * config.engine.max_batch)
+        self.rewards = RewardRules(config.rewards)
         self.planner = Planner(config, self.codec, self.sessions, lambda: self.router.ready)
         self.open_step = 0  # RL step that agents' own groups are collected for
         self.capturing = False  # whether rows of their sessions are captured
@@ -102,6 +104,7 @@ class Gateway:
         """End workers, send what waits for a few seconds, close connections."""
         await cancel(self._sweeper)
         await self.router.stop()
+        await self.rewards.stop()
         for group in self.groups.give_up():
             for member in group.members:
                 self.put(member.session, member.samples, late=True)

@@ -107,9 +107,7 @@ class RolloutServicer(RolloutServiceServicer):
         session = (
             sessions.get(request.session_id) if request.session_id else sessions.by_completion(request.completion_id)
         )
-        session.score(
-            Grant(request.reward.value, request.completion_id, request.accumulate, request.idempotency_key)
-        )
+        session.score(Grant(request.reward.value, request.completion_id, request.accumulate, request.idempotency_key))
         return rpb.PostRewardResponse(state=STATES[session.state])
 
     async def CloseSession(self, request: rpb.CloseSessionRequest, context: Any) -> rpb.CloseSessionResponse:

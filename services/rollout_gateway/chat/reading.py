@@ -39,9 +39,7 @@ class Reader:
         """The end: `delta` and what was held back, in one."""
         rest = self._parser.finish()
         self._deltas.append(rest)
-        return Delta(
-            delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tool_calls + rest.tool_calls
-        )
+        return Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tool_calls + rest.tool_calls)
 
     @property
     def message(self) -> Message:

@@ -66,7 +66,7 @@ class ChatTemplate:
 
 
 def read_template(directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """The template of a model directory: chat_template.jinja, else that of tokenizer_config.json. Raises ConfigError."""
+    """That of a model directory: chat_template.jinja, else tokenizer_config.json's. Raises ConfigError."""
     path = directory / "chat_template.jinja"
     source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
     if isinstance(source, list):  # several named templates

@@ -1,1 +1,1 @@
-"""HTTP over the gateway: OpenAI, Anthropic, sessions, health, metrics. Owns routes and shapes; the gateway does the work."""
+"""HTTP over the gateway: OpenAI, Anthropic, sessions, health, metrics. Owns routes and shapes, nothing that is done."""

@@ -46,9 +46,7 @@ def status_of(error: PacelineError) -> tuple[int, str]:
 def openai_error(error: PacelineError) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong."""
     field = getattr(error, "field", None)
-    return {
-        "error": {"message": str(error), "type": status_of(error)[1], "param": field, "code": error.reason.lower()}
-    }
+    return {"error": {"message": str(error), "type": status_of(error)[1], "param": field, "code": error.reason.lower()}}
 
 
 def anthropic_error(error: PacelineError) -> dict[str, Any]:

@@ -236,7 +236,9 @@ class ChatBody(GenerationBody):
     def request(self) -> ChatRequest:
         """As the gateway knows it."""
         choice = self.tool_choice
-        asked = ToolChoice("named", choice.function.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto")
+        asked = (
+            ToolChoice("named", choice.function.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto")
+        )
         return ChatRequest(
             tuple(message.message(index) for index, message in enumerate(self.messages)),
             tuple(tool.shown() for tool in self.tools or ()),

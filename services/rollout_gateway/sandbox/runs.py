@@ -93,7 +93,12 @@ class Sandbox:
         if answer.failed:
             raise Unavailable("the sandbox could not run a program", seen=answer.failed)
         return SandboxResult(
-            answer.stdout, answer.stderr, answer.exit_code, cast("Reason", answer.reason), answer.wall_s, answer.truncated
+            answer.stdout,
+            answer.stderr,
+            answer.exit_code,
+            cast("Reason", answer.reason),
+            answer.wall_s,
+            answer.truncated,
         )
 
     async def _strongest(self) -> tuple[str, ...]:

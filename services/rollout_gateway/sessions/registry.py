@@ -191,4 +191,3 @@ class Sessions:
 def key_hash(api_key: str) -> str:
     """sha256 of a key, hex: what is kept of it."""
     return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()
-
