@@ -13,6 +13,22 @@ from rollout_gateway.engines.base import MAX_BIASED_TOKENS, SETTINGS, Capability
 from rollout_gateway.engines.json_schema import check_json_schema
 
 MAX_TOP_LOGPROBS = 20
+CHECKED_FIELDS = (
+    "prompt",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "max_tokens",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "logit_bias",
+    "response_format",
+)
+"""Fields of a request that a refusal may begin with."""
 
 
 def check_request(

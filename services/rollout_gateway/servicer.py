@@ -193,6 +193,7 @@ def conversation(given: rpb.Conversation) -> ChatRequest:
     choice: dict[str, Any] | str = given.tool_choice or "auto"
     if choice not in ("auto", "none", "required"):
         choice = {"type": "function", "function": {"name": choice}}
-    parts = (given.messages_json or "[]", given.tools_json or "null", json.dumps(choice))
-    raw = '{"messages":%s,"tools":%s,"tool_choice":%s}' % parts
+    parts = {"messages": given.messages_json or "[]", "tools": given.tools_json or "null"}
+    listed = [f'"{name}":{text}' for name, text in parts.items()]
+    raw = "{" + ",".join([*listed, f'"tool_choice":{json.dumps(choice)}']) + "}"
     return parse(ChatBody, raw.encode()).request()

@@ -53,17 +53,21 @@ class TextCodec:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, with the special tokens the model puts around one (bos)."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, bos=True)
 
     def encode_piece(self, text: str) -> tuple[int, ...]:
         """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts before a first word."""
         if not text:
             return ()
         anchor = self._anchor
-        ids = self._tokenizer.encode(anchor + text, add_special_tokens=False).ids
-        if anchor and self._special.get(ids[0]) == anchor:
-            return tuple(ids[1:])
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        ids = self._ids(anchor + text)
+        return ids[1:] if anchor and self._special.get(ids[0]) == anchor else self._ids(text)
+
+    def _ids(self, text: str, *, bos: bool = False) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=bos).ids)
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
+            raise InvalidInput("the text cannot be spelled in UTF-8", allowed="whole characters") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; broken characters become U+FFFD."""
@@ -75,7 +79,7 @@ class TextCodec:
 
     def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template. Raises InvalidInput without one or when it refuses."""
-        ids = tuple(self._tokenizer.encode(self.template.render(request), add_special_tokens=False).ids)
+        ids = self._ids(self.template.render(request))
         # A template that does not write bos itself gets it from the tokenizer, once.
         return ids if self._front == ids[:1] else self._front + ids
 

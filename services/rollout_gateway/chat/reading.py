@@ -93,6 +93,6 @@ class Readers:
 
         def make() -> Reader:
             parser = ChatParser(tools, reasoning=self._reasoning, starts_in_reasoning=inside, forced=forced)
-            return Reader(parser, kept, request.prefill, thinking=inside)
+            return Reader(parser, kept, request.prefill, thinking=inside and not forced)
 
         return make

@@ -103,7 +103,7 @@ def build_app(gateway: Gateway) -> Observed:
         HTTPException: _on_http,
         Exception: _on_defect,
     }
-    return Observed(Starlette(routes=routes, exception_handlers=handlers))  # type: ignore[arg-type]
+    return Observed(Starlette(routes=routes, exception_handlers=handlers))
 
 
 def refuse_above(count: int) -> None:

@@ -17,6 +17,7 @@ from paceline.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from rollout_gateway.request_checks import CHECKED_FIELDS
 
 STATUS = (
     (InvalidInput, 400, "invalid_request_error"),
@@ -45,8 +46,14 @@ def status_of(error: PacelineError) -> tuple[int, str]:
 
 def openai_error(error: PacelineError) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong."""
-    field = getattr(error, "field", None)
+    field = getattr(error, "field", None) or _checked_field(error.message)
     return {"error": {"message": str(error), "type": status_of(error)[1], "param": field, "code": error.reason.lower()}}
+
+
+def _checked_field(message: str) -> str | None:
+    """The field that a refusal of request_checks begins with."""
+    first = message.partition(" ")[0]
+    return first if first in CHECKED_FIELDS else None
 
 
 def anthropic_error(error: PacelineError) -> dict[str, Any]:

@@ -236,9 +236,10 @@ class ChatBody(GenerationBody):
     def request(self) -> ChatRequest:
         """As the gateway knows it."""
         choice = self.tool_choice
-        asked = (
-            ToolChoice("named", choice.function.name) if isinstance(choice, NamedTool) else ToolChoice(choice or "auto")
-        )
+        if isinstance(choice, NamedTool):
+            asked = ToolChoice("named", choice.function.name)
+        else:
+            asked = ToolChoice(choice or "auto")
         return ChatRequest(
             tuple(message.message(index) for index, message in enumerate(self.messages)),
             tuple(tool.shown() for tool in self.tools or ()),

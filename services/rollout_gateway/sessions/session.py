@@ -1,4 +1,4 @@
-"""A session: its tree, its state and its rewards. Owns what may happen when; it neither generates nor sends anything."""
+"""A session: its tree, its state and its rewards. Owns what may happen when; generates and sends nothing."""
 
 from __future__ import annotations
 
