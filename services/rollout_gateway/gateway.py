@@ -107,7 +107,7 @@ class Gateway:
         await self.rewards.stop()
         for group in self.groups.give_up():
             for member in group.members:
-                self.put(member.session, member.samples, late=True)
+                self.put(member.session, member.samples, dropped="no_step")
         await self.outbox.stop(STOP_GRACE_S)
         await self.publisher.stop()
         for client in self._clients:
@@ -209,19 +209,21 @@ class Gateway:
         if not waits:
             self.put(session, session.trajectories())
         elif not self.groups.add(session):
-            self.put(session, session.trajectories(), late=True)
+            self.put(session, session.trajectories(), dropped="late")
         self.sessions.remove(session)
         self.offers.ended(session)
 
-    def put(self, session: Session, samples: Sequence[Trajectory], *, late: bool = False) -> None:
-        """The samples of an ended session to ledger and stream; those that are not trained leave a note."""
-        if not session.assignment.trainable:
-            return
-        reason = "late" if late else session.outcome
-        for trajectory in samples:
-            scored = session.state is State.FINAL and trajectory.reward is not None
-            if not (session.assignment.implicit and not scored):
-                self.outbox.put(trajectory, reason if late or not scored else "")
+    def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
+        """The samples of an ended session to ledger and stream; those that are not trained leave a note.
+
+        `dropped`: why also scored ones are not.
+        """
+        about = session.assignment
+        for trajectory in samples if about.trainable else ():
+            if session.state is State.FINAL and trajectory.reward is not None:
+                self.outbox.put(trajectory, dropped)
+            elif not about.implicit:
+                self.outbox.put(trajectory, "unscored" if session.state is State.FINAL else session.outcome)
 
     def captures(self, seed: int) -> bool:
         """Whether the rows of the request with this seed are captured: the same ones in every run of the same seed."""

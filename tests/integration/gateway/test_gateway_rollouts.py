@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from typing import Any
@@ -12,7 +13,7 @@ import grpc
 import pytest
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
-from paceline.rpc import rpc_errors
+from paceline.rpc import error_from_rpc, rpc_errors
 from paceline.trajectory import request_seed, tokens_hash
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
@@ -219,15 +220,25 @@ async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}, queue={"limit": 1}) as served:
+    async with serve_gateway(engine={"workers": 1}, queue={"running": 1, "limit": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
         first = served.stub.Generate(request, timeout=20)
         await first.read()
+        waiting = asyncio.create_task(generated(served.stub, request))
+        while not await waits(served.http):
+            pass
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await generated(served.stub, request)
         assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert error_from_rpc(raised.value).retry_after_s >= 1
         first.cancel()
+        assert await waiting  # it takes the place of the one that left
+
+
+async def waits(http: Any) -> bool:
+    page = (await http.get("/metrics")).text
+    return bool(re.search(r"^paceline_gateway_queue_waiting(_total)?({[^}]*})? 1", page, re.M))
 
 
 async def test_workers_hear_what_the_others_learned_when_tasks_end(

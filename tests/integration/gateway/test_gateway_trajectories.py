@@ -138,7 +138,8 @@ async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_li
 
 
 async def open_session(served: Any, **options: Any) -> str:
-    request = rpb.OpenSessionRequest(**{"trainable": True, **options})
+    context = tpb.CommandContext(run_id=served.config.run.id, epoch=1)
+    request = rpb.OpenSessionRequest(**{"trainable": True, "context": context, **options})
     return str((await served.stub.OpenSession(request, timeout=5)).session_id)
 
 
