@@ -59,7 +59,7 @@ class OpenSessions:
         self._lost = run_key(run_id, "sessions:lost")
         self._lost_keys = run_key(run_id, "sessions:lost:keys")
         self._lost_at = run_key(run_id, "sessions:lost:at")
-        self._take = None if client is None else client.register_script(scripts.TAKE_LOST)
+        self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
         self._waiting: OrderedDict[str, str | None] = OrderedDict()  # session -> value to set; None: to remove
         self._written: set[str] = set()  # sessions that are or may be in Redis
         self._flying: Mapping[str, str | None] = {}  # what is being written now
