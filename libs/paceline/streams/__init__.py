@@ -1,4 +1,5 @@
-"""Streams of batches with consumer groups, in memory and in Redis, and the ledger of finished branches.
+"""Streams of batches with consumer groups, in memory and in Redis, and the ledger of finished branches,
+and the sessions that are open.
 
 Names within a run: "trajectories" (group "policy"), "features" (group "drafter"), "journal".
 """
@@ -8,6 +9,7 @@ from paceline.streams.connection import connect, run_key
 from paceline.streams.features import FeatureBatch, RejectedRows, decode_features, encode_features
 from paceline.streams.ledger import Ledger, LedgerCount
 from paceline.streams.memory import MemoryStream
+from paceline.streams.open_sessions import OpenSessions, api_key_hash
 from paceline.streams.redis_stream import RedisStream
 from paceline.streams.trajectories import decode_trajectory, encode_trajectory, trajectory_key
 
@@ -18,9 +20,11 @@ __all__ = [
     "Ledger",
     "LedgerCount",
     "MemoryStream",
+    "OpenSessions",
     "RedisStream",
     "RejectedRows",
     "Stream",
+    "api_key_hash",
     "connect",
     "decode_features",
     "decode_trajectory",

@@ -1,0 +1,235 @@
+"""Which sessions are open, kept on the durable Redis: a gateway killed with -9 loses none of them silently.
+
+Owns the records of open and of lost sessions. A session's tokens are not here: what a killed process had of them is
+gone, and this says of which session. What is final is the ledger's, and stays so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import redis.asyncio
+
+from paceline.errors import InvalidInput, PacelineError
+from paceline.streams import scripts
+from paceline.streams.connection import redis_errors, run_key
+from paceline.telemetry import get_logger
+from paceline.trajectory import BranchKey
+
+LOST_REASON = "failed:infra"
+LOST_KEPT = 4096
+LOST_KEPT_S = 24 * 3600
+"""A lost session is remembered for so long after the last start of a gateway: at most twice as long in all."""
+BRANCHES_LOOKED_AT = 64
+"""A session had ended when one of its first branches is in the ledger; the very first may have had no tokens."""
+MAX_RECORD_BYTES = 16 << 10
+BATCH = 256
+RETRY_S = 0.25
+_API_KEY = "api_key_hash"
+_NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
+log = get_logger(__name__)
+
+
+def api_key_hash(api_key: str) -> str:
+    """sha256 of a session's API key, hex: the key itself is never stored."""
+    return hashlib.sha256(api_key.encode()).hexdigest()
+
+
+class OpenSessions:
+    """Open sessions of one run. Putting never waits; one task writes in order and tries again while Redis is away.
+
+    Only the last word on a session waits, and a session that opened and ended unwritten is not written at all: what
+    waits is bounded by the sessions that are open and those of them that Redis knows. `client` None keeps nothing.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis | None, run_id: str) -> None:
+        self._client: Any = client
+        self._run_id = run_id
+        self._mark = uuid.uuid4().hex  # of this process: what carries another one was left open by a former one
+        self._open = run_key(run_id, "sessions:open")
+        self._lost = run_key(run_id, "sessions:lost")
+        self._lost_keys = run_key(run_id, "sessions:lost:keys")
+        self._lost_at = run_key(run_id, "sessions:lost:at")
+        self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
+        self._waiting: OrderedDict[str, str | None] = OrderedDict()  # session -> value to set; None: to remove
+        self._written: set[str] = set()  # sessions that are or may be in Redis
+        self._flying: Mapping[str, str | None] = {}  # what is being written now
+        self._turn = asyncio.Event()  # set, and replaced, whenever a write has ended
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Sessions whose last word has not been sent."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Begin to write."""
+        if self._client is not None:
+            self._task = asyncio.create_task(self._run(), name="open sessions")
+            self._task.add_done_callback(_tell_failure)
+
+    async def stop(self, grace_s: float) -> None:
+        """Write what waits for up to `grace_s` seconds; what is open then is lost to the next process, and told so."""
+        if self._task is None:
+            return
+        try:
+            await self.written(grace_s)
+        except TimeoutError:
+            log.error("open sessions were not written before the stop", sessions=self.waiting)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def written(self, deadline_s: float) -> None:
+        """Returns when Redis has everything. Raises TimeoutError."""
+        await asyncio.wait_for(self._empty.wait(), deadline_s)
+
+    async def recorded(self, session_id: str, deadline_s: float) -> bool:
+        """True once Redis has the last word on a session; False when it takes longer, Redis being away or slow.
+
+        A caller that answers only after this leaves no instant in which a kill could lose the session silently.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while session_id in self._waiting or session_id in self._flying:
+                    await self._turn.wait()
+                return True
+        return False
+
+    def opened(self, session_id: str, record: Mapping[str, Any]) -> None:
+        """Note an open session. One with `trainable` false in its record is not kept: nobody waits for it.
+
+        record: JSON values, among them api_key_hash (see `api_key_hash`; may be left out) and those of step, task_id,
+        group_id, group_size, task_index and sample_index that the ledger shall say of it. Raises InvalidInput.
+        """
+        if self._client is None or not record.get("trainable", True):
+            return
+        self._put(session_id, self._value(session_id, record))
+
+    def ended(self, session_id: str) -> None:
+        """Forget an open session; unknown ones are ignored. Call it when its branches are in Redis, not before."""
+        if self._waiting.get(session_id) is not None and session_id not in self._written:
+            del self._waiting[session_id]
+        elif session_id in self._written:
+            self._put(session_id, None)
+
+    async def take_lost(self) -> list[dict[str, Any]]:
+        """Call at the start: what former processes left open becomes lost, at once and once; returns the records.
+
+        A session of which the ledger knows a branch had ended and is only removed. Of the others the ledger gets a
+        note, not final, with reason "failed:infra". Needs the run for itself: what another gateway that is alive has
+        opened counts as lost too. Raises Unavailable while Redis is away; a later call is as good.
+        """
+        if self._take is None:
+            return []
+        keys = [self._open, run_key(self._run_id, "ledger"), self._lost, self._lost_keys, self._lost_at]
+        args = [self._mark, time.time(), LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
+        with redis_errors(self._client, "take over lost sessions"):
+            taken = await self._take(keys=keys, args=args)
+        return [json.loads(record) for record in taken]
+
+    async def lost(self, key_hash: str) -> dict[str, Any] | None:
+        """The record of a session that was lost, by the hash of its API key; None when there is none."""
+        if self._client is None:
+            return None
+        with redis_errors(self._client, "look for a lost session"):
+            session_id = await self._client.hget(self._lost_keys, key_hash)
+        return None if session_id is None else await self.lost_session(session_id.decode())
+
+    async def lost_session(self, session_id: str) -> dict[str, Any] | None:
+        """The record of a session that was lost, by its id; None when there is none."""
+        if self._client is None:
+            return None
+        with redis_errors(self._client, "look for a lost session"):
+            value = await self._client.hget(self._lost, session_id)
+        return None if value is None else json.loads(value.split(b"\n", 2)[2])
+
+    def _value(self, session_id: str, record: Mapping[str, Any]) -> str:
+        """Four lines, see scripts.TAKE_LOST; JSON as it is written here has no line breaks."""
+        key_hash = record.get(_API_KEY, "")
+        if not isinstance(key_hash, str) or (key_hash and not _is_hash(key_hash)):
+            raise InvalidInput(f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits")
+        told = {**record, "session_id": session_id, "opened_at_s": time.time()}
+        note = {name: record[name] for name in _NOTED if name in record}
+        note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
+        note |= {"final": False, "reason": LOST_REASON, "at_s": told["opened_at_s"]}
+        try:
+            value = "\n".join((self._mark, key_hash, _json(note), _json(told)))
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the record of session {session_id} is not JSON: {error}") from error
+        if len(value) > MAX_RECORD_BYTES:
+            raise InvalidInput("the record of a session is too long", seen=len(value), allowed=MAX_RECORD_BYTES)
+        return value
+
+    def _put(self, session_id: str, value: str | None) -> None:
+        self._waiting[session_id] = value
+        self._empty.clear()
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._waiting:
+                batch = dict(itertools.islice(self._waiting.items(), BATCH))
+                for session_id in batch:
+                    del self._waiting[session_id]
+                self._flying = batch
+                done = await self._write(batch)
+                self._flying = {}
+                if not done:
+                    self._put_back(batch)
+                turn, self._turn = self._turn, asyncio.Event()
+                turn.set()
+                if not done:
+                    await asyncio.sleep(RETRY_S)
+            self._empty.set()
+
+    def _put_back(self, batch: dict[str, str | None]) -> None:
+        """In front of what came since, and never over a later word on the same session."""
+        for session_id in reversed(batch):
+            if session_id not in self._waiting:
+                self._waiting[session_id] = batch[session_id]
+                self._waiting.move_to_end(session_id, last=False)
+
+    async def _write(self, batch: Mapping[str, str | None]) -> bool:
+        values = {session_id: value for session_id, value in batch.items() if value is not None}
+        gone = [session_id for session_id, value in batch.items() if value is None]
+        self._written.update(values)
+        try:
+            with redis_errors(self._client, "write open sessions"):
+                async with self._client.pipeline(transaction=True) as pipe:
+                    if values:
+                        pipe.hset(self._open, mapping=values)
+                    if gone:
+                        pipe.hdel(self._open, *gone)
+                    await pipe.execute()
+        except PacelineError as error:
+            log.warning("open sessions not written; they are tried again", sessions=len(batch), error=str(error))
+            return False
+        self._written.difference_update(gone)
+        return True
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _is_hash(text: str) -> bool:
+    return len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("open sessions are written no more", exc_info=task.exception())
