@@ -5,29 +5,24 @@ Transport is servicer.py's and http.py's; RunTasks is task_runs.py's; which work
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import itertools
 import json
 import pkgutil
 import secrets
 import tempfile
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
 from paceline.arm_names import OFF
-from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, ResourceExhausted
+from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter
-from paceline.trajectory import Trajectory
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway.background import background, cancel
+from rollout_gateway.agents import Agents
 from rollout_gateway.calls import Call, Plan
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines import ROW_LAYOUTS, wire
@@ -36,15 +31,11 @@ from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.fair_queue import FairQueue
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
-from rollout_gateway.planning import Caller, Planner
+from rollout_gateway.planning import Planner
 from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.request_checks import check_arm, check_request
 from rollout_gateway.rewards import RewardRules
 from rollout_gateway.router import Router, RowShape
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
-from rollout_gateway.sessions.offers import TaskOffers
-from rollout_gateway.sessions.open_groups import OpenGroups
-from rollout_gateway.sessions.registry import KEY_PREFIX, Sessions
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.text import TextCodec
@@ -78,17 +69,12 @@ class Gateway:
         self.router = Router(config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows)
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.sessions = Sessions(config.sessions)
-        self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
-        self.offers = TaskOffers(self.sessions.open)
+        self.agents = Agents(config, self.outbox, durable)
         self.queue = FairQueue(config.queue, config.worker_count * config.engine.max_batch)
         self.rewards = RewardRules(config.rewards)
-        self.planner = Planner(config, self.codec, self.sessions, lambda: self.router.ready)
-        self.open_step = 0  # RL step that agents' own groups are collected for
-        self.capturing = False  # whether rows of their sessions are captured
+        self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
-        self._sweeper: asyncio.Task[None] | None = None
         self._requests = meter().create_counter("paceline.gateway.requests", unit="{request}")
         self._refused = meter().create_counter("paceline.gateway.requests_refused", unit="{request}")
         self.router.on_ready = self._equip
@@ -98,17 +84,15 @@ class Gateway:
         await self.router.start()
         self.outbox.start()
         self.publisher.start(wire.rows_from(self.router.ready))
-        self._sweeper = background(self._expire_sessions(), "session time-outs")
+        await self.agents.start()
 
     async def stop(self) -> None:
         """End workers, send what waits for a few seconds, close connections."""
-        await cancel(self._sweeper)
         await self.router.stop()
         await self.rewards.stop()
-        for group in self.groups.give_up():
-            for member in group.members:
-                self.put(member.session, member.samples, dropped="no_step")
+        await self.agents.stop()
         await self.outbox.stop(STOP_GRACE_S)
+        await self.agents.close()
         await self.publisher.stop()
         for client in self._clients:
             await client.aclose()
@@ -149,7 +133,7 @@ class Gateway:
     def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
         """A turn has ended: its session can be found by it, and its hidden rows go out."""
         assert plan.session is not None
-        self.sessions.remember(plan.session, turn)
+        self.agents.sessions.remember(plan.session, turn)
         if plan.capture:
             self.publish_rows(generation, plan.session)
 
@@ -157,73 +141,10 @@ class Gateway:
         """Raises ResourceExhausted while finished work waits for Redis or for a step above the limit."""
         try:
             self.outbox.admit()
-            self.groups.admit()
+            self.agents.groups.admit()
         except ResourceExhausted:
             self._refused.add(1)
             raise
-
-    def open_session(self, assignment: Assignment) -> Session:
-        """A session for an agent. Raises ResourceExhausted when too much is open or waits."""
-        self.admit()
-        capture = self.capturing and assignment.trainable and self.captures(secrets.randbits(63))
-        return self.sessions.open(replace(assignment, capture=capture))
-
-    async def caller(self, api_key: str) -> Caller:
-        """Who calls with this key: a session, or anybody who has the gateway's token.
-
-        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of an ended session.
-        """
-        if api_key.startswith(KEY_PREFIX):
-            session = self.sessions.by_key(api_key)
-            if session is None:
-                raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
-            return Caller(session)
-        token = self.config.security.token
-        if token and not hmac.compare_digest(api_key.encode(), token.encode()):
-            raise InvalidInput("the request carries no token or a wrong one", reason="UNAUTHENTICATED")
-        return Caller()
-
-    async def complete(self, session: Session) -> None:
-        """The agent is done. A claimed task is scored first where a rule is to score it."""
-        session.require_open()
-        if self.offers.leads(session):
-            self.offers.completed(session)
-            limit_s = self.config.rewards.deadline_s + STOP_GRACE_S
-            try:
-                await asyncio.wait_for(session.ended.wait(), limit_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded("the session was not scored in time", seen=f"{limit_s:g} s") from error
-        else:
-            self.finish(session)
-
-    def finish(
-        self, session: Session, *, abort: bool = False, fail: FailReason | None = None, message: str = ""
-    ) -> None:
-        """End a session; what is trainable and scored goes to the ledger and the stream, the rest leaves a note."""
-        if not session.close(abort=abort, fail=fail):
-            return
-        about = session.assignment
-        if fail is not None:
-            log.warning("session failed", session=session.session_id, reason=fail, message=message)
-        waits = about.trainable and about.open_group and self.config.trajectories
-        if not waits:
-            self.put(session, session.trajectories())
-        elif not self.groups.add(session):
-            self.put(session, session.trajectories(), dropped="late")
-        self.sessions.remove(session)
-        self.offers.ended(session)
-
-    def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
-        """The samples of an ended session to ledger and stream; those that are not trained leave a note.
-
-        `dropped`: why also scored ones are not.
-        """
-        about = session.assignment
-        for trajectory in samples if about.trainable else ():
-            if session.state is State.FINAL and trajectory.reward is not None:
-                self.outbox.put(trajectory, dropped)
-            elif not about.implicit:
-                self.outbox.put(trajectory, "unscored" if session.state is State.FINAL else session.outcome)
 
     def captures(self, seed: int) -> bool:
         """Whether the rows of the request with this seed are captured: the same ones in every run of the same seed."""
@@ -233,7 +154,7 @@ class Gateway:
         """Hidden rows of an ended request go to the features stream."""
         request, about = generation.request, session.assignment
         token_ids = [*request.prompt_token_ids, *generation.whole.token_ids]
-        step = self.open_step if about.open_group else about.step
+        step = self.agents.open_step if about.open_group else about.step
         origin = Origin(about.run_id, step, session.session_id, len(request.prompt_token_ids), token_ids)
         self.publisher.publish(request.request_id, origin)
 
@@ -267,14 +188,6 @@ class Gateway:
                 raise
             log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
             await process.ask(_speculation(OFF), deadline)
-
-    async def _expire_sessions(self) -> None:
-        while True:
-            await asyncio.sleep(self.sessions.next_expiry_s())
-            for session in self.sessions.expired():
-                log.info("session timed out", session=session.session_id)
-                claimed = self.offers.leads(session)
-                self.finish(session, fail=FailReason.INFRA if claimed else None, message="silent for too long")
 
     def _take_rows(self, rows: RowArray) -> None:
         self.publisher.take(rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ class _Parcel:
     unpublished: str  # why it never enters the stream; empty when it does
     fields: dict[str, str]
     payload: bytes = field(repr=False)
+    sent: Callable[[], None] | None = field(repr=False)  # called when Redis has it
 
 
 class Outbox:
@@ -76,12 +78,17 @@ class Outbox:
             log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
         await cancel(self._task)
 
-    def put(self, trajectory: Trajectory, unpublished: str = "") -> None:
-        """Queue a finished branch; `unpublished` says why it only gets a note in the ledger."""
+    def put(self, trajectory: Trajectory, unpublished: str = "", sent: Callable[[], None] | None = None) -> None:
+        """Queue a finished branch; `unpublished` says why it only gets a note in the ledger.
+
+        `sent` is called when Redis has it; at once where nothing is kept.
+        """
         if self._client is None:
+            if sent is not None:
+                sent()
             return
         fields, payload = encode_trajectory(trajectory)
-        self._parcels.append(_Parcel(trajectory, unpublished, fields, payload))
+        self._parcels.append(_Parcel(trajectory, unpublished, fields, payload, sent))
         self._unsent_bytes += len(payload)
         self._empty.clear()
         self._wake.set()
@@ -120,6 +127,8 @@ class Outbox:
         except PacelineError as error:
             log.warning("branch not sent; it is tried again", branch=str(trajectory.key), error=str(error))
             return False
+        if parcel.sent is not None:
+            parcel.sent()
         return True
 
     def _ledger(self, run_id: str) -> Ledger:

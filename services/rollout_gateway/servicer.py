@@ -81,13 +81,14 @@ class RolloutServicer(RolloutServiceServicer):
             timeout_s=request.timeout_s,
             open_group=not request.context.run_id,
         )
-        return self._opened(gateway.open_session(assignment))
+        gateway.admit()
+        return self._opened(await gateway.agents.open(assignment))
 
     async def _claim(self, request: rpb.OpenSessionRequest) -> rpb.OpenSessionResponse:
         if not 0 <= request.wait_s <= MAX_WAIT_S:
             raise InvalidInput("wait_s is out of range", seen=request.wait_s, allowed=f"0 to {MAX_WAIT_S:g} s")
         self._gateway.admit()
-        claimed = await self._gateway.offers.claim(request.wait_s)
+        claimed = await self._gateway.agents.claim(request.wait_s)
         if claimed is None:
             return rpb.OpenSessionResponse()
         session, task = claimed
@@ -103,7 +104,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def PostReward(self, request: rpb.PostRewardRequest, context: Any) -> rpb.PostRewardResponse:
         if not request.HasField("reward"):
             raise InvalidInput("the call carries no reward", allowed="reward.value")
-        sessions = self._gateway.sessions
+        sessions = self._gateway.agents.sessions
         session = (
             sessions.get(request.session_id) if request.session_id else sessions.by_completion(request.completion_id)
         )
@@ -111,23 +112,23 @@ class RolloutServicer(RolloutServiceServicer):
         return rpb.PostRewardResponse(state=STATES[session.state])
 
     async def CloseSession(self, request: rpb.CloseSessionRequest, context: Any) -> rpb.CloseSessionResponse:
-        ended = self._gateway.sessions.ended(request.session_id)
+        ended = self._gateway.agents.sessions.ended(request.session_id)
         if ended is not None:
             return rpb.CloseSessionResponse(state=STATES[ended.state])
-        session = self._gateway.sessions.get(request.session_id)
+        session = self._gateway.agents.sessions.get(request.session_id)
         if request.fail_reason:
-            self._gateway.finish(session, fail=FAILURES[request.fail_reason], message=request.message)
+            self._gateway.agents.finish(session, fail=FAILURES[request.fail_reason], message=request.message)
         elif request.abort:
-            self._gateway.finish(session, abort=True)
+            self._gateway.agents.finish(session, abort=True)
         else:
-            await self._gateway.complete(session)
+            await self._gateway.agents.complete(session)
         return rpb.CloseSessionResponse(state=STATES[session.state])
 
     async def GetSession(self, request: rpb.GetSessionRequest, context: Any) -> rpb.GetSessionResponse:
-        ended = self._gateway.sessions.ended(request.session_id)
+        ended = self._gateway.agents.sessions.ended(request.session_id)
         if ended is not None:
             return rpb.GetSessionResponse(state=STATES[ended.state])
-        session = self._gateway.sessions.get(request.session_id)
+        session = self._gateway.agents.sessions.get(request.session_id)
         return rpb.GetSessionResponse(
             state=STATES[session.state],
             branches=[sample_to(one) for one in session.trajectories()],
@@ -160,7 +161,7 @@ class RolloutServicer(RolloutServiceServicer):
         return rpb.GetStatusResponse(
             workers=workers,
             versions=wire.versions_to(gateway.weights.versions),
-            open_sessions=len(gateway.sessions),
+            open_sessions=len(gateway.agents.sessions),
             unsent_bytes=gateway.outbox.unsent_bytes,
             feature_batches=gateway.publisher.batches,
             feature_rows_dropped=gateway.publisher.rows_dropped + sum(gateway.router.rows_dropped),
@@ -169,7 +170,7 @@ class RolloutServicer(RolloutServiceServicer):
 
     def _plan(self, request: rpb.GenerateRequest) -> Plan:
         planner = self._gateway.planner
-        caller = Caller(self._gateway.sessions.get(request.session_id) if request.session_id else None)
+        caller = Caller(self._gateway.agents.sessions.get(request.session_id) if request.session_id else None)
         name = f"gen-{uuid.uuid4().hex}"
 
         def sampling(index: int, room: int) -> tpb.SamplingParams:

@@ -101,7 +101,7 @@ class SessionsApi:
         gateway = self._gateway
         if body.claim:
             gateway.admit()
-            claimed = await gateway.offers.claim(body.wait_s)
+            claimed = await gateway.agents.claim(body.wait_s)
             return Response(status_code=204) if claimed is None else _opened(claimed[0], claimed[1])
         about = Assignment(
             run_id=gateway.config.run.id,
@@ -114,7 +114,8 @@ class SessionsApi:
             timeout_s=body.timeout_s,
             open_group=True,
         )
-        return _opened(gateway.open_session(about), None)
+        gateway.admit()
+        return _opened(await gateway.agents.open(about), None)
 
     async def show(self, request: Request) -> Response:
         found = await session_of(self._gateway, request)
@@ -141,27 +142,27 @@ class SessionsApi:
         body = await bodies.read(request, CompleteBody)
         if body.reward is not None:
             found.score(Grant(body.reward))
-        await self._gateway.complete(found)
+        await self._gateway.agents.complete(found)
         return JSONResponse(session_json(found))
 
     async def abort(self, request: Request) -> Response:
         found = await session_of(self._gateway, request)
         if isinstance(found, Ended):
             return JSONResponse(ended_json(found))
-        self._gateway.finish(found, abort=True)
+        self._gateway.agents.finish(found, abort=True)
         return JSONResponse(session_json(found))
 
     async def fail(self, request: Request) -> Response:
         session = await self._session(request)
         body = await bodies.read(request, FailBody)
-        self._gateway.finish(session, fail=FailReason(body.reason), message=body.message)
+        self._gateway.agents.finish(session, fail=FailReason(body.reason), message=body.message)
         return JSONResponse(session_json(session))
 
     async def completion_reward(self, request: Request) -> Response:
         """By completion alone, for clients that opened no session."""
         caller = await caller_of(self._gateway, request)
         grant = (await bodies.read(request, CompletionRewardBody)).grant()
-        session = self._gateway.sessions.by_completion(grant.completion_id)
+        session = self._gateway.agents.sessions.by_completion(grant.completion_id)
         if caller.session is not None and caller.session is not session:
             raise NotFound("the session has no such completion", seen=grant.completion_id)
         session.score(grant)
