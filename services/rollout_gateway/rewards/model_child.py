@@ -7,14 +7,12 @@ else that of index 1. Logits are not squashed. Nothing is fetched, no code of th
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
-
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
@@ -35,7 +33,7 @@ class RewardModel:
             self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
                 model, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
             )
-        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED) from error
         if loaded["missing_keys"]:  # transformers would go on with random numbers
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])

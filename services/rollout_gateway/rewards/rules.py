@@ -61,6 +61,7 @@ REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
     "format": _format,
     "remote": _remote,
     "model": _model,
+    # "code_tests": over parts.config.sandbox
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 
@@ -94,7 +95,7 @@ class RewardRules:
         try:
             await rule.prepare()
         except ConfigError:
-            del self._rules[name]  # one that is mended can be named again
+            self._rules.pop(name, None)  # one that is mended can be named again
             raise
 
     @property

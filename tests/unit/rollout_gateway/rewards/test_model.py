@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 import torch
@@ -29,7 +31,8 @@ from paceline.errors import ConfigError, Unavailable
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import RewardRules
+from rollout_gateway.rewards import RewardRule, RewardRules
+from rollout_gateway.rewards.model_child import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 CHARACTERS = "0123456789+-=#<>usa "
@@ -79,144 +82,198 @@ def logits(kind: type[Any], directory: Path, ids: list[int]) -> list[float]:
     return [float(logit) for logit in model(torch.tensor([ids])).logits[0]]
 
 
-def episode(text: str, *messages: Message) -> Episode:
-    return Episode(EpisodeTask("t", "2+4=", "6"), text, "stop", messages)
+def scores(directory: Path, *texts: str, max_tokens: int = 2048) -> list[float]:
+    """What the process would answer, without the process."""
+    model = RewardModel(str(directory), threads=1, max_tokens=max_tokens)
+    answer = model.answer({"batch": [{"text": text, "messages": []} for text in texts]})
+    return [one["reward"] for one in answer["scores"]]
 
 
-Start = Callable[..., RewardRules]
+TEXTS = ["#6", "#7", "48-18=30#6", "#" * 30, "é", "6 6", "#66", "= #1"]
 
 
-@pytest_asyncio.fixture
-async def start() -> AsyncIterator[Start]:
-    made: list[RewardRules] = []
-
-    def make(directory: Path, **settings: Any) -> RewardRules:
-        made.append(RewardRules(RewardsConfig(model=ModelRewardConfig(model=str(directory), **settings))))
-        return made[-1]
-
-    yield make
-    for rules in made:
-        await rules.stop()
-
-
-async def test_texts_of_any_batch_get_the_single_logit_of_transformers(tmp_path: Path, start: Start) -> None:
-    rules = start(write_llama(tmp_path), max_batch=4)
-    texts = ["#6", "#7", "48-18=30#6", "#" * 30, "é", "6 6", "", "#66", "#1"]
-    rule = rules.rule("model")
-    values = await asyncio.gather(*(rule.score(episode(text)) for text in texts))
-    expected = [logits(LlamaForSequenceClassification, tmp_path, ids_of("2+4=" + text))[0] for text in texts]
+def test_texts_of_a_batch_get_the_single_logit_of_transformers(tmp_path: Path) -> None:
+    values = scores(write_llama(tmp_path), *TEXTS)
+    expected = [logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0] for text in TEXTS]
     assert values == pytest.approx(expected, abs=1e-5)
-    assert len(set(values)) == len(texts)
+    assert len(set(values)) == len(TEXTS)
 
 
-async def test_without_a_padding_token_texts_are_scored_one_by_one(tmp_path: Path, start: Start) -> None:
-    rule = start(write_llama(tmp_path, pad=False)).rule("model")
-    values = await asyncio.gather(*(rule.score(episode(text)) for text in ("#6", "#", "= #1")))
-    expected = [
-        logits(LlamaForSequenceClassification, tmp_path, ids_of("2+4=" + text))[0] for text in ("#6", "#", "= #1")
-    ]
+def test_without_a_padding_token_texts_are_scored_one_by_one(tmp_path: Path) -> None:
+    values = scores(write_llama(tmp_path, pad=False), *TEXTS)
+    expected = [logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0] for text in TEXTS]
     assert values == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("positions", "max_tokens"), [(64, 12), (12, 2048)])
-async def test_a_long_text_keeps_its_end(tmp_path: Path, start: Start, positions: int, max_tokens: int) -> None:
-    rule = start(write_llama(tmp_path, positions=positions), max_tokens=max_tokens).rule("model")
+def test_a_long_text_keeps_its_end(tmp_path: Path, positions: int, max_tokens: int) -> None:
     text = "0123456789" * 3 + "#6"
-    expected = logits(LlamaForSequenceClassification, tmp_path, ids_of(text)[-12:])[0]
-    assert await rule.score(episode(text)) == pytest.approx(expected, abs=1e-5)
+    values = scores(write_llama(tmp_path, positions=positions), text, max_tokens=max_tokens)
+    assert values == pytest.approx(logits(LlamaForSequenceClassification, tmp_path, ids_of(text)[-12:]), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("labels", "index"),
     [({0: "LABEL_0", 1: "LABEL_1"}, 1), ({0: "POSITIVE", 1: "NEGATIVE"}, 0), ({0: "negative", 1: "positive"}, 1)],
 )
-async def test_of_two_labels_the_positive_one_is_the_reward_and_special_tokens_stay(
-    tmp_path: Path, start: Start, labels: dict[int, str], index: int
+def test_of_two_labels_the_positive_one_is_the_reward_and_special_tokens_stay(
+    tmp_path: Path, labels: dict[int, str], index: int
 ) -> None:
-    rule = start(write_bert(tmp_path, labels), max_tokens=10).rule("model")
-    values = await asyncio.gather(rule.score(episode("#6")), rule.score(episode("0123456789#7")))
-    short = logits(BertForSequenceClassification, tmp_path, [2, *ids_of("2+4=#6"), 3])
+    values = scores(write_bert(tmp_path, labels), "#6", "0123456789#7", max_tokens=10)
+    short = logits(BertForSequenceClassification, tmp_path, [2, *ids_of("#6"), 3])
     long = logits(BertForSequenceClassification, tmp_path, [2, *ids_of("456789#7"), 3])
     assert values == pytest.approx([short[index], long[index]], abs=1e-5)
 
 
-async def test_a_conversation_is_read_under_the_chat_template(tmp_path: Path, start: Start) -> None:
-    rule = start(write_llama(tmp_path, template=TEMPLATE)).rule("model")
-    said = episode("#6", Message("user", "2+4="), Message("assistant", "#6"))
+def test_a_conversation_is_read_under_the_chat_template(tmp_path: Path) -> None:
+    model = RewardModel(str(write_llama(tmp_path, template=TEMPLATE)), threads=1, max_tokens=64)
+    said = [{"role": "user", "content": "2+4="}, {"role": "assistant", "content": "#6"}]
+    batch = [{"text": "2+4=#6", "messages": said}, {"text": "2+4=#6", "messages": []}]
+    values = [one["reward"] for one in model.answer({"batch": batch})["scores"]]
     expected = [
         logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0] for text in ("<u>2+4=<a>#6", "2+4=#6")
     ]
-    assert [await rule.score(said), await rule.score(episode("#6"))] == pytest.approx(expected, abs=1e-5)
+    assert values == pytest.approx(expected, abs=1e-5)
 
 
-async def test_a_text_that_cannot_be_read_is_unscored_and_its_neighbours_are_not(tmp_path: Path, start: Start) -> None:
+def test_a_text_that_cannot_be_read_leaves_its_neighbours_their_scores(tmp_path: Path) -> None:
     refusing = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE
-    rule = start(write_llama(tmp_path, template=refusing)).rule("model")
-    values = await asyncio.gather(rule.score(episode("", Message("tool", "x"))), rule.score(episode("#6")))
-    assert values[0] is None
-    assert values[1] is not None
+    model = RewardModel(str(write_llama(tmp_path, template=refusing)), threads=1, max_tokens=64)
+    tool = {"text": "", "messages": [{"role": "tool", "content": "x"}]}
+    batch = [tool, {"text": "#6", "messages": []}, {"text": "", "messages": []}]
+    first, second, third = model.answer({"batch": batch})["scores"]
+    assert "no tools" in first["raised"]
+    assert second["reward"] == pytest.approx(
+        logits(LlamaForSequenceClassification, tmp_path, ids_of("#6"))[0], abs=1e-5
+    )
+    assert third == {"raised": "a text without tokens"}
 
 
-async def test_a_model_that_is_killed_is_replaced(tmp_path: Path, start: Start) -> None:
-    rules = start(write_llama(tmp_path))
-    first = await rules.rule("model").score(episode("#6"))
-    (pid,) = rules.pids
-    os.kill(pid, signal.SIGKILL)
-    assert await rules.rule("model").score(episode("#6")) == first
-    assert rules.pids != [pid]
+def test_a_checkpoint_without_a_reward_head_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks weights: score\.weight"):
+        scores(tmp_path)
 
 
-async def test_a_model_that_takes_too_long_is_ended_and_that_is_no_zero(tmp_path: Path, start: Start) -> None:
-    rules = start(write_llama(tmp_path), deadline_s=0.3)
-    await rules.check("model")
-    (pid,) = rules.pids
-    os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(Unavailable, match="took too long"):
-        await rules.rule("model").score(episode("#6"))
-    assert rules.pids == []
+def test_three_labels_are_no_reward(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="several labels"):
+        scores(write_llama(tmp_path, labels=3))
 
 
-async def test_who_waits_at_the_end_is_told(tmp_path: Path, start: Start) -> None:
-    rules = start(write_llama(tmp_path), max_batch=1)
-    await rules.check("model")
-    os.kill(rules.pids[0], signal.SIGSTOP)
-    asked = [asyncio.ensure_future(rules.rule("model").score(episode("#6"))) for _ in range(3)]
-    await asyncio.sleep(0)
-    await rules.stop()
-    for failed in await asyncio.gather(*asked, return_exceptions=True):
-        assert isinstance(failed, Unavailable)
-    with pytest.raises(Unavailable, match="stopped"):
-        await rules.rule("model").score(episode("#6"))
+def test_a_broken_checkpoint_is_refused(tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        scores(tmp_path)
 
 
-async def test_pickled_weights_are_refused(tmp_path: Path, start: Start) -> None:
+async def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     write_llama(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"pickled weights are not loaded.*pytorch_model\.bin"):
-        await start(tmp_path).check("model")
+        await rules_of(tmp_path).check("model")
 
 
 @pytest.mark.parametrize("directory", ["", "no/such/directory"])
-async def test_a_missing_directory_is_a_fault_of_the_settings(start: Start, directory: str) -> None:
+async def test_a_missing_directory_is_a_fault_of_the_settings(directory: str) -> None:
     rules = RewardRules(RewardsConfig(model=ModelRewardConfig(model=directory)))
     with pytest.raises(ConfigError, match=r"gateway\.rewards\.model\.model"):
         await rules.check("model")
 
 
-async def test_a_checkpoint_without_a_reward_head_is_refused(tmp_path: Path, start: Start) -> None:
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(tmp_path)
-    write_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"lacks weights: score\.weight"):
-        await start(tmp_path).check("model")
+def episode(text: str, *messages: Message) -> Episode:
+    return Episode(EpisodeTask("t", "2+4=", "6"), text, "stop", messages)
 
 
-async def test_three_labels_are_no_reward(tmp_path: Path, start: Start) -> None:
-    with pytest.raises(ConfigError, match="several labels"):
-        await start(write_llama(tmp_path, labels=3)).check("model")
+def rules_of(directory: Path, **settings: Any) -> RewardRules:
+    return RewardRules(RewardsConfig(model=ModelRewardConfig(model=str(directory), **settings)))
 
 
-async def test_a_broken_checkpoint_is_refused(tmp_path: Path, start: Start) -> None:
-    write_llama(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0garbage!")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        await start(tmp_path).check("model")
+async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
+    rules = rules_of(write_llama(tmp_path), max_batch=4)
+    values = await asyncio.gather(*(rules.rule("model").score(episode(text)) for text in TEXTS))
+    assert values == pytest.approx(scores(tmp_path, *("2+4=" + text for text in TEXTS)), abs=1e-5)
+    pids = rules.pids
+    assert len(pids) == 1
+    await rules.stop()
+    assert not psutil.pid_exists(pids[0])
+
+
+STAND_IN = """
+import os, sys, time
+from rollout_gateway.rewards.child_side import die_with_gateway, serve, take_pipes
+
+def answer(request):
+    texts = [item["text"].removeprefix("2+4=") for item in request["batch"]]
+    if "fail" in texts:
+        raise RuntimeError("out of memory")
+    if "die" in texts:
+        os._exit(1)
+    if "hang" in texts:
+        time.sleep(1000)
+    return {"scores": [{"raised": text} if text == "odd" else {"reward": len(texts)} for text in texts]}
+
+pipes = take_pipes()
+die_with_gateway()
+serve(answer, *pipes)
+"""
+
+
+@pytest.fixture
+def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardRules:
+    """Over a real process that answers with the size of the batch, in place of the slow start of torch."""
+    (tmp_path / "stand_in.py").write_text(STAND_IN)
+    (tmp_path / "config.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr("rollout_gateway.rewards.model.MODULE", "stand_in")
+    return rules_of(tmp_path, max_batch=4, deadline_s=2)
+
+
+@pytest_asyncio.fixture
+async def rule(rules: RewardRules) -> AsyncIterator[RewardRule]:
+    yield rules.rule("model")
+    await rules.stop()
+
+
+async def test_episodes_that_wait_share_batches(rule: RewardRule) -> None:
+    values = await asyncio.gather(*(rule.score(episode(str(index))) for index in range(10)))
+    assert values == [4.0] * 8 + [2.0] * 2
+
+
+async def test_an_unreadable_text_is_unscored_alone(rule: RewardRule) -> None:
+    assert await asyncio.gather(rule.score(episode("odd")), rule.score(episode("#6"))) == [None, 2.0]
+
+
+async def test_a_model_killed_while_idle_is_replaced(rule: RewardRule, rules: RewardRules) -> None:
+    assert await rule.score(episode("#6")) == 1.0
+    (pid,) = rules.pids
+    os.kill(pid, signal.SIGKILL)
+    assert await rule.score(episode("#6")) == 1.0
+    assert rules.pids != [pid]
+
+
+@pytest.mark.parametrize(("text", "why"), [("die", "lost"), ("hang", "too long"), ("fail", "out of memory")])
+async def test_a_model_that_fails_is_no_zero_and_the_next_text_is_scored(rule: RewardRule, text: str, why: str) -> None:
+    with pytest.raises(Unavailable, match=why):
+        await rule.score(episode(text))
+    assert await rule.score(episode("#6")) == 1.0
+
+
+async def test_who_waits_at_the_end_is_told(rule: RewardRule, rules: RewardRules) -> None:
+    await rules.check("model")
+    asked = [asyncio.ensure_future(rule.score(episode("hang"))) for _ in range(6)]
+    await asyncio.sleep(0)
+    await rules.stop()
+    for failed in await asyncio.gather(*asked, return_exceptions=True):
+        assert isinstance(failed, Unavailable)
+    with pytest.raises(Unavailable, match="stopped"):
+        await rule.score(episode("#6"))
+
+
+async def test_a_caller_that_goes_away_is_left_out(rule: RewardRule) -> None:
+    asked = [asyncio.ensure_future(rule.score(episode(str(index)))) for index in range(3)]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    assert await asyncio.gather(*asked[::2]) == [2.0, 2.0]
