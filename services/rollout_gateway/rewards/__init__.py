@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from paceline.errors import NotFound
 from rollout_gateway.rewards.base import RewardRule, Unscored
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MathAnswer
 from rollout_gateway.rewards.rules import REWARDS, RewardRules
 
-_QUICK = {"math_answer": MathAnswer, "format": FormatRule}
+_QUICK: dict[str, Callable[[str], RewardRule]] = {"math_answer": MathAnswer, "format": FormatRule}
 
 
 def reward_rule(name: str, marker: str) -> RewardRule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rollout_gateway.environments.base import Episode
 
@@ -27,4 +27,13 @@ class RewardRule(Protocol):
         Raises PacelineError when what scores is away; the sample then ends as failed (infra). May raise Unscored,
         which RewardRules logs, counts and turns into None.
         """
+        ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A rule that can say beforehand whether it will work."""
+
+    async def prepare(self) -> None:
+        """Load what it needs. Raises ConfigError for what can never work, Unavailable, DeadlineExceeded."""
         ...

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
-from rollout_gateway.rewards.child_side import die_with_gateway, serve, take_pipes
+from rollout_gateway.rewards.child_side import die_with_gateway, refused, serve, take_pipes
 from rollout_gateway.rewards.episode_json import episode_from
 from rollout_gateway.rewards.own_rule import OwnRule
 
@@ -34,7 +34,7 @@ class Child:
             if path not in self._rules:
                 self._rules[path] = OwnRule(path, self._runner)
         except ConfigError as error:
-            return {"refused": {"message": error.message, "seen": error.seen, "allowed": error.allowed}}
+            return refused(error)
         return {"loaded": path}
 
 

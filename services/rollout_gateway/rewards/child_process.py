@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
+from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
 from rollout_gateway.rewards import frames
 from rollout_gateway.rewards.child_side import PARENT_VARIABLE
 
@@ -35,7 +35,10 @@ class ChildProcess:
 
     @classmethod
     async def start(cls, module: str, arguments: tuple[str, ...], deadline_s: float) -> ChildProcess:
-        """Spawn `python -m module` and wait until it serves. Raises Unavailable or DeadlineExceeded."""
+        """Spawn `python -m module` and wait until it serves.
+
+        Raises ConfigError when it refuses its arguments, Unavailable, DeadlineExceeded.
+        """
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -50,7 +53,10 @@ class ChildProcess:
         except OSError as error:
             raise Unavailable(f"a child process of the rewards cannot start: {error}") from error
         child = cls(process)
-        await child._exchange(b"", deadline_s)
+        answer = await child._exchange(b"", deadline_s)
+        if "refused" in answer:
+            await child.close()
+            raise refusal(answer["refused"])
         return child
 
     @property
@@ -98,3 +104,8 @@ class ChildProcess:
             if not answered:
                 await self.close()
         return answer
+
+
+def refusal(parts: Mapping[str, Any]) -> ConfigError:
+    """The error that `child_side.refused` wrote."""
+    return ConfigError(parts["message"], seen=parts["seen"], allowed=parts["allowed"])

@@ -13,6 +13,10 @@ class ChildRule:
         self._path = path
         self._children = children
 
+    async def prepare(self) -> None:
+        """Raises ConfigError when the rule cannot be built, Unavailable, DeadlineExceeded."""
+        await self._children.load(self._path)
+
     async def score(self, episode: Episode) -> float | None:
         """Raises Unscored, ConfigError or Unavailable, see Children.score."""
         return await self._children.score(self._path, episode)

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+from paceline.errors import PacelineError
 from rollout_gateway.rewards import frames
 
 PARENT_VARIABLE = "PACELINE_REWARD_PARENT"
@@ -64,3 +65,8 @@ def tell(answers: BinaryIO, value: Mapping[str, Any]) -> None:
     """Send one frame."""
     answers.write(frames.encode(value))
     answers.flush()
+
+
+def refused(error: PacelineError) -> dict[str, Any]:
+    """What the gateway is to raise as ConfigError."""
+    return {"refused": {"message": error.message, "seen": error.seen, "allowed": error.allowed}}

@@ -13,7 +13,7 @@ from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.child_process import ChildProcess
+from rollout_gateway.rewards.child_process import ChildProcess, refusal
 from rollout_gateway.rewards.episode_json import episode_to
 
 log = get_logger(__name__)
@@ -82,11 +82,7 @@ class Children:
     async def _ask_once(self, place: _Place, path: str, request: Mapping[str, Any] | None) -> dict[str, Any]:
         child = await self._child(place)
         if path not in child.loaded:
-            answer = await child.ask({"load": path}, LOAD_S)
-            if (refused := answer.get("refused")) is not None:
-                raise ConfigError(refused["message"], seen=refused["seen"], allowed=refused["allowed"])
-            if "raised" in answer:  # e.g. SystemExit while it is imported
-                raise ConfigError("a reward rule cannot be built", seen=f"{path}: {answer['raised']}")
+            await _load(child, path)
             child.loaded.add(path)
         if request is None:
             return {}
@@ -114,3 +110,14 @@ class _Place:
     """Where one child lives after another."""
 
     child: ChildProcess | None = None
+
+
+async def _load(child: ChildProcess, path: str) -> None:
+    """Raises ConfigError; the child ends with it, so that the next one reads the mended file."""
+    answer = await child.ask({"load": path}, LOAD_S)
+    if "loaded" in answer:
+        return
+    await child.close()
+    if (refused := answer.get("refused")) is not None:
+        raise refusal(refused)
+    raise ConfigError("a reward rule cannot be built", seen=f"{path}: {answer['raised']}")  # e.g. SystemExit

@@ -7,6 +7,7 @@ child, at rewards.deadline_s.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import resource
 import sys
@@ -15,6 +16,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+# GMP ends the whole process when a number finds no memory, Python's integers raise MemoryError.
+os.environ |= {"SYMPY_GROUND_TYPES": "python", "MPMATH_NOGMPY": "1"}
 
 from math_verify import parse, verify
 

@@ -8,16 +8,18 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from paceline.errors import InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.telemetry import get_logger
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import RewardRule, Unscored
+from rollout_gateway.rewards.base import Prepares, RewardRule, Unscored
 from rollout_gateway.rewards.child_rule import ChildRule
 from rollout_gateway.rewards.children import Children
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
 from rollout_gateway.rewards.metrics import RewardMetrics
+from rollout_gateway.rewards.model import ModelReward
+from rollout_gateway.rewards.remote import RemoteReward
 
 log = get_logger(__name__)
 
@@ -42,9 +44,24 @@ def _format(parts: Parts) -> RewardRule:
     return FormatRule(parts.config.marker)
 
 
+def _remote(parts: Parts) -> RewardRule:
+    rule = RemoteReward(parts.config.remote)
+    parts.closing.push_async_callback(rule.close)
+    return rule
+
+
+def _model(parts: Parts) -> RewardRule:
+    rule = ModelReward(parts.config.model)
+    parts.closing.push_async_callback(rule.close)
+    return rule
+
+
 REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
     "math_answer": _math_answer,
     "format": _format,
+    "remote": _remote,
+    "model": _model,
+    # "code_tests": over parts.config.sandbox
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 
@@ -60,10 +77,9 @@ class RewardRules:
         self._closing.push_async_callback(self._children.close)
         self._parts = Parts(config, self._children, self._closing)
         self._metrics = RewardMetrics()
-        self._rules: dict[str, RewardRule] = {}
-        self._own = 0
+        self._rules: dict[str, MeasuredRule] = {}
 
-    def rule(self, name: str) -> RewardRule:
+    def rule(self, name: str) -> MeasuredRule:
         """The rule of that name, or a user's own by its import path.
 
         Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when its settings are
@@ -74,15 +90,19 @@ class RewardRules:
         return self._rules[name]
 
     async def check(self, name: str) -> None:
-        """Raises what `rule` does, and ConfigError for a user's rule that cannot be built: a child tries."""
-        self.rule(name)
-        if name not in REWARDS:
-            await self._children.load(name)
+        """Raises what `rule` does, and ConfigError for a rule that cannot be built or a model that cannot be loaded."""
+        rule = self.rule(name)
+        try:
+            await rule.prepare()
+        except ConfigError:
+            self._rules.pop(name, None)  # one that is mended can be named again
+            raise
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the children that score."""
-        return self._children.pids
+        """Process ids of what runs for rules."""
+        models = [rule.inner for rule in self._rules.values() if isinstance(rule.inner, ModelReward)]
+        return [*self._children.pids, *(pid for model in models for pid in model.pids)]
 
     async def stop(self) -> None:
         """End children and connections; scores under way raise Unavailable."""
@@ -94,9 +114,8 @@ class RewardRules:
         place, _, attribute = name.rpartition(":")
         if not place or not attribute:
             raise NotFound("no such reward rule", seen=name, allowed=", ".join([*sorted(REWARDS), OWN]))
-        if self._own >= MAX_OWN:
+        if len(self._rules.keys() - REWARDS.keys()) >= MAX_OWN:
             raise ResourceExhausted("too many reward rules by import path", seen=name, allowed=MAX_OWN)
-        self._own += 1
         return ChildRule(name, self._children)
 
 
@@ -105,8 +124,13 @@ class MeasuredRule:
 
     def __init__(self, name: str, rule: RewardRule, metrics: RewardMetrics) -> None:
         self._name = name
-        self._rule = rule
+        self.inner = rule
         self._metrics = metrics
+
+    async def prepare(self) -> None:
+        """See Prepares; nothing for a rule that needs nothing."""
+        if isinstance(self.inner, Prepares):
+            await self.inner.prepare()
 
     async def score(self, episode: Episode) -> float | None:
         """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not asked.
@@ -118,7 +142,7 @@ class MeasuredRule:
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            value = self._finite(await self._rule.score(episode))
+            value = self._finite(await self.inner.score(episode))
         except Unscored as why:
             log.warning("unscored", rule=self._name, task=episode.task.task_id, reason=why.reason, error=str(why))
             self._metrics.failed(self._name, why.reason)

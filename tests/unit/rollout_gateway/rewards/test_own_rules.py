@@ -285,6 +285,17 @@ async def test_an_unknown_rule_names_the_known_ones(rules: RewardRules, name: st
         await rules.check(name)
 
 
+async def test_a_mended_class_passes_the_next_check(rules: RewardRules, tmp_path: Path) -> None:
+    file = tmp_path / "mended.py"
+    file.write_text("class Rule:\n    def score(self, episode):\n        return 1.0\nraise ValueError('too early')")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="too early"):
+            await rules.check(f"{file}:Rule")
+    file.write_text(file.read_text().partition("raise")[0])
+    await rules.check(f"{file}:Rule")
+    assert await rules.rule(f"{file}:Rule").score(episode()) == 1.0
+
+
 async def test_rules_of_users_are_limited(rules: RewardRules) -> None:
     for number in range(MAX_OWN):
         rules.rule(f"m:c{number}")
@@ -314,6 +325,13 @@ asyncio.run(main())
         child = psutil.Process(int(gateway.stdout.readline()))
         gateway.kill()
         child.wait(timeout=10)
+
+
+def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
+    names = "{'torch', 'transformers', 'sympy'}"
+    program = f"import sys, rollout_gateway.rewards; print({names} & sys.modules.keys() or [])"
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
 
 
 def gone(pid: int) -> bool:

@@ -1,0 +1,73 @@
+"""A circuit breaker: after failures in a row nobody asks for a while, then one caller does. Owns no request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from paceline.errors import Unavailable
+
+
+class CircuitBreaker:
+    """Closed: everybody asks. Open: nobody does for `open_s`, then one caller; an answer closes it."""
+
+    def __init__(self, failures: int, open_s: float) -> None:
+        self._limit = failures
+        self._open_s = open_s
+        self._failures = 0  # in a row
+        self._open_until = 0.0
+        self._probing = False
+        self._changed = asyncio.Event()
+
+    @property
+    def open(self) -> bool:
+        """Whether callers wait."""
+        return self._failures >= self._limit
+
+    @asynccontextmanager
+    async def request(self, until: float) -> AsyncIterator[None]:
+        """Around one request; an exception of the block is a failure, a cancelled block is neither.
+
+        Waits while the circuit is open. Raises Unavailable at once when it stays so until `until`, in the time of the
+        event loop.
+        """
+        probe = await self._enter(until)
+        failed: bool | None = None
+        try:
+            yield
+            failed = False
+        except Exception:
+            failed = True
+            raise
+        finally:
+            self._leave(probe, failed)
+
+    async def _enter(self, until: float) -> bool:
+        """Whether the caller is the one that asks while the circuit is open."""
+        clock = asyncio.get_running_loop().time
+        while self.open:
+            if not self._probing and clock() >= self._open_until:
+                self._probing = True
+                return True
+            wake = until if self._probing else self._open_until
+            if clock() >= until or (wake >= until and not self._probing):
+                seen = f"{self._failures} failures in a row"
+                raise Unavailable("nobody asks the reward at a URL for a while", reason="CIRCUIT_OPEN", seen=seen)
+            try:
+                async with asyncio.timeout_at(wake):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+        return False
+
+    def _leave(self, probe: bool, failed: bool | None) -> None:
+        if failed is False:
+            self._failures = 0
+        elif failed and (probe or not self.open):  # requests sent before it opened do not keep it open
+            self._failures += 1
+            self._open_until = asyncio.get_running_loop().time() + self._open_s
+        if probe:
+            self._probing = False
+        self._changed.set()
+        self._changed = asyncio.Event()

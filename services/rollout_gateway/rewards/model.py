@@ -1,0 +1,160 @@
+"""A reward model in a process of its own, seen from the gateway. Owns the batches and the process's replacement.
+
+The process is model_child.py; it alone imports torch. A reward model at a URL is remote.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.telemetry import get_logger
+from rollout_gateway.background import background, cancel
+from rollout_gateway.config import ModelRewardConfig
+from rollout_gateway.environments.base import Episode
+from rollout_gateway.rewards.base import Unscored
+from rollout_gateway.rewards.child_process import ChildProcess
+
+log = get_logger(__name__)
+
+MODULE = "rollout_gateway.rewards.model_child"
+STOPPED = "the gateway's rewards have stopped"
+START_S = 600.0
+"""Longest loading of a model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """One episode and who waits for its score."""
+
+    item: dict[str, Any]
+    answer: asyncio.Future[float | None]
+
+
+class ModelReward:
+    """One batch at a time; what arrives meanwhile forms the next one."""
+
+    def __init__(self, config: ModelRewardConfig) -> None:
+        """Raises ConfigError when the directory is no checkpoint in safetensors."""
+        check_directory(config.model)
+        self._config = config
+        self._waiting: deque[_Waiting] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._child: ChildProcess | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of the model, if it runs."""
+        return [self._child.pid] if self._child is not None and not self._child.ended else []
+
+    async def prepare(self) -> None:
+        """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
+        await self._living()
+
+    async def score(self, episode: Episode) -> float | None:
+        """The model's scalar. Raises Unavailable when it does not answer, Unscored when it cannot read a text."""
+        if self._closed:
+            raise Unavailable(STOPPED)
+        item = {
+            "text": episode.task.prompt + episode.text,
+            "messages": [message.for_template() for message in episode.messages],
+        }
+        one = _Waiting(item, asyncio.get_running_loop().create_future())
+        self._waiting.append(one)
+        if self._worker is None or self._worker.done():
+            self._worker = background(self._work(), "the reward model's batches")
+        return await one.answer
+
+    async def close(self) -> None:
+        """End the process; who waits gets Unavailable."""
+        self._closed = True
+        await cancel(self._worker)
+        for one in self._waiting:
+            _fail(one, Unavailable(STOPPED))
+        if self._child is not None:
+            await self._child.close()
+
+    async def _work(self) -> None:
+        """Batch after batch until nobody waits."""
+        while batch := self._next_batch():
+            why: Exception = Unavailable(STOPPED)
+            try:
+                await self._score(batch)
+            except Exception as error:  # noqa: BLE001 - whatever it is, those who wait get it
+                why = error
+            finally:
+                for one in batch:
+                    _fail(one, why)
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        while self._waiting and len(batch) < self._config.max_batch:
+            one = self._waiting.popleft()
+            if not one.answer.done():  # else its caller has gone away
+                batch.append(one)
+        return batch
+
+    async def _score(self, batch: list[_Waiting]) -> None:
+        answer = await self._ask({"batch": [one.item for one in batch]})
+        if "raised" in answer:
+            raise Unavailable("the reward model failed", seen=answer["raised"])
+        for one, given in zip(batch, answer["scores"], strict=True):
+            if "raised" in given:
+                _fail(one, Unscored("exception", given["raised"]))
+            elif not one.answer.done():
+                one.answer.set_result(given["reward"])
+
+    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One batch; a process that dies over it is replaced once."""
+        try:
+            try:
+                return await (await self._living()).ask(request, self._config.deadline_s)
+            except Unavailable as error:
+                log.warning("the reward model's process is replaced", error=str(error))
+                return await (await self._living()).ask(request, self._config.deadline_s)
+        except DeadlineExceeded as error:
+            raise Unavailable("the reward model took too long and was ended", seen=error.seen) from error
+
+    async def _living(self) -> ChildProcess:
+        """The process, a new one if need be. Raises ConfigError or Unavailable."""
+        async with self._starting:
+            if self._closed:
+                raise Unavailable(STOPPED)
+            if self._child is None or self._child.ended:
+                names = ("model", "threads", "max_tokens")
+                settings = json.dumps({name: getattr(self._config, name) for name in names})
+                try:
+                    self._child = await ChildProcess.start(MODULE, (settings,), START_S)
+                except DeadlineExceeded as error:
+                    raise Unavailable("the reward model was not loaded in time", seen=error.seen) from error
+                if self._closed:
+                    await self._child.close()
+                    raise Unavailable(STOPPED)
+            return self._child
+
+
+def check_directory(model: str) -> None:
+    """Raises ConfigError when a directory is no Hugging Face checkpoint, or one that only pickle reads."""
+    path = Path(model)
+    allowed = "a Hugging Face directory with config.json, a tokenizer and *.safetensors"
+    if not model or not (path / "config.json").is_file():
+        raise ConfigError("gateway.rewards.model.model is no checkpoint", seen=model or "nothing", allowed=allowed)
+    if not any(path.glob("*.safetensors")):
+        found = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")))
+        raise ConfigError(
+            "gateway.rewards.model.model has no safetensors; pickled weights are not loaded, they can run code",
+            seen=found or path,
+            allowed=allowed,
+        )
+
+
+def _fail(one: _Waiting, error: Exception) -> None:
+    if not one.answer.done():
+        one.answer.set_exception(error)

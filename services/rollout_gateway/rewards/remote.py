@@ -1,0 +1,155 @@
+"""A reward at a URL: POST with the episode as JSON, {"reward": number or null} back. Owns retries and deadlines.
+
+What the server cannot say is never reward 0: failing for good raises Unavailable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import httpx
+
+from paceline.errors import ConfigError, Unavailable
+from paceline.telemetry import inject, span
+from rollout_gateway.config import RemoteRewardConfig
+from rollout_gateway.environments.base import Episode
+from rollout_gateway.rewards.breaker import CircuitBreaker
+from rollout_gateway.rewards.episode_json import episode_to
+
+FIRST_PAUSE_S = 0.1
+"""Before the second attempt; doubles with every further one. The pause is drawn between half of it and all of it."""
+LONGEST_PAUSE_S = 5.0
+MAX_ANSWER_BYTES = 64 << 10
+SHOWN = 200
+"""Characters of an answer that an error shows."""
+_TOO_MANY_REQUESTS = 429
+
+
+class _TryLater(Exception):
+    """An attempt failed in a way that another one may not."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class RemoteReward:
+    """Asks the server, at most `parallel` episodes at once; the others wait before their deadline begins."""
+
+    def __init__(self, config: RemoteRewardConfig) -> None:
+        """Raises ConfigError without a usable URL."""
+        check_url(config.url)
+        self._config = config
+        self._parallel = asyncio.Semaphore(config.parallel)
+        self._breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
+        self._jitter = random.Random()
+        authorization = {"authorization": f"Bearer {config.token}"} if config.token else {}
+        limits = httpx.Limits(max_connections=config.parallel, max_keepalive_connections=config.parallel)
+        self._client = httpx.AsyncClient(
+            timeout=config.deadline_s, limits=limits, headers={"content-type": "application/json", **authorization}
+        )
+
+    async def score(self, episode: Episode) -> float | None:
+        """What the server answers. Raises Unavailable."""
+        body = json.dumps(episode_to(episode)).encode("ascii")
+        async with self._parallel:
+            with span("reward.remote", kind="client", task=episode.task.task_id):
+                key = hashlib.sha256(body).hexdigest()[:32]
+                return await self._ask(body, {"idempotency-key": key, **inject()})
+
+    async def close(self) -> None:
+        """End the connections."""
+        await self._client.aclose()
+
+    async def _ask(self, body: bytes, headers: dict[str, str]) -> float | None:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._config.deadline_s
+        pause_s = FIRST_PAUSE_S
+        for left in range(self._config.attempts, 0, -1):
+            try:
+                return await self._attempt(body, headers, until, left)
+            except _TryLater as error:
+                failure = error
+            wait_s = max(failure.retry_after_s, pause_s * self._jitter.uniform(0.5, 1))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if left == 1 or clock() + wait_s >= until:
+                break
+            await asyncio.sleep(wait_s)
+        raise Unavailable("the reward at a URL gave no answer", seen=failure) from failure
+
+    async def _attempt(self, body: bytes, headers: dict[str, str], until: float, left: int) -> float | None:
+        """One request; it may take its share of the time that is left."""
+        async with self._breaker.request(until):
+            share_s = max(0.0, until - asyncio.get_running_loop().time()) / left
+            try:
+                async with asyncio.timeout(share_s):
+                    status, retry_after_s, answer = await self._post(body, headers)
+            except TimeoutError as error:
+                raise _TryLater(f"nothing in {share_s:.3g} s") from error
+            except httpx.RequestError as error:
+                raise _TryLater(f"{type(error).__name__}: {error}") from error
+            if status >= 500:
+                raise _TryLater(f"status {status}: {shown(answer)}", retry_after_s)
+        if status == _TOO_MANY_REQUESTS:
+            raise _TryLater(f"status {status}: {shown(answer)}", retry_after_s)
+        if not 200 <= status < 300:
+            raise Unavailable("the reward at a URL refused", seen=f"status {status}: {shown(answer)}", allowed="200")
+        return reward_of(answer)
+
+    async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float, bytes]:
+        """(status, seconds of Retry-After, the first MAX_ANSWER_BYTES + 1 bytes or so of the answer)."""
+        answer = b""
+        async with self._client.stream("POST", self._config.url, content=body, headers=headers) as response:
+            async for chunk in response.aiter_bytes():
+                answer += chunk
+                if len(answer) > MAX_ANSWER_BYTES:
+                    break
+            return response.status_code, retry_after(response.headers.get("retry-after", "")), answer
+
+
+def check_url(url: str) -> None:
+    """Raises ConfigError for what no request can be sent to."""
+    try:
+        if httpx.URL(url).scheme in ("http", "https") and httpx.URL(url).host:
+            return
+    except httpx.InvalidURL:
+        pass  # said below
+    allowed = "http://host:port/path or https://..."
+    raise ConfigError("gateway.rewards.remote.url is no URL", seen=url or "nothing", allowed=allowed)
+
+
+def reward_of(answer: bytes) -> float | None:
+    """The reward of an answer; infinite or no number when the server says so. Raises Unavailable for anything else."""
+    try:
+        value = json.loads(answer)
+        reward = value["reward"] if isinstance(value, dict) and len(answer) <= MAX_ANSWER_BYTES else ""
+        if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
+            return None if reward is None else float(reward)
+    except (ValueError, KeyError, RecursionError, OverflowError):
+        pass  # said below, in the same words as for JSON of another form
+    raise Unavailable(
+        "the reward at a URL answered something else", seen=shown(answer), allowed='{"reward": 0.5 | null}'
+    )
+
+
+def retry_after(value: str) -> float:
+    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 when it says nothing."""
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass  # a date, perhaps
+    try:
+        when = parsedate_to_datetime(value)
+    except ValueError:
+        return 0.0
+    return max(0.0, (when.astimezone(UTC) - datetime.now(UTC)).total_seconds())
+
+
+def shown(answer: bytes) -> str:
+    """The beginning of an answer, for an error."""
+    return repr(answer[:SHOWN].decode("utf-8", "replace"))

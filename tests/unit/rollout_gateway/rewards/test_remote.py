@@ -1,0 +1,330 @@
+"""A reward at a URL, over a real HTTP server that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from paceline.config import TelemetryConfig
+from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.telemetry import setup, shutdown, span
+from rollout_gateway.chat.messages import Message, ToolCall
+from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
+from rollout_gateway.environments.base import Episode, EpisodeTask
+from rollout_gateway.rewards import RewardRules
+from rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, retry_after, reward_of
+
+
+@dataclass
+class Answer:
+    """One scripted answer; `gate` keeps it back until it is set, None as body hangs up."""
+
+    body: bytes | None
+    status: int = 200
+    headers: str = ""
+    gate: asyncio.Event | None = None
+
+
+def ok(reward: float | None = 0.5, gate: asyncio.Event | None = None) -> Answer:
+    return Answer(json.dumps({"reward": reward}).encode(), gate=gate)
+
+
+@dataclass
+class Server:
+    """Answers the script's lines in order, then its last one for ever."""
+
+    script: list[Answer] = field(default_factory=lambda: [ok()])
+    seen: list[tuple[dict[str, str], Any]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    at_once: int = 0
+    most_at_once: int = 0
+    url: str = ""
+    asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await self._one(head.decode("ascii"), reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _one(self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:] if line)
+        body = json.loads(await reader.readexactly(int(headers["content-length"])))
+        self.seen.append((headers, body))
+        self.times.append(asyncio.get_running_loop().time())
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        self.asked.release()
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        if answer.gate is not None:
+            await answer.gate.wait()
+        self.at_once -= 1
+        if answer.body is None:
+            writer.close()
+            return
+        length = f"content-length: {len(answer.body)}\r\n"
+        writer.write(f"HTTP/1.1 {answer.status} x\r\n{length}{answer.headers}\r\n".encode() + answer.body)
+        await writer.drain()
+
+
+Rules = Callable[..., RewardRules]
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/score?x=1"
+    yield server
+    listening.close()
+
+
+@pytest_asyncio.fixture
+async def rules(server: Server) -> AsyncIterator[Rules]:
+    made: list[RewardRules] = []
+
+    def make(**settings: Any) -> RewardRules:
+        remote = RemoteRewardConfig(**{"url": server.url, **settings})
+        made.append(RewardRules(RewardsConfig(remote=remote)))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.stop()
+
+
+def episode(text: str = "#6", *messages: Message) -> Episode:
+    return Episode(EpisodeTask("t-1", "2+4=", "6", {"level": "1"}), text, "stop", messages)
+
+
+def ask(rules: RewardRules, text: str = "#6") -> Awaitable[float | None]:
+    return rules.rule("remote").score(episode(text))
+
+
+async def test_the_server_gets_the_whole_episode_and_its_reward_comes_back(server: Server, rules: Rules) -> None:
+    call = ToolCall("c1", "f", '{"a":  1}')
+    rule = rules(token="secret").rule("remote")
+    assert (
+        await rule.score(episode("#6", Message("user", "2+4="), Message("assistant", "\ud800", "hm", (call,)))) == 0.5
+    )
+    headers, body = server.seen[0]
+    assert headers["authorization"] == "bearer secret"
+    assert headers["content-type"] == "application/json"
+    assert body == {
+        "task_id": "t-1",
+        "prompt": "2+4=",
+        "answer": "6",
+        "metadata": {"level": "1"},
+        "text": "#6",
+        "finish": "stop",
+        "messages": [
+            {"role": "user", "content": "2+4="},
+            {"role": "assistant", "content": "\ud800", "reasoning_content": "hm", "tool_calls": [call.shown()]},
+        ],
+    }
+
+
+@pytest.mark.parametrize(("reward", "value"), [(None, None), (1, 1.0), (-2.5, -2.5), (0, 0.0)])
+async def test_a_number_or_null_is_a_reward(
+    server: Server, rules: Rules, reward: float | None, value: float | None
+) -> None:
+    server.script = [ok(reward)]
+    assert await ask(rules()) == value
+
+
+async def test_the_request_carries_the_trace_of_the_caller(server: Server, rules: Rules) -> None:
+    setup("test", TelemetryConfig())
+    try:
+        with span("outer") as outer:
+            await ask(rules())
+    finally:
+        shutdown()
+    assert server.seen[0][0]["traceparent"].split("-")[1] == f"{outer.get_span_context().trace_id:032x}"
+
+
+async def test_two_failures_of_the_server_cost_two_attempts_of_the_same_key(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"down", 500), Answer(None), ok(), ok()]
+    asking = rules()
+    assert await ask(asking) == 0.5
+    keys = [headers["idempotency-key"] for headers, _ in server.seen]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+    first, second = server.times[1] - server.times[0], server.times[2] - server.times[1]
+    assert first >= 0.05
+    assert second >= 0.1
+    await ask(asking, "other")
+    assert server.seen[-1][0]["idempotency-key"] != keys[0]
+
+
+async def test_attempts_end_in_unavailable_with_what_was_seen_last(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"down", 503)]
+    with pytest.raises(Unavailable, match=re.escape("status 503: 'down'")):
+        await ask(rules(attempts=2))
+    assert len(server.seen) == 2
+
+
+async def test_no_server_is_unavailable_and_never_zero(server: Server, rules: Rules) -> None:
+    with pytest.raises(Unavailable, match="ConnectError"):
+        await ask(rules(url="http://127.0.0.1:9/", attempts=2))
+
+
+async def test_a_refusal_is_not_repeated(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"no such task", 400), ok()]
+    with pytest.raises(Unavailable, match=re.escape("status 400: 'no such task'")):
+        await ask(rules())
+    assert len(server.seen) == 1
+
+
+async def test_a_redirect_is_not_followed(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"", 307, f"location: {server.url}\r\n"), ok()]
+    with pytest.raises(Unavailable, match="status 307"):
+        await ask(rules())
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_retry_after_is_waited_for(server: Server, rules: Rules, status: int) -> None:
+    server.script = [Answer(b"", status, "retry-after: 0.4\r\n"), ok()]
+    assert await ask(rules()) == 0.5
+    assert server.times[1] - server.times[0] >= 0.4
+
+
+async def test_a_retry_after_beyond_the_deadline_ends_the_score_at_once(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"", 503, "retry-after: 3600\r\n"), ok()]
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match="status 503"):
+            await ask(rules())
+    assert len(server.seen) == 1
+
+
+async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(server: Server, rules: Rules) -> None:
+    never = asyncio.Event()
+    server.script = [ok(gate=never), ok()]
+    assert await ask(rules(deadline_s=1, attempts=4)) == 0.5
+    assert 0.25 <= server.times[1] - server.times[0] < 0.9
+    server.script = [ok(gate=never)]
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(Unavailable, match="nothing in"):
+        await ask(rules(deadline_s=0.5, attempts=3))
+    assert asyncio.get_running_loop().time() - started < 2
+    never.set()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"0.5", b"[]", b"{}", b"garbage", b'{"reward": "0.5"}', b'{"reward": true}', b'{"reward": [1]}', b"\xff\xfe",
+     b'{"reward": 1' + b"0" * 400 + b"}", b"[" * 50_000, b'{"reward": 1}' + b" " * MAX_ANSWER_BYTES],
+)  # fmt: skip
+async def test_anything_else_is_an_error_that_shows_it(server: Server, rules: Rules, body: bytes) -> None:
+    server.script = [Answer(body), ok()]
+    with pytest.raises(Unavailable, match="something else; seen: "):
+        await ask(rules())
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+async def test_a_reward_that_is_not_finite_is_refused_by_name(server: Server, rules: Rules, text: bytes) -> None:
+    server.script = [Answer(b'{"reward": ' + text + b"}")]
+    with pytest.raises(InvalidInput, match="remote gave what is no reward"):
+        await ask(rules())
+
+
+async def test_the_circuit_opens_after_failures_and_one_probe_closes_it(server: Server, rules: Rules) -> None:
+    gate = asyncio.Event()
+    server.script = [Answer(b"", 500), Answer(b"", 500), Answer(b"", 500), ok(gate=gate), ok()]
+    asking = rules(attempts=1, breaker_failures=3, breaker_open_s=0.5, deadline_s=20)
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="status 500"):
+            await ask(asking)
+    opened = asyncio.get_running_loop().time()
+    waiting = [asyncio.ensure_future(ask(asking, str(index))) for index in range(5)]
+    for _ in range(4):
+        await server.asked.acquire()
+    assert server.times[3] - opened >= 0.45  # nobody asked while it was open
+    assert server.most_at_once == 1  # and one caller alone when it was over
+    gate.set()
+    assert await asyncio.gather(*waiting) == [0.5] * 5
+    assert len(server.seen) == 3 + 5
+
+
+async def test_a_probe_that_fails_opens_the_circuit_again(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"", 500)]
+    asking = rules(attempts=3, breaker_failures=1, breaker_open_s=0.3, deadline_s=20)
+    with pytest.raises(Unavailable, match="status 500"):
+        await ask(asking)
+    assert all(later - earlier >= 0.3 for earlier, later in zip(server.times, server.times[1:], strict=False))
+
+
+async def test_an_open_circuit_refuses_at_once_who_cannot_wait(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"", 500), ok()]
+    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
+    with pytest.raises(Unavailable, match="status 500"):
+        await ask(asking)
+    async with asyncio.timeout(5):
+        with pytest.raises(Unavailable, match="nobody asks"):
+            await ask(asking)
+    assert len(server.seen) == 1
+
+
+async def test_a_probe_whose_caller_goes_away_is_followed_by_another(server: Server, rules: Rules) -> None:
+    never = asyncio.Event()
+    server.script = [Answer(b"", 500), ok(gate=never), ok()]
+    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=0.01)
+    with pytest.raises(Unavailable):
+        await ask(asking)
+    probe = asyncio.ensure_future(ask(asking))
+    await server.asked.acquire()
+    await server.asked.acquire()
+    probe.cancel()
+    assert await ask(asking) == 0.5
+    never.set()
+
+
+async def test_refusals_do_not_open_the_circuit(server: Server, rules: Rules) -> None:
+    server.script = [Answer(b"", 400), Answer(b"", 404), ok()]
+    asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="refused"):
+            await ask(asking)
+    assert await ask(asking) == 0.5
+
+
+async def test_so_many_requests_go_at_once_as_are_allowed(server: Server, rules: Rules) -> None:
+    gate = asyncio.Event()
+    server.script = [ok(gate=gate)]
+    asking = rules(parallel=3)
+    waiting = [asyncio.ensure_future(ask(asking, str(index))) for index in range(10)]
+    for _ in range(3):
+        await server.asked.acquire()
+    gate.set()
+    await asyncio.gather(*waiting)
+    assert server.most_at_once == 3
+
+
+@pytest.mark.parametrize(
+    "url", ["", "reward.example", "ftp://x", "file:///etc/passwd", "http://", "http://x:y/", "http://[::"]
+)
+async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules, url: str) -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.rewards\.remote\.url"):
+        await rules(url=url).check("remote")
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
+    assert 55 < retry_after(later) <= 60
+    assert [retry_after(value) for value in ("7", "-1", "", "soon", "Sat, 01 Jan 2000 00:00:00 GMT")] == [7, 0, 0, 0, 0]
+
+
+def test_a_reward_keeps_its_bits() -> None:
+    assert reward_of(b'{"reward": 0.1, "why": "x"}') == 0.1

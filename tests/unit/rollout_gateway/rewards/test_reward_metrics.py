@@ -1,0 +1,66 @@
+"""What the metrics say of scores, and of those that were none."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from paceline.config import TelemetryConfig
+from paceline.errors import InvalidInput, Unavailable
+from paceline.telemetry import prometheus_page, setup, shutdown
+from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
+from rollout_gateway.environments.base import Episode, EpisodeTask
+from rollout_gateway.rewards import RewardRules
+
+RULE = """
+import time
+class Says:
+    def score(self, episode):
+        return eval(episode.text)
+"""
+
+
+@pytest_asyncio.fixture
+async def rules() -> AsyncIterator[RewardRules]:
+    setup("test", TelemetryConfig(prometheus=True))
+    remote = RemoteRewardConfig(url="http://127.0.0.1:9/", attempts=1, breaker_failures=1, breaker_open_s=600)
+    rules = RewardRules(RewardsConfig(deadline_s=1, remote=remote))
+    yield rules
+    await rules.stop()
+    shutdown()
+
+
+def episode(text: str) -> Episode:
+    return Episode(EpisodeTask("t", "p", "6"), text, "stop")
+
+
+async def test_scores_and_failures_are_counted_by_rule_and_reason(rules: RewardRules, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(RULE)
+    own = f"{tmp_path}/own.py:Says"
+    for text in ("1.5", "2", "None", "1 / 0", "time.sleep(1000)"):
+        await rules.rule(own).score(episode(text))
+    with pytest.raises(InvalidInput):
+        await rules.rule(own).score(episode("float('nan')"))
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await rules.rule("remote").score(episode("#6"))
+    await rules.rule("math_answer").score(episode("#6"))
+
+    page = prometheus_page().decode()
+    label = f'rule="{own}"'
+    assert f"paceline_reward_scores_total{{{label}}} 2.0" in page
+    assert f"paceline_reward_unscored_total{{{label}}} 3.0" in page
+    for reason in ("exception", "deadline", "reward_not_finite"):
+        assert f'paceline_reward_failures_total{{reason="{reason}",{label}}} 1.0' in page
+    for reason in ("unavailable", "circuit_open"):
+        assert f'paceline_reward_failures_total{{reason="{reason}",rule="remote"}} 1.0' in page
+    assert f"paceline_reward_time_seconds_count{{{label}}} 6.0" in page
+    assert 'paceline_reward_scores_total{rule="math_answer"} 1.0' in page
+
+
+async def test_an_agents_own_reward_counts_for_no_rule(rules: RewardRules) -> None:
+    await rules.rule("format").score(Episode(EpisodeTask("t", "p", "6"), "#6", "stop", reward=0.5))
+    assert "paceline_reward" not in prometheus_page().decode()
