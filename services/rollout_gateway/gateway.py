@@ -153,8 +153,9 @@ class Gateway:
                 )
                 text = self.codec.stream(sampling.stop)
                 async for chunk in generation.chunks():
-                    if chunk.error.startswith(f"{Unavailable.reason}: "):
-                        raise Unavailable(chunk.error.partition(": ")[2])
+                    for kind in (Unavailable, InvalidInput):
+                        if chunk.error.startswith(f"{kind.reason}: "):
+                            raise kind(chunk.error.partition(": ")[2])
                     news = text.push(chunk.token_ids)
                     if chunk.finish_reason:
                         news += text.finish(chunk.matched_stop)
