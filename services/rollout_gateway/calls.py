@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from paceline.errors import Unavailable
+from paceline.errors import InvalidInput, Unavailable
 from paceline.telemetry import span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -111,8 +111,7 @@ class Call:
                     self.generation = generation = engine.submit(plan, stream=stream)
                     said = _Said(engine.codec, plan)
                     async for chunk in generation.chunks():
-                        if chunk.error.startswith(f"{Unavailable.reason}: "):
-                            raise Unavailable(chunk.error.partition(": ")[2])
+                        _refuse(chunk)
                         piece = said.take(chunk)
                         if chunk.finish_reason:
                             describe(current, generation)
@@ -184,6 +183,13 @@ class _Said:
         finish = finish_name(message, finish)
         thought = reader.reasoning_tokens(self._ids, self._codec.decode_all)
         return Piece(chunk, news, delta, message, finish, thought)
+
+
+def _refuse(chunk: pb.TokenChunk) -> None:
+    """Raises what the engine refused for the caller's reasons, or for now."""
+    for kind in (Unavailable, InvalidInput):
+        if chunk.error.startswith(f"{kind.reason}: "):
+            raise kind(chunk.error.partition(": ")[2])
 
 
 def merged(pieces: Sequence[Piece]) -> Piece:

@@ -1,24 +1,27 @@
-"""What a response_format may ask for: the text of a JSON schema to llguidance's grammar, or why it is refused.
+"""What a response_format may ask for: the text of a JSON schema to llguidance's grammar and matcher, or why not.
 
-Owns the limits, the form of the JSON and the errors; no tokenizer and no masks (embedded/grammars.py). It imports no
-torch, so that the gateway refuses what its engine would, and llguidance, which comes with the engine, at its first use.
+Owns the limits, the form of the JSON and the errors; no masks (embedded/grammars.py). It imports no torch, and
+llguidance, which comes with the engine, only where a grammar is built: `check_json_schema` is the gateway's too.
 """
 
 from __future__ import annotations
 
 import json
-from functools import lru_cache
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+    from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 MAX_SCHEMA_BYTES = 64 * 1024
 """UTF-8 bytes of a schema at most."""
-MAX_SPACE = 32
+MAX_SPACE = 20
 """White space at most at a time: enough for a line break and its indentation, and no model goes on with it for ever."""
 FORM: JsonCompileOptions = {
     "item_separator": ",",
@@ -30,27 +33,20 @@ FORM: JsonCompileOptions = {
 _SAID_AT_MOST = 200
 
 
-def parser_limits() -> LLParserLimits:
-    """Bounds of one grammar: tens of milliseconds to build, milliseconds a token, tens of megabytes."""
-    from llguidance import LLParserLimits
+class GrammarFault(Exception):
+    """A grammar cannot be built or followed on: it is wrong, a limit is reached, or no token may follow."""
 
-    return LLParserLimits(
-        initial_lexer_fuel=500_000,
-        step_lexer_fuel=100_000,
-        max_lexer_states=10_000,
-        max_grammar_size=100_000,
-        verbose_errors=False,
-    )
+    def __init__(self, said: str) -> None:
+        super().__init__(said.strip().partition("\n")[0][:_SAID_AT_MOST])
 
 
-def refused(why: str, schema: str) -> InvalidInput:
+def refused(why: object, schema: str) -> InvalidInput:
     """The error for a schema that cannot be followed."""
-    cut = why.strip().partition("\n")[0][:_SAID_AT_MOST]
-    return InvalidInput(f"response_format holds a JSON schema that cannot be followed: {cut}", seen=schema[:80])
+    return InvalidInput(f"response_format holds a JSON schema that cannot be followed: {why}", seen=schema[:80])
 
 
-def check_json_schema(schema: str, *, ignore_eos: bool) -> None:
-    """Raises InvalidInput naming response_format; the engine may still refuse what its vocabulary cannot say."""
+def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
+    """The schema, parsed. Raises InvalidInput naming response_format; which schemas work only their grammar tells."""
     if ignore_eos:
         raise InvalidInput(
             "response_format ends a response where its JSON ends", seen="ignore_eos=true", allowed="ignore_eos=false"
@@ -58,25 +54,58 @@ def check_json_schema(schema: str, *, ignore_eos: bool) -> None:
     size = len(schema.encode("utf-8", "replace"))
     if size > MAX_SCHEMA_BYTES:
         raise InvalidInput("response_format holds too large a schema", seen=size, allowed=f"{MAX_SCHEMA_BYTES} bytes")
-    grammar_of(schema)
-
-
-@lru_cache(maxsize=16)
-def grammar_of(schema: str) -> str:
-    """llguidance's grammar of a schema's JSON texts; "{}" is any JSON object. Raises InvalidInput."""
-    from llguidance import LLMatcher
-
     try:
         parsed: Any = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise refused(f"it is not JSON: {error}", schema) from error
     if not isinstance(parsed, dict):
         raise refused("it is not a JSON object", schema)
+    return parsed
+
+
+def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
+    """llguidance's grammar of a checked schema, not yet built; {} is any JSON object. Raises InvalidInput."""
+    from llguidance import LLMatcher
+
     try:
-        text = LLMatcher.grammar_from_json_schema(schema if parsed else '{"type":"object"}', overrides=FORM)
+        return LLMatcher.grammar_from_json_schema(schema if parsed else '{"type":"object"}', overrides=FORM)
     except ValueError as error:
-        raise refused(str(error), schema) from error
-    wrong, said = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    if wrong:
-        raise refused(" ".join(said), schema)
-    return text
+        raise refused(error, schema) from error
+
+
+def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The model's tokens as bytes, about a second for 100 000. Raises InvalidInput for a tokenizer.json of no bytes."""
+    from llguidance import LLTokenizer
+
+    known = max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
+    try:
+        return LLTokenizer(
+            path.read_text(encoding="utf-8"),
+            n_vocab=max(known, vocab_size),  # a model's vocabulary is often padded beyond its tokenizer's
+            eos_token=list(eos_token_ids),
+            slices=LLTokenizer.json_slices(),
+        )
+    except ValueError as error:
+        raise InvalidInput(f"response_format needs another tokenizer.json: {error}", seen=path) from error
+
+
+def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """A matcher at the beginning, its first mask computed. Raises GrammarFault.
+
+    The limits hold a step to tens of milliseconds and a matcher to tens of megabytes. They do not hold its building.
+    """
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(
+        initial_lexer_fuel=500_000,
+        step_lexer_fuel=100_000,
+        max_lexer_states=10_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarFault(matcher.get_error())
+    return matcher

@@ -233,6 +233,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """See Engine.close."""
         self.abort(None)
+        self._grammars.close()
 
     # ---- facts
 

@@ -1,13 +1,13 @@
 """JSON grammars of the requests that run: which tokens may follow, at the end of a response and at every draft node.
 
-Owns one matcher per request with a schema, built from the model's tokenizer, and the masks on the logits; not what a
-schema may be (engines/json_schema.py), not the draw. Masked logits take the place of the model's for everything after:
+Owns one matcher per request with a schema and the masks on the logits; not what a schema may be and how its grammar is
+built (engines/json_schema.py), not the draw. Masked logits take the place of the model's for everything after:
 penalties, masks by probability, the draw, and the log-probs that are reported, which are hence those of the masked
 distribution at the request's temperature.
 
 The mask at a node depends on the response and on the drafts on the path to it, so it is the one that decoding without
 drafts would apply there: drafts are verified as always and change no token. A draft that the grammar refuses has
-probability 0. A request without a schema costs nothing.
+probability 0. Where the schema leaves one text only, its token is the one that the tokenizer itself takes for it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.base import Capability, Finish, Sampling, missing
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.json_schema import check_json_schema, grammar_of, parser_limits, refused
+from rollout_gateway.engines.grammar_judge import GrammarJudge
+from rollout_gateway.engines.json_schema import (
+    GrammarFault,
+    build_matcher,
+    check_json_schema,
+    grammar_of,
+    load_tokenizer,
+    refused,
+)
 from rollout_gateway.engines.sequence import RunningSequence
 
 if TYPE_CHECKING:
@@ -39,10 +46,6 @@ KEPT_GRAMMARS = 16
 
 Allowed = npt.NDArray[np.bool_]
 """[V] tokens that may follow."""
-
-
-class GrammarFault(Exception):
-    """A matcher cannot go on: a limit is reached, or no token of the vocabulary may follow."""
 
 
 @dataclass(slots=True)
@@ -62,6 +65,7 @@ class Grammars:
         self._eos = config.eos_token_ids
         self._path = model_dir / "tokenizer.json"
         self._tokenizer: LLTokenizer | None = None
+        self._judge: GrammarJudge | None = None
         self._built: OrderedDict[str, LLMatcher] = OrderedDict()
         self._followed: dict[RunningSequence, _Followed] = {}
 
@@ -80,7 +84,7 @@ class Grammars:
         try:
             self._allowed(self._matcher(sampling.json_schema))
         except GrammarFault as fault:
-            raise refused(str(fault), sampling.json_schema) from fault
+            raise refused(fault, sampling.json_schema) from fault
 
     def advance(self, rows: Iterable[RunningSequence]) -> None:
         """Take what responses have said since. One that cannot go on has its finish and error set, and it alone."""
@@ -120,6 +124,11 @@ class Grammars:
         for sequence in ended:
             self._followed.pop(sequence, None)
 
+    def close(self) -> None:
+        """End what was started to judge grammars."""
+        if self._judge is not None:
+            self._judge.close()
+
     def __len__(self) -> int:
         """Sequences that are followed."""
         return len(self._followed)
@@ -140,18 +149,22 @@ class Grammars:
 
     def _matcher(self, schema: str) -> LLMatcher:
         """A matcher of its own at the beginning. Raises InvalidInput or GrammarFault."""
-        from llguidance import LLMatcher
-
         built = self._built.get(schema)
         if built is None:
-            built = LLMatcher(self._load_tokenizer(), grammar_of(schema), log_level=0, limits=parser_limits())
-            if built.is_error():
-                raise GrammarFault(built.get_error())
-            self._built[schema] = built
+            built = self._built[schema] = self._build(schema)
             if len(self._built) > KEPT_GRAMMARS:
                 self._built.popitem(last=False)
         self._built.move_to_end(schema)
         return built.deep_copy()
+
+    def _build(self, schema: str) -> LLMatcher:
+        grammar = grammar_of(schema, check_json_schema(schema, ignore_eos=False))
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._path, self._vocab, self._eos)
+        if self._judge is None:
+            self._judge = GrammarJudge(self._path, self._vocab, self._eos)
+        self._judge.judge(grammar)
+        return build_matcher(self._tokenizer, grammar)
 
     def _allowed(self, matcher: LLMatcher) -> Allowed:
         """What may follow. Raises GrammarFault, also when nothing may."""
@@ -162,22 +175,6 @@ class Grammars:
         if not allowed.any():
             raise GrammarFault("no token of the vocabulary may follow")
         return allowed
-
-    def _load_tokenizer(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            from llguidance import LLTokenizer
-
-            text = self._path.read_text(encoding="utf-8")
-            slices = LLTokenizer.json_slices()
-            try:
-                own = LLTokenizer(text, eos_token=list(self._eos), slices=slices)
-                # A model's vocabulary is often padded beyond its tokenizer's.
-                short = own.vocab_size < self._vocab
-                padded = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._eos), slices=slices)
-                self._tokenizer = padded if short else own
-            except ValueError as error:
-                raise InvalidInput(f"response_format needs another tokenizer.json: {error}", seen=self._path) from error
-        return self._tokenizer
 
     # ---- draft nodes
 
