@@ -77,6 +77,7 @@ class Attempts:
     backoff: Backoff
     number: int = 0
     doubt: bool = False  # an answer was lost: the gateway may have done what was asked
+    earlier: PacelineError | None = None  # what the attempt before was told
 
     def wait_s(self, outcome: Answer | Lost) -> float | None:
         """Seconds until the next attempt; None: there must be none."""
@@ -95,6 +96,8 @@ class Attempts:
         error.add_note(
             f"{self.call.method} {self.call.path}{said}, attempt {self.number}, deadline {self.deadline_s} s"
         )
+        if self.earlier is not None:
+            error.add_note(f"the attempt before: {self.earlier}")
         return error
 
     def _lost(self, outcome: Lost) -> PacelineError:
@@ -154,8 +157,10 @@ def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
         if isinstance(outcome, Answer) and outcome.status in (200, 201, *call.accepts):
             return outcome
         wait = attempts.wait_s(outcome)
+        error = attempts.error(outcome)
         if wait is None or clock() + wait >= end:
-            raise attempts.error(outcome)
+            raise error
+        attempts.earlier = error
         yield Pause(wait)
 
 
