@@ -178,7 +178,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _attempts(call: Call[Any], settings: Settings) -> Attempts:
-    default = settings.generation_deadline_s if call.generates else settings.deadline_s
+    default = settings.generation_deadline_s if call.slow else settings.deadline_s
     deadline_s = default + call.extra_s if call.deadline_s is None else check_seconds("deadline_s", call.deadline_s)
     return Attempts(call, deadline_s, settings.backoff)
 

@@ -16,10 +16,16 @@ QUICK = Backoff(first_s=0.01, most_s=0.05, draw=lambda: 1.0)
 Connect = Callable[..., Any]
 
 
-@pytest.fixture
-def gateway() -> Iterator[ScriptedGateway]:
+@pytest.fixture(scope="session")
+def one_gateway() -> Iterator[ScriptedGateway]:
     with serving(ScriptedGateway(), listening()) as served:
         yield served
+
+
+@pytest.fixture
+def gateway(one_gateway: ScriptedGateway) -> ScriptedGateway:
+    one_gateway.forget()
+    return one_gateway
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -50,6 +50,10 @@ class ScriptedGateway:
     def then(self, *steps: Step) -> None:
         self.steps.extend(steps)
 
+    def forget(self) -> None:
+        """Begin anew, for the next test."""
+        self.seen, self.steps, self.otherwise, self.gone = [], deque(), None, threading.Event()
+
     def paths(self) -> list[str]:
         return [f"{one.method} {one.path}" for one in self.seen]
 
@@ -69,6 +73,7 @@ class ScriptedGateway:
 
     def hang(self, *before: bytes, status: int = 200) -> Step:
         """Send the head and these pieces, if there are any, then nothing until the client hangs up."""
+        gone = self.gone  # of this test
 
         async def step(receive: Receive, send: Send) -> None:
             if before:
@@ -77,7 +82,7 @@ class ScriptedGateway:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             while (await receive())["type"] != "http.disconnect":
                 pass
-            self.gone.set()
+            gone.set()
 
         return step
 
