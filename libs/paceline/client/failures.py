@@ -41,7 +41,7 @@ def error_of(status: int, body: bytes) -> PacelineError:
     """The error that an answer of this status says. A body that is not the gateway's is quoted."""
     try:
         said = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     return _error(status, said, body)
 

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypeVar
 
-from paceline.client.answers import Json, SessionInfo
+from paceline.client.answers import Json, SessionInfo, documented_shape
 from paceline.client.calls import Call
 from paceline.client.failures import error_of
 from paceline.client.settings import Backoff, Settings, check_seconds
@@ -120,7 +120,7 @@ def ask(call: Call[T], settings: Settings) -> Flow[T]:
     while an answer was awaited; DataLoss when the answer cannot be read.
     """
     answer = yield from answered(_attempts(call, settings), settings)
-    return call.read(None if answer.status == 204 else _json(answer))
+    return _read(call, answer)
 
 
 def ending(
@@ -137,7 +137,7 @@ def ending(
         if info.state not in states:
             raise
         return info
-    return call.read(_json(answer))
+    return _read(call, answer)
 
 
 def opening(call: Call[Any], settings: Settings) -> Flow[None]:
@@ -193,10 +193,15 @@ def _headers(call: Call[Any], settings: Settings) -> dict[str, str]:
     return headers
 
 
+def _read(call: Call[T], answer: Answer) -> T:
+    with documented_shape():
+        return call.read(None if answer.status == 204 else _json(answer))
+
+
 def _json(answer: Answer) -> Json:
     try:
         data = json.loads(answer.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataLoss("the answer is not JSON", seen=repr(answer.body[:200])) from error
     if not isinstance(data, dict):
         raise DataLoss("the answer is not a JSON object", seen=repr(answer.body[:200]))

@@ -10,6 +10,7 @@ import pytest
 from unit.client.conftest import Connect
 from unit.client.scripted_gateway import SESSION, ScriptedGateway, Seen, close, listening, refuse, reply, serving
 
+from paceline.client import AsyncClient
 from paceline.errors import FailedPrecondition, InvalidInput, Unavailable
 
 ENDED = refuse(409, "session s1 has ended; seen: final", "session_ended", "invalid_request_error")
@@ -86,6 +87,23 @@ async def test_an_exception_ends_the_session_and_goes_on(
     assert caught.value is error
     assert gateway.paths()[1:] == [f"POST /v1/sessions/s1/{path}"]
     assert last(gateway).body.items() >= body.items()
+
+
+async def test_cancelling_a_task_inside_the_block_aborts_the_session(gateway: ScriptedGateway) -> None:
+    async with AsyncClient(gateway.base_url, "") as client:
+        inside = asyncio.Event()
+
+        async def lead() -> None:
+            async with client.session():
+                inside.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(lead())
+        await asyncio.wait_for(inside.wait(), 10)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert gateway.paths() == ["POST /v1/sessions", "POST /v1/sessions/s1/abort"]
 
 
 async def test_an_error_raised_from_a_lost_connection_is_infra(gateway: ScriptedGateway, client: Any) -> None:
