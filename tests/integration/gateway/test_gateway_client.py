@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from typing import Any
 
+import openai
 import pytest
 from unit.client.in_thread import InThread
 
 from paceline.client import AsyncClient, Client
-from paceline.errors import InvalidInput
+from paceline.errors import FailedPrecondition, InvalidInput, NotFound, TrainabilityError
 from paceline.v1 import rollout_pb2 as rpb
 
 TOKEN = "the-gateways-token"
@@ -82,3 +83,117 @@ async def test_leaving_a_stream_frees_the_engine(serve_gateway: Any, connect: Co
         async with asyncio.timeout(10):
             while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0].health.running:
                 pass
+
+
+async def test_a_session_is_what_its_agent_said_and_earned(serve_gateway: Any, connect: Connect) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        client = connect(served)
+        async with client.session(task="sums", group="g1", group_size=2, sample_index=1) as session:
+            first = await session.chat([user("2+2=")], max_tokens=64, return_token_ids=True)
+            second = await session.chat([user("2+2="), first.message, user("again")], max_tokens=8)
+            await session.reward(0.5, completion=first)
+            await session.reward(0.25, completion=second.completion_id, accumulate=True)
+            info = await session.info()
+            assert (info.state, info.turns, info.reward, info.task_id) == ("open", 2, None, "sums")
+            assert (info.group_id, info.group_size, info.sample_index) == ("g1", 2, 1)
+            assert info.completion_tokens == first.usage.completion_tokens + second.usage.completion_tokens
+            tree = (await session.export())["tree"]
+            assert [turn["completion_id"] for turn in tree] == [first.completion_id, second.completion_id]
+            assert [turn["reward"] for turn in tree] == [0.5, 0.25]
+            (sample,) = await session.export(form="samples")
+            said = [token for token, counts in zip(sample.token_ids, sample.loss_mask, strict=True) if counts]
+            assert tuple(said[: len(first.token_ids)]) == first.token_ids
+            assert len(said) == info.completion_tokens
+            assert len(sample.behavior_logprobs) == len(sample.token_ids)
+        assert (await client.session_info(session.id)).state == "final"
+        with pytest.raises(FailedPrecondition) as caught:
+            await session.chat([user("2+2=")])
+        assert caught.value.reason == "SESSION_ENDED"
+
+
+async def test_how_a_block_is_left_is_how_the_session_ends(serve_gateway: Any, connect: Connect) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        client = connect(served)
+
+        async def left_by(error: BaseException | None, reward: float | None = None) -> tuple[str, str]:
+            session = await client.session()
+            with nullcontext() if error is None else pytest.raises(type(error)):
+                async with session:
+                    await session.generate("1+1=", max_tokens=4)
+                    if reward is not None:
+                        await session.reward(reward)
+                    if error is not None:
+                        raise error
+            info = await client.session_info(session.id)
+            return info.state, info.fail_reason
+
+        assert await left_by(None) == ("unscored", "")
+        assert await left_by(None, reward=0.0) == ("final", "")
+        assert await left_by(ValueError("the agent's own"), reward=1.0) == ("failed", "data")
+        assert await left_by(ConnectionError("a tool is away")) == ("failed", "infra")
+        assert await left_by(KeyboardInterrupt()) == ("aborted", "")
+
+
+async def test_an_openai_client_and_another_process_go_on_with_a_session(serve_gateway: Any, connect: Connect) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        client = connect(served)
+        session = await client.session()
+        async with openai.AsyncOpenAI(**session.openai_options(), max_retries=0) as agent:
+            answer = await agent.chat.completions.create(model="any", messages=[user("2+2=")], max_tokens=64)
+        assert answer.choices[0].message.content == "2+2=5 #5"
+        elsewhere = connect(served, token="").attach(session.api_key)
+        info = await elsewhere.info()
+        assert (info.id, info.turns) == (session.id, 1)
+        assert (await client.reward(answer.id, 1.0)).id == session.id
+        assert (await elsewhere.complete()).state == "final"
+        assert (await session.complete()).state == "final"
+
+
+async def test_a_sessions_key_acts_on_no_other_session(serve_gateway: Any, connect: Connect) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        one, other = await connect(served).session(), await connect(served).session()
+        stranger = connect(served, token=one.api_key)
+        for refused in (stranger.session_info(other.id), stranger.session(), stranger.claim(0.01)):
+            with pytest.raises(InvalidInput) as caught:
+                await refused
+            assert caught.value.reason == "NOT_ALLOWED"
+        with pytest.raises(NotFound):
+            await connect(served).session_info("no-such-session")
+        with pytest.raises(InvalidInput) as caught:
+            await connect(served).attach("sk-pl-nobody").generate("1")
+        assert caught.value.reason == "UNAUTHENTICATED"
+        with pytest.raises(TrainabilityError):
+            await one.generate("1+1=", top_p=0.5)
+        with pytest.raises(FailedPrecondition, match="another reward") as conflict:
+            await give_two_rewards(one)
+        assert conflict.value.reason == "REWARD_CONFLICT"
+
+
+async def give_two_rewards(session: Any) -> None:
+    await session.reward(1.0)
+    await session.reward(1.0)  # the same again changes nothing
+    await session.reward(0.5)
+
+
+async def test_tasks_of_a_run_are_claimed_led_and_counted(serve_gateway: Any, connect: Connect) -> None:
+    async with serve_gateway(engine={"workers": 1}) as served:
+        request = served.tasks_request(environment="external", reward="agent")
+        told: list[Any] = []
+
+        async def run() -> None:
+            async for event in served.stub.RunTasks(request, timeout=60):
+                told.append(event)
+
+        running = asyncio.create_task(run())
+        prompts = []
+        async for session in connect(served).tasks(timeout_s=3):
+            async with session:
+                prompts.append(session.task.prompt)
+                await session.generate(session.task.prompt, max_tokens=64)
+                await session.reward(1.0)
+            if len(prompts) == 4:
+                break
+        await asyncio.wait_for(running, 20)
+        assert sorted(prompts) == ["1+1=", "1+1=", "2+2=", "2+2="]
+        samples = [event.sample for event in told if event.WhichOneof("event") == "sample"]
+        assert [sample.reward.value for sample in samples] == [1.0] * 4
