@@ -4,7 +4,8 @@ raises DataLoss. `raw` is always the JSON as it came."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
@@ -80,7 +81,7 @@ class ChatAnswer:
         message = need(choice, "message", dict)
         return cls(
             completion_id=need(data, "id", str),
-            text=message.get("content") or "",
+            text=text_of(message, "content"),
             message=message,
             finish_reason=str(choice.get("finish_reason") or ""),
             usage=Usage.read(data.get("usage")),
@@ -219,6 +220,15 @@ class Sample:
         )
 
 
+@contextmanager
+def documented_shape() -> Iterator[None]:
+    """Around whatever reads an answer: one of another shape than docs/agents.md says raises DataLoss."""
+    try:
+        yield
+    except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
+        raise DataLoss("the answer has another shape than documented", seen=repr(error)[:200]) from error
+
+
 def need(data: Json, name: str, kind: type[K] | tuple[type[K], ...]) -> K:
     """A field of this kind. Raises DataLoss."""
     value = data.get(name)
@@ -228,6 +238,11 @@ def need(data: Json, name: str, kind: type[K] | tuple[type[K], ...]) -> K:
             f"the answer's field {name} is missing or of another kind", seen=repr(value)[:100], allowed=kinds
         )
     return value
+
+
+def text_of(data: Json, name: str) -> str:
+    """A text that may be absent or null. Raises DataLoss for anything else."""
+    return "" if data.get(name) is None else need(data, name, str)
 
 
 def only_choice(data: Json) -> Json:
@@ -240,7 +255,7 @@ def only_choice(data: Json) -> Json:
 
 def reasoning_of(message: Json) -> str:
     """What the model thought, under either of the names servers use."""
-    return str(message.get("reasoning_content") or message.get("reasoning") or "")
+    return text_of(message, "reasoning_content") or text_of(message, "reasoning")
 
 
 def _ids(choice: Json) -> tuple[int, ...] | None:

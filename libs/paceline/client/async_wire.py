@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
 from typing import TypeVar
 
 import httpx
@@ -38,18 +38,18 @@ class AsyncWire:
             opened: list[tuple[httpx.Response, float]] = []
 
             async def begin(send: Send) -> Outcome:
+                await held.aclose()  # what an earlier attempt left
                 end = _now() + send.left_s
                 response = await held.enter_async_context(self._exchange(send))
                 if response.status_code != httpx.codes.OK:
-                    answer = Answer(response.status_code, response.headers, await _body(response))
-                    await held.aclose()
-                    return answer
+                    return Answer(response.status_code, response.headers, await _body(response))
                 opened.append((response, end))
                 return Answer(response.status_code, response.headers, b"")
 
             await _carry_out(flow, begin)
-            async for event in _events(*opened[0]):
-                yield event
+            async with aclosing(_events(*opened[0])) as events:
+                async for event in events:
+                    yield event
 
     async def close(self) -> None:
         """Close all connections."""
@@ -96,7 +96,7 @@ async def _body(response: httpx.Response) -> bytes:
     return b"".join(parts)
 
 
-async def _events(response: httpx.Response, end: float) -> AsyncIterator[Json]:
+async def _events(response: httpx.Response, end: float) -> AsyncGenerator[Json]:
     reader = EventReader()
     pieces = response.aiter_bytes()
     broken: Exception | None = None

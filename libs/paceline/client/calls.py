@@ -30,7 +30,7 @@ class Call(Generic[T]):
     key: str = field(default="", repr=False)  # bearer token; empty: the client's
     body: Mapping[str, Any] | None = None
     repeatable: bool = True
-    generates: bool = False
+    slow: bool = False  # may take as long as a generation
     deadline_s: float | None = None  # None: the client's
     extra_s: float = 0.0  # added to the client's deadline: what the call waits by design
     accepts: tuple[int, ...] = ()  # statuses besides 200 and 201 that are answers
@@ -124,9 +124,9 @@ def reward_completion(completion_id: str, value: float, accumulate: bool = False
 
 
 def complete(session_id: str, value: float | None = None, key: str = "") -> Call[SessionInfo]:
-    """End a session."""
+    """End a session. Slow: a task of the run is scored by its rule before the answer comes."""
     body = {} if value is None else {"reward": finite(value)}
-    return Call("POST", _path(session_id, "/complete"), _info, key, body)
+    return Call("POST", _path(session_id, "/complete"), _info, key, body, slow=True)
 
 
 def abort(session_id: str, key: str = "") -> Call[SessionInfo]:
@@ -192,7 +192,7 @@ def _generation(path: str, read: Callable[[Json], T], key: str, body: Json, dead
         key,
         body,
         repeatable=False,
-        generates=True,
+        slow=True,
         deadline_s=deadline_s,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.client.answers import ChatAnswer, Json, ToolCall, Usage, need, reasoning_of
+from paceline.client.answers import ChatAnswer, Json, ToolCall, Usage, documented_shape, need, reasoning_of, text_of
 from paceline.client.failures import error_in_stream
 from paceline.errors import FailedPrecondition
 
@@ -46,14 +46,20 @@ class Joined:
         self._calls: dict[int, ToolCall] = {}
         self._token_ids: list[int] | None = None
         self._finish = ""
-        self._usage: Any = None
+        self._usage = Usage()
+        self._raw_usage: Any = None
 
     def add(self, chunk: Json) -> Delta | None:
         """What this chunk says; None for one that holds usage alone. Raises the error that it carries, or DataLoss."""
         if "error" in chunk:
             raise error_in_stream(chunk)
+        with documented_shape():
+            return self._add(chunk)
+
+    def _add(self, chunk: Json) -> Delta | None:
         self._head = self._head or {name: chunk.get(name) for name in ("id", "created", "model")}
-        self._usage = chunk.get("usage") or self._usage
+        if chunk.get("usage"):
+            self._usage, self._raw_usage = Usage.read(chunk["usage"]), chunk["usage"]
         choices = need(chunk, "choices", list)
         return self._delta(need(chunk, "id", str), choices[0]) if choices else None
 
@@ -61,11 +67,11 @@ class Joined:
         news = choice.get("delta") or {}
         delta = Delta(
             completion_id,
-            text=news.get("content") or "",
+            text=text_of(news, "content"),
             reasoning=reasoning_of(news),
             tool_calls=tuple(_call_delta(call) for call in news.get("tool_calls") or ()),
             token_ids=tuple(choice.get("token_ids") or ()),
-            finish_reason=choice.get("finish_reason") or "",
+            finish_reason=text_of(choice, "finish_reason"),
         )
         self._text.append(delta.text)
         self._reasoning.append(delta.reasoning)
@@ -94,17 +100,16 @@ class Joined:
                 for one in calls
             ]
         choice = {"index": 0, "message": message, "finish_reason": self._finish, "token_ids": self._token_ids}
-        usage = self._usage
         return ChatAnswer(
             completion_id=str(self._head["id"]),
             text=text,
             message=message,
             finish_reason=self._finish,
-            usage=Usage.read(usage),
+            usage=self._usage,
             tool_calls=calls,
             reasoning=reasoning,
             token_ids=None if self._token_ids is None else tuple(self._token_ids),
-            raw={**self._head, "object": "chat.completion", "choices": [choice], "usage": usage},
+            raw={**self._head, "object": "chat.completion", "choices": [choice], "usage": self._raw_usage},
         )
 
 
@@ -112,7 +117,7 @@ def _call_delta(data: Json) -> ToolCallDelta:
     function = data.get("function") or {}
     return ToolCallDelta(
         int(data.get("index") or 0),
-        str(data.get("id") or ""),
-        str(function.get("name") or ""),
-        str(function.get("arguments") or ""),
+        text_of(data, "id"),
+        text_of(function, "name"),
+        text_of(function, "arguments"),
     )

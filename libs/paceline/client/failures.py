@@ -41,7 +41,7 @@ def error_of(status: int, body: bytes) -> PacelineError:
     """The error that an answer of this status says. A body that is not the gateway's is quoted."""
     try:
         said = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         said = None
     return _error(status, said, body)
 
@@ -63,7 +63,7 @@ def _error(status: int, said: Any, body: bytes) -> PacelineError:
     reason = code.upper() if isinstance(code, str) and code else None
     if status == 401:
         reason = UNAUTHENTICATED
-    return _class(_family(status), reason)(detail["message"], reason=reason)
+    return _class(reason, _family(status))(detail["message"], reason=reason)
 
 
 def _family(status: int) -> type[PacelineError]:
@@ -72,9 +72,9 @@ def _family(status: int) -> type[PacelineError]:
     return InternalError if status >= 500 else InvalidInput
 
 
-def _class(family: type[PacelineError], reason: str | None) -> type[PacelineError]:
-    """The class of the tree that has this reason, if it is one of the family; else the family."""
-    return next((one for one in _tree(family) if one.reason == reason), family)
+def _class(reason: str | None, family: type[PacelineError]) -> type[PacelineError]:
+    """The class whose own reason it is, which the gateway raised; for any other reason the status's."""
+    return next((one for one in _tree(PacelineError) if one.reason == reason), family)
 
 
 def _tree(cls: type[PacelineError]) -> Iterator[type[PacelineError]]:

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypeVar
 
-from paceline.client.answers import Json, SessionInfo
+from paceline.client.answers import Json, SessionInfo, documented_shape
 from paceline.client.calls import Call
 from paceline.client.failures import error_of
 from paceline.client.settings import Backoff, Settings, check_seconds
@@ -77,6 +77,7 @@ class Attempts:
     backoff: Backoff
     number: int = 0
     doubt: bool = False  # an answer was lost: the gateway may have done what was asked
+    earlier: PacelineError | None = None  # what the attempt before was told
 
     def wait_s(self, outcome: Answer | Lost) -> float | None:
         """Seconds until the next attempt; None: there must be none."""
@@ -95,6 +96,8 @@ class Attempts:
         error.add_note(
             f"{self.call.method} {self.call.path}{said}, attempt {self.number}, deadline {self.deadline_s} s"
         )
+        if self.earlier is not None:
+            error.add_note(f"the attempt before: {self.earlier}")
         return error
 
     def _lost(self, outcome: Lost) -> PacelineError:
@@ -117,7 +120,7 @@ def ask(call: Call[T], settings: Settings) -> Flow[T]:
     while an answer was awaited; DataLoss when the answer cannot be read.
     """
     answer = yield from answered(_attempts(call, settings), settings)
-    return call.read(None if answer.status == 204 else _json(answer))
+    return _read(call, answer)
 
 
 def ending(
@@ -134,7 +137,7 @@ def ending(
         if info.state not in states:
             raise
         return info
-    return call.read(_json(answer))
+    return _read(call, answer)
 
 
 def opening(call: Call[Any], settings: Settings) -> Flow[None]:
@@ -154,8 +157,10 @@ def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
         if isinstance(outcome, Answer) and outcome.status in (200, 201, *call.accepts):
             return outcome
         wait = attempts.wait_s(outcome)
+        error = attempts.error(outcome)
         if wait is None or clock() + wait >= end:
-            raise attempts.error(outcome)
+            raise error
+        attempts.earlier = error
         yield Pause(wait)
 
 
@@ -173,7 +178,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def _attempts(call: Call[Any], settings: Settings) -> Attempts:
-    default = settings.generation_deadline_s if call.generates else settings.deadline_s
+    default = settings.generation_deadline_s if call.slow else settings.deadline_s
     deadline_s = default + call.extra_s if call.deadline_s is None else check_seconds("deadline_s", call.deadline_s)
     return Attempts(call, deadline_s, settings.backoff)
 
@@ -188,10 +193,15 @@ def _headers(call: Call[Any], settings: Settings) -> dict[str, str]:
     return headers
 
 
+def _read(call: Call[T], answer: Answer) -> T:
+    with documented_shape():
+        return call.read(None if answer.status == 204 else _json(answer))
+
+
 def _json(answer: Answer) -> Json:
     try:
         data = json.loads(answer.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataLoss("the answer is not JSON", seen=repr(answer.body[:200])) from error
     if not isinstance(data, dict):
         raise DataLoss("the answer is not a JSON object", seen=repr(answer.body[:200]))

@@ -60,7 +60,7 @@ class EventReader:
             return None
         try:
             event = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataLoss("a streamed event is not JSON", seen=repr(data[:200])) from error
         if not isinstance(event, dict):
             raise DataLoss("a streamed event is not a JSON object", seen=repr(data[:200]))

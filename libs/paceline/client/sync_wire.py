@@ -38,17 +38,16 @@ class SyncWire:
             opened: list[tuple[httpx.Response, float]] = []
 
             def begin(send: Send) -> Outcome:
+                held.close()  # what an earlier attempt left
                 end = time.monotonic() + send.left_s
                 try:
                     response = held.enter_context(self._exchange(send, end))
                     if response.status_code == httpx.codes.OK:
                         opened.append((response, end))
                         return Answer(response.status_code, response.headers, b"")
-                    answer = Answer(response.status_code, response.headers, _body(response))
+                    return Answer(response.status_code, response.headers, _body(response))
                 except httpx.RequestError as error:
                     return lost_by(error, late=time.monotonic() >= end)
-                held.close()
-                return answer
 
             _carry_out(flow, begin)
             yield from _events(*opened[0])

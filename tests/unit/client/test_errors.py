@@ -1,0 +1,69 @@
+"""The gateway's error bodies become the classes of paceline.errors, with their reasons."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from unit.client.scripted_gateway import ScriptedGateway, refuse, reply
+
+from paceline import errors
+from paceline.client.failures import error_of
+from paceline.errors import PacelineError
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "cls", "reason"),
+    [
+        (400, "invalid_input", errors.InvalidInput, "INVALID_INPUT"),
+        (400, "not_trainable", errors.TrainabilityError, "NOT_TRAINABLE"),
+        (401, "unauthenticated", errors.InvalidInput, "UNAUTHENTICATED"),
+        (401, "invalid_api_key", errors.InvalidInput, "UNAUTHENTICATED"),
+        (403, "forbidden", errors.InvalidInput, "FORBIDDEN"),
+        (404, "not_found", errors.NotFound, "NOT_FOUND"),
+        (409, "session_ended", errors.FailedPrecondition, "SESSION_ENDED"),
+        (409, "missing_capability", errors.MissingCapability, "MISSING_CAPABILITY"),
+        (400, "missing_capability", errors.MissingCapability, "MISSING_CAPABILITY"),
+        (429, "session_quota", errors.ResourceExhausted, "SESSION_QUOTA"),
+        (413, "too_large", errors.InvalidInput, "TOO_LARGE"),
+        (429, "resource_exhausted", errors.ResourceExhausted, "RESOURCE_EXHAUSTED"),
+        (500, "internal", errors.InternalError, "INTERNAL"),
+        (501, None, errors.InternalError, "INTERNAL"),
+        (503, "unavailable", errors.Unavailable, "UNAVAILABLE"),
+        (504, "deadline_exceeded", errors.DeadlineExceeded, "DEADLINE_EXCEEDED"),
+    ],
+)
+def test_status_and_code_choose_class_and_reason(
+    status: int, code: str | None, cls: type[PacelineError], reason: str
+) -> None:
+    said = {"error": {"message": "what was wrong; seen: 1; allowed: 2", "type": "any", "param": None, "code": code}}
+    error = error_of(status, json.dumps(said).encode())
+    assert (type(error), error.reason, str(error)) == (cls, reason, "what was wrong; seen: 1; allowed: 2")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"null", b'{"error": "text"}', b'{"error": {"message": 7}}', b"\xff"])
+def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status(body: bytes) -> None:
+    error = error_of(404, body)
+    assert type(error) is errors.NotFound
+    assert "HTTP 404" in str(error)
+    assert error_of(401, body).reason == "UNAUTHENTICATED"
+    assert len(str(error_of(500, b"x" * 100_000))) < 1000
+
+
+async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(gateway: ScriptedGateway, client: Any) -> None:
+    ended = refuse(409, "session s1 has ended; seen: final; allowed: open", "session_ended", "invalid_request_error")
+    for step, cls in (
+        (ended, errors.FailedPrecondition),
+        (refuse(401, "no such key", "unauthenticated"), errors.InvalidInput),
+        (refuse(404, "no such session", "not_found"), errors.NotFound),
+        (refuse(500, "the engine failed", "internal"), errors.InternalError),
+        (reply(400, b"bad"), errors.InvalidInput),
+    ):
+        asked = len(gateway.seen)
+        gateway.then(step)
+        with pytest.raises(cls) as caught:
+            await client.session_info("s/1")
+        assert len(gateway.seen) == asked + 1
+        assert caught.value.__notes__[0].startswith("GET /v1/sessions/s%2F1 answered ")
+        assert "gateway-token" not in "".join([str(caught.value), *caught.value.__notes__])
