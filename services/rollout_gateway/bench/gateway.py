@@ -86,7 +86,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
     pace = plan.pace
-    title = f"the front door, {pace.tokens} tokens in {pace.chunks} chunks, a round every {1e3 * pace.round_s:g} ms"
+    title = f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every {1e3 * pace.round_s:g} ms"
     result = BenchResult(title, rows, goals(contenders, plan.levels, held))
     if plan.litellm is None:
         return result

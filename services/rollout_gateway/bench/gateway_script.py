@@ -22,26 +22,37 @@ EOS = 1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens of a response, of a chunk, and seconds of a round; a round gives every running request a chunk."""
+    """Mean tokens of a response, tokens of a chunk, seconds of a round; a round gives every running request a chunk."""
 
     tokens: int
     tokens_per_round: int
     round_s: float
 
     @property
-    def chunks(self) -> int:
-        """Rounds of one response, end token included."""
-        return -(-(self.tokens + 1) // self.tokens_per_round)
+    def most_tokens(self) -> int:
+        """Tokens of the longest response, end token included."""
+        return max(lengths(self)) + 1
+
+
+def lengths(pace: Pace) -> list[int]:
+    """Tokens of each response, a half to one and a half of the mean: equal ones would all end in the same round."""
+    middle = (TEXTS - 1) / 2
+    return [max(1, round(pace.tokens * (1 + (number - middle) / (TEXTS - 1)))) for number in range(TEXTS)]
 
 
 def texts(pace: Pace) -> list[str]:
-    """The responses: `pace.tokens` bytes of UTF-8 each, which are as many tokens of the demo's byte tokenizer."""
+    """The responses: as many bytes of UTF-8, and so tokens of the demo's byte tokenizer, as `lengths` says."""
     draw = random.Random(0)
     found = []
-    for _ in range(TEXTS):
-        text = "".join(draw.choices(LETTERS, k=pace.tokens)).encode()[: pace.tokens].decode(errors="ignore")
-        found.append(text + "." * (pace.tokens - len(text.encode())))
+    for size in lengths(pace):
+        text = "".join(draw.choices(LETTERS, k=size)).encode()[:size].decode(errors="ignore")
+        found.append(text + "." * (size - len(text.encode())))
     return found
+
+
+def paces_s(pace: Pace) -> list[float]:
+    """Seconds that the rounds of each response take, the one of the end token included."""
+    return [pace.round_s * -(-(size + 1) // pace.tokens_per_round) for size in lengths(pace)]
 
 
 def pieces(text: str, pace: Pace) -> list[str]:
