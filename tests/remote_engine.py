@@ -356,6 +356,7 @@ def request_to(request: Request) -> pb.EngineRequest:
             frequency_penalty=sampling.frequency_penalty,
             repetition_penalty=sampling.repetition_penalty,
             logit_bias=dict(sampling.logit_bias),
+            json_schema=sampling.json_schema,
         ),
         stream=request.stream,
         capture=request.capture,

@@ -15,7 +15,8 @@ PacelineError
  +-- DeadlineExceeded      a wait ended without its event
  +-- InternalError         our own fault
 
-Each carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` where a value was wrong.
+Each carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` where a value was wrong. One that
+passes by itself (ResourceExhausted, Unavailable) may say with `retry_after_s` when the same call is worth another try.
 """
 
 from __future__ import annotations
@@ -26,8 +27,17 @@ class PacelineError(Exception):
 
     reason = "INTERNAL"
 
-    def __init__(self, message: str, *, reason: str | None = None, seen: object = None, allowed: object = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str | None = None,
+        seen: object = None,
+        allowed: object = None,
+        retry_after_s: float | None = None,  # seconds; None where nobody knows
+    ) -> None:
         self.message = message
+        self.retry_after_s = retry_after_s
         self.seen = None if seen is None else str(seen)
         self.allowed = None if allowed is None else str(allowed)
         if reason is not None:

@@ -104,6 +104,7 @@ class Trajectory:
     temperature: float
     finish_reason: str = "stop"  # "stop" | "length"
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    branch_count: int = 1  # branches of the session that are trained, this one included
 
     def __post_init__(self) -> None:
         lengths = (len(self.token_ids), len(self.loss_mask), len(self.behavior_logprobs))
@@ -114,6 +115,8 @@ class Trajectory:
             )
         if any(bit not in (0, 1) for bit in self.loss_mask):
             raise InvalidInput("loss_mask holds 0 and 1 only", seen=sorted(set(self.loss_mask))[:4])
+        if self.branch_count < 1:
+            raise InvalidInput("branch_count of a trajectory counts the branch itself", seen=self.branch_count)
 
     @property
     def trained_tokens(self) -> int:

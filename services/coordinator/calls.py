@@ -14,6 +14,7 @@ from coordinator import commands, events
 from coordinator.config import CoordinatorConfig
 from coordinator.events import Event, Figure
 from coordinator.figures import Samples, accept_length, accuracy, gate_figures, pulls, rollout_figures, round_costs
+from coordinator.groups import ClosedGroups
 from coordinator.peers import Peers
 from coordinator.state import Evaluation, Service, Versions
 from coordinator.work import TaskSource
@@ -40,6 +41,7 @@ class Calls:
     source: TaskSource
     emit: Emit
     clock: Callable[[], float]
+    groups: ClosedGroups
     _samples: tuple[int, Samples] | None = None
     _round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
 
@@ -156,13 +158,12 @@ class Calls:
         self.emit(events.Preempted(self.clock(), command.epoch, figures))
 
     async def train_policy(self, command: commands.TrainPolicy) -> None:
-        """PolicyStepped, PolicyPrepared."""
-        size = self.config.samples_per_task
-        tasks = self.source.step_request(command.step, command.epoch).tasks
+        """PolicyStepped, PolicyPrepared. The trainer waits for the groups that closed with the step's rollouts."""
+        closed = self.groups.of(command.step)
         request = policy_pb2.TrainStepRequest(
             context=self.context(command.step, command.epoch),
             policy_version=command.policy_version,
-            groups=[policy_pb2.ExpectedGroup(group_id=task.group_id, size=size) for task in tasks],
+            groups=[policy_pb2.ExpectedGroup(group_id=group, size=size) for group, size in closed.items()],
             slots=command.slots,
             group_deadline_s=self.config.group_deadline_s,
         )

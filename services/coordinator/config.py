@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from coordinator.state import Settings
 from paceline.config import Config, ServiceConfig
+from paceline.errors import ConfigError
+
+EXTERNAL = "external"
+"""Environment whose tasks are run by agents from outside."""
+AGENT = "agent"
+"""Reward that the agent posts itself."""
+
+
+class Scoring(NamedTuple):
+    """Who runs a task and who scores it, by the gateway's names."""
+
+    environment: str
+    reward: str
 
 
 class SamplingConfig(Config):
@@ -36,6 +49,10 @@ class EvaluationConfig(Config):
     """RL steps between two probes; 0 probes at the start and the end only."""
     probe_arm: str = "eagle:5_1_6"
     """Arm that the probe forces; engines without it are not probed."""
+    environment: str = ""
+    """Environment of evaluations; empty: the run's own."""
+    reward: str = ""
+    """Reward rule of evaluations; empty: the run's own."""
 
 
 class LaterConfig(Config):
@@ -64,19 +81,19 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """RL steps of the run."""
     tasks_path: str = ""
-    """Training tasks, .jsonl or .parquet."""
+    """Training tasks, .jsonl or .parquet. Empty with environment "external": open traffic, agents bring their own."""
     heldout_path: str = ""
     """Held-out tasks; empty makes no evaluations."""
     later: LaterConfig = LaterConfig()
     prompts_per_step: int = Field(default=16, ge=1)
-    """Tasks drawn for a step."""
+    """Tasks drawn for a step; in open traffic the groups that must close for one."""
     samples_per_task: int = Field(default=8, ge=2)
-    """Samples of a task: the group size."""
+    """Samples of a task: the group size. In open traffic agents give their groups' sizes."""
     sampling: SamplingConfig = SamplingConfig()
     environment: str = "single_turn"
-    """Environment of the gateway that runs the tasks."""
+    """Environment of the gateway that runs the tasks; "external": agents from outside do."""
     reward: str = "math_answer"
-    """Reward rule of the gateway that scores them."""
+    """Reward rule of the gateway that scores them; "agent": the agent posts the reward itself."""
     workers: int = Field(default=0, ge=0)
     """Engine workers; 0 asks the gateway."""
     slots_per_worker: int = Field(default=1, ge=1)
@@ -98,7 +115,8 @@ class CoordinatorConfig(ServiceConfig):
     preempt_deadline_s: float = Field(default=2.0, gt=0)
     """Seconds until the drafter must have given its slots back."""
     step_deadline_s: float = Field(default=900.0, gt=0)
-    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails."""
+    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In open traffic the
+    rollouts last until enough groups have closed."""
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
@@ -107,6 +125,38 @@ class CoordinatorConfig(ServiceConfig):
     """Seconds between the last fact and the end of the process."""
     evaluation: EvaluationConfig = EvaluationConfig()
     rollback: RollbackConfig = RollbackConfig()
+
+    @property
+    def open_traffic(self) -> bool:
+        """Whether a step trains the groups of agents that bring their own tasks."""
+        return self.environment == EXTERNAL and not self.tasks_path
+
+    def check(self) -> None:
+        """Raises ConfigError for settings that cannot work together."""
+        if not self.tasks_path and self.environment != EXTERNAL:
+            raise ConfigError(
+                "the coordinator has no training tasks; set coordinator.tasks_path",
+                seen=f"coordinator.environment={self.environment}",
+                allowed=f"no tasks with coordinator.environment={EXTERNAL} only",
+            )
+        if self.open_traffic and self.later.from_step:
+            raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
+        _check_reward("coordinator", self.environment, self.reward)
+        if not self.heldout_path:
+            return
+        evaluation, section = self.evaluated_by, "coordinator.evaluation"
+        if self.open_traffic and evaluation.environment == EXTERNAL:
+            raise ConfigError(
+                f"in open traffic nobody claims held-out tasks; set {section}.environment",
+                seen=evaluation.environment,
+                allowed="an environment of the gateway, e.g. single_turn",
+            )
+        _check_reward(section, evaluation.environment, evaluation.reward)
+
+    @property
+    def evaluated_by(self) -> Scoring:
+        """Environment and reward of evaluations."""
+        return Scoring(self.evaluation.environment or self.environment, self.evaluation.reward or self.reward)
 
     def machine_settings(self, workers: int) -> Settings:
         """What the machine decides by."""
@@ -126,4 +176,13 @@ class CoordinatorConfig(ServiceConfig):
             accuracy_every=self.evaluation.every,
             probe_enabled=evaluated and self.evaluation.probe_prompts > 0,
             probe_every=self.evaluation.probe_every,
+        )
+
+
+def _check_reward(section: str, environment: str, reward: str) -> None:
+    if reward == AGENT and environment != EXTERNAL:
+        raise ConfigError(
+            f"{section}.reward={AGENT} needs an agent to post it",
+            seen=f"{section}.environment={environment}",
+            allowed=f"{section}.environment={EXTERNAL} or another reward",
         )

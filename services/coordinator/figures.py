@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from coordinator.events import Figure
+from coordinator.groups import FIGURE, group_figure
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1.drafter_pb2 import GateDecision
 from paceline.v1.engine_pb2 import ArmStats
@@ -14,15 +15,23 @@ from paceline.v1.trajectory_pb2 import SpeculationStats
 
 
 class Samples:
-    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does not add."""
+    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does not add.
+
+    Samples of agents' own groups have no task here, and their agents number them as they like: the session tells them
+    apart.
+    """
 
     def __init__(self, request: RunTasksRequest) -> None:
         self._index = {task.group_id: task.task_index for task in request.tasks}
-        self._found: dict[tuple[int, int], SampleFinished] = {}
+        self._found: dict[tuple[int, str, int, str], SampleFinished] = {}
 
     def add(self, sample: SampleFinished) -> None:
         """Takes one sample in."""
-        self._found[self._index.get(sample.group_id, 0), sample.sample_index] = sample
+        index = self._index.get(sample.group_id)
+        if index is None:
+            self._found[0, sample.group_id, sample.sample_index, sample.session_id] = sample
+        else:
+            self._found[index, "", sample.sample_index, ""] = sample
 
     @property
     def ordered(self) -> list[SampleFinished]:
@@ -48,6 +57,7 @@ def rollout_figures(samples: Sequence[SampleFinished], finished: TasksFinished) 
         "tokens_hash": combined_hash(sample.tokens_hash for sample in samples),
         "length_quantiles": (quantile(lengths, 0.5), quantile(lengths, 0.9), quantile(lengths, 1.0)),
         "pulls": pulls(finished.arms),
+        FIGURE: group_figure(finished.closed_groups),
     }
 
 

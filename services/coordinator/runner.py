@@ -22,6 +22,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.events import Event
 from coordinator.executor import Executor
 from coordinator.facts import facts_of
+from coordinator.groups import ClosedGroups
 from coordinator.journal import Journal, entry_of
 from coordinator.machine import step
 from coordinator.peers import Peers
@@ -58,7 +59,8 @@ class Runner:
         self._last_s = 0.0
         self._source = TaskSource(config)
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self._calls = Calls(config, peers, self._source, self._queue.put_nowait, self.now)
+        self._groups = ClosedGroups()
+        self._calls = Calls(config, peers, self._source, self._queue.put_nowait, self.now, self._groups)
         self._executor = Executor(self._calls, self._queue.put_nowait)
         self._watch = AcceptanceWatch(config.rollback.drop, config.rollback.window_steps)
         self._span: Span | None = None
@@ -108,6 +110,7 @@ class Runner:
         except MachineError as error:
             raise InternalError(str(error), reason="ILLEGAL_EVENT") from error
         record = self.records.apply(before, event, after)
+        self._groups.observe(before, event, after)
         await self._journal.append(entry_of(before, event, after, _closing_record(record, event)))
         self.state = after
         self._observe(before, event)
@@ -159,6 +162,7 @@ class Runner:
             before = self.state
             self.state = step(before, entry.event)[0]
             self.records.apply(before, entry.event, self.state)
+            self._groups.observe(before, entry.event, self.state)
             self._acceptance(before, entry.event)
             self._last_s = max(self._last_s, entry.event.at_s)
             if isinstance(entry.event, events.StepBegan):

@@ -14,7 +14,7 @@ from coordinator.journal import Journal
 from coordinator.peers import Peers
 from coordinator.runner import Runner
 from coordinator.state import Phase
-from paceline.errors import ConfigError, FailedPrecondition
+from paceline.errors import FailedPrecondition
 from paceline.events import FactPublisher
 from paceline.rpc import Server
 from paceline.streams import connect
@@ -68,9 +68,11 @@ class CoordinatorServicer(CoordinatorServiceServicer):
 
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
-    """Runs the run; returns when it is finished or `stop` is set. Raises RunFailed when the run failed."""
-    if not config.tasks_path:
-        raise ConfigError("the coordinator has no training tasks; set coordinator.tasks_path", seen="''")
+    """Runs the run; returns when it is finished or `stop` is set.
+
+    Raises ConfigError for settings that cannot work together, RunFailed when the run failed.
+    """
+    config.check()
     client = connect(config.redis.durable)
     peers = Peers.open(config.addresses, config.security)
     facts = FactPublisher(config.addresses.events, config.run.id)

@@ -32,23 +32,25 @@ class TaskSource:
         """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too few tasks."""
         self._config = config
         later = config.later
-        self._stages = [Stage(0, _enough(config, config.tasks_path), _tasks(config.heldout_path))]
+        tasks = [] if config.open_traffic else _enough(config, config.tasks_path)
+        self._stages = [Stage(0, tasks, _tasks(config.heldout_path))]
         if later.from_step:
             heldout = _tasks(later.heldout_path) or self._stages[0].heldout
             self._stages.append(Stage(later.from_step, _enough(config, later.tasks_path), heldout))
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that a step asks for."""
-        return self._config.prompts_per_step * self._config.samples_per_task
+        """Samples that a step asks for; 0 in open traffic, where agents decide."""
+        return 0 if self._config.open_traffic else self._config.prompts_per_step * self._config.samples_per_task
 
     def step_request(self, step: int, epoch: int) -> RunTasksRequest:
-        """The training tasks of one step."""
+        """The training tasks of one step; in open traffic none, but the number of groups it takes."""
         config = self._config
         return RunTasksRequest(
             context=CommandContext(run_id=config.run.id, step=step, epoch=epoch),
             purpose=PURPOSE_TRAIN,
-            tasks=_specs(self._draw(step), f"s{step}"),
+            tasks=[] if config.open_traffic else _specs(self._draw(step), f"s{step}"),
+            open_groups=config.prompts_per_step if config.open_traffic else 0,
             samples_per_task=config.samples_per_task,
             sampling=SamplingParams(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens),
             run_seed=config.run.seed,
@@ -73,6 +75,7 @@ class TaskSource:
     def evaluation_request(self, kind: Evaluation, finished_steps: int, epoch: int) -> RunTasksRequest:
         """Held-out tasks; step 0 in the context gives every evaluation of a run the same request seeds."""
         config, evaluation = self._config, self._config.evaluation
+        environment, reward = config.evaluated_by
         probe = kind is Evaluation.PROBE
         heldout = self._stage(max(finished_steps - 1, 0)).heldout  # of the step that has just ended
         tasks = heldout[: evaluation.probe_prompts if probe else evaluation.heldout_prompts]
@@ -83,8 +86,8 @@ class TaskSource:
             samples_per_task=1,
             sampling=SamplingParams(temperature=1.0, max_tokens=config.sampling.max_tokens),
             run_seed=evaluation.seed,
-            environment=config.environment,
-            reward=config.reward,
+            environment=environment,
+            reward=reward,
             forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,
         )
 

@@ -1,7 +1,10 @@
 """Closed groups out of the trajectory stream. Owns which trajectories a step trains and which are dropped, and why.
 
-It acknowledges nothing that trained before it is told to (release): until a checkpoint holds a step, its entries stay
-in Redis and can be replayed. It makes no tensors.
+A group counts sessions. A session is complete when all its branches are here (Trajectory.branch_count), and is trained
+whole or not at all.
+
+The batcher acknowledges nothing that trained before it is told to (release): until a checkpoint holds a step, its
+entries stay in Redis and can be replayed. It makes no tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from policy_trainer.records import StepRecord
 
 GROUP, CONSUMER = "policy", "policy-0"
 LEAST_SIBLINGS = 2
+"""Sessions without which a group has nothing to compare, unless it was opened for one."""
 _READ_COUNT = 256
 _log = get_logger(__name__)
 
@@ -40,7 +44,7 @@ class Wanted:
 
     step: int
     policy_version: int  # weights the step starts from
-    groups: tuple[tuple[str, int], ...]  # (group id, siblings)
+    groups: tuple[tuple[str, int], ...]  # (group id, sessions); 0 sessions: nothing to wait for
     deadline_s: float
 
 
@@ -60,7 +64,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one step trains, sorted by (task, sample), and what it drops."""
+    """What one step trains, sorted by (task, group, sample, session, branch), and what it drops."""
 
     record: StepRecord
     held: tuple[Held, ...]
@@ -70,6 +74,26 @@ class Batch:
     def trajectories(self) -> list[Trajectory]:
         """In batch order."""
         return [h.trajectory for h in self.held]
+
+
+def _order(held: Held) -> tuple[int, str, int, str, int, str]:
+    """Where a trajectory stands in its batch: the same whatever the order in which the entries came."""
+    one = held.trajectory
+    branch = one.key.branch_id
+    return one.task_index, one.group_id, one.sample_index, one.key.session_id, len(branch), branch
+
+
+@dataclass(slots=True)
+class _Session:
+    """The branches of one session that are here."""
+
+    branches: list[Held] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all branches that are trained are here."""
+        here = {held.trajectory.key.branch_id for held in self.branches}
+        return len(here) >= max(held.trajectory.branch_count for held in self.branches)
 
 
 @dataclass(slots=True)
@@ -82,6 +106,10 @@ class _Choice:
 
     def drop(self, held: Held, reason: str) -> None:
         self.dropped[held.entry_id] = (str(held.trajectory.key), reason)
+
+    def drop_session(self, session: _Session, reason: str) -> None:
+        for held in session.branches:
+            self.drop(held, reason)
 
 
 class Batcher:
@@ -103,7 +131,7 @@ class Batcher:
             await self._admit(entry)
 
     async def collect(self, wanted: Wanted) -> Batch:
-        """Waits until every wanted group has all siblings, or the deadline, and closes the groups.
+        """Waits until every wanted group has all its sessions complete, or the deadline, and closes the groups.
 
         Raises ResourceExhausted when the trajectories held for other steps reach the bound, Unavailable when Redis
         stays away.
@@ -177,17 +205,19 @@ class Batcher:
                 "too many trajectories are held for other steps", seen=len(self._held), allowed=self._max_pending
             )
 
-    def _members(self, wanted: Wanted) -> dict[str, list[Held]]:
-        members: dict[str, list[Held]] = {group: [] for group, _ in wanted.groups}
+    def _sessions(self, wanted: Wanted) -> dict[str, list[_Session]]:
+        """Sessions of each wanted group, complete or not."""
+        found: dict[str, dict[str, _Session]] = {group: {} for group, _ in wanted.groups}
         for held in self._held.values():
             group = held.trajectory.group_id
-            if group in members and held.trajectory.step == wanted.step:
-                members[group].append(held)
-        return members
+            if group in found and held.trajectory.step == wanted.step:
+                session = found[group].setdefault(held.trajectory.key.session_id, _Session())
+                session.branches.append(held)
+        return {group: list(sessions.values()) for group, sessions in found.items()}
 
     def _complete(self, wanted: Wanted) -> bool:
-        members = self._members(wanted)
-        return all(len(members[group]) >= size for group, size in wanted.groups)
+        sessions = self._sessions(wanted)
+        return all(sum(one.complete for one in sessions[group]) >= size for group, size in wanted.groups)
 
     def _stale(self, held: Held, policy_version: int) -> bool:
         oldest = held.oldest_version
@@ -195,14 +225,14 @@ class Batcher:
 
     def _close(self, wanted: Wanted) -> Batch:
         choice = _Choice()
-        members = self._members(wanted)
+        sessions = self._sessions(wanted)
         for group, size in wanted.groups:
-            self._close_group(members[group], size, wanted.policy_version, choice)
+            self._close_group(sessions[group], size, wanted.policy_version, choice)
         chosen = {h.entry_id for h in choice.trained} | set(choice.dropped)
         for held in self._held.values():
             if held.entry_id not in chosen and self._stale(held, wanted.policy_version):
                 choice.drop(held, "stale")
-        order = sorted(choice.trained, key=lambda h: (h.trajectory.task_index, h.trajectory.sample_index, h.entry_id))
+        order = sorted(choice.trained, key=_order)
         record = StepRecord(
             step=wanted.step,
             policy_version=wanted.policy_version,
@@ -212,25 +242,37 @@ class Batcher:
         )
         return _batch(record, order)
 
-    def _close_group(self, members: list[Held], size: int, policy_version: int, choice: _Choice) -> None:
-        """Trains the scored and fresh siblings if there are at least two; else the group is dropped under a reason."""
-        usable: list[Held] = []
-        reason = "too_few_siblings"
-        for held in members:
-            if held.trajectory.reward is None:
-                reason = "unscored"
-                choice.drop(held, reason)
-            elif self._stale(held, policy_version):
-                reason = "stale"
-                choice.drop(held, reason)
+    def _close_group(self, sessions: list[_Session], size: int, policy_version: int, choice: _Choice) -> None:
+        """Trains the usable sessions if there are at least two; else the group is dropped under a reason.
+
+        A group opened for a single session needs no sibling. The size asked for does not tell: it leaves out sessions
+        that ended without a reward.
+        """
+        usable: list[_Session] = []
+        reason = "too_few_siblings" if sessions or size else "unscored"
+        for session in sessions:
+            refused = self._refusal(session, policy_version)
+            if refused:
+                reason = refused
+                choice.drop_session(session, refused)
             else:
-                usable.append(held)
-        if len(usable) >= min(LEAST_SIBLINGS, size):
-            choice.trained.extend(usable)
+                usable.append(session)
+        opened_for = max((h.trajectory.group_size for one in sessions for h in one.branches), default=LEAST_SIBLINGS)
+        if usable and len(usable) >= min(LEAST_SIBLINGS, opened_for):
+            choice.trained.extend(held for session in usable for held in session.branches)
             return
         choice.groups[reason] += 1
-        for held in usable:
-            choice.drop(held, "too_few_siblings")
+        for session in usable:
+            choice.drop_session(session, "too_few_siblings")
+
+    def _refusal(self, session: _Session, policy_version: int) -> str:
+        """Why a session is not trained; empty when it is. One bad branch drops all: half a session is not the attempt
+        that earned the reward, and would weigh less than its siblings."""
+        if not session.complete:
+            return "incomplete_session"
+        if any(held.trajectory.reward is None for held in session.branches):
+            return "unscored"
+        return "stale" if any(self._stale(held, policy_version) for held in session.branches) else ""
 
 
 def _batch(record: StepRecord, held: Sequence[Held]) -> Batch:

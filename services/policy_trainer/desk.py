@@ -6,7 +6,9 @@ It joins no collective: a call that fails raises or reports before the other ran
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -186,18 +188,30 @@ class Desk:
         numbers = {group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
         groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
         rewards = [_reward(t.reward) for t in trajectories]
-        advantages = self._algorithm.advantages(torch.tensor(rewards, dtype=torch.float32), groups)
+        weights = [1.0 / t.branch_count for t in trajectories]  # sessions are in the batch whole: they sum to 1 in each
+        advantages = self._algorithm.advantages(
+            torch.tensor(rewards, dtype=torch.float32), groups, torch.tensor(weights, dtype=torch.float32)
+        )
+        mean, std = reward_spread(rewards, weights)
         moving = {t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0}
         facts = BatchFacts(
             trajectories=len(trajectories),
             tokens=sum(len(t.token_ids) for t in trajectories),
             dropped=batch.record.dropped_groups,
             zero_variance_groups=len(numbers) - len(moving),
-            reward_mean=statistics.fmean(rewards) if rewards else 0.0,
-            reward_std=statistics.pstdev(rewards) if rewards else 0.0,
+            reward_mean=mean,
+            reward_std=std,
             batch_hash=tokens_hash([token for t in trajectories for token in t.token_ids]),
         )
         return Collected(batch.record, make_batch(trajectories, advantages), facts, batch.links)
+
+
+def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without rewards."""
+    if not rewards:
+        return 0.0, 0.0
+    mean = statistics.fmean(rewards, weights)
+    return mean, math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards], weights))
 
 
 def _reward(value: float | None) -> float:

@@ -33,7 +33,7 @@ class Train:
     command_id: int
     sender: Sender
     policy_version: int  # generated the step; the result is one more
-    groups: list[tuple[str, int]]  # (group id, siblings)
+    groups: list[tuple[str, int]]  # (group id, sessions)
     group_deadline_s: float
 
 
@@ -60,8 +60,8 @@ class BatchFacts:
     tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> groups
     zero_variance_groups: int = 0  # trained, but without gradient
-    reward_mean: float = 0.0
-    reward_std: float = 0.0
+    reward_mean: float = 0.0  # over sessions
+    reward_std: float = 0.0  # over sessions
     batch_hash: str = ""  # over the sorted batch's token ids
 
 

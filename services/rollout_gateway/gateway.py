@@ -6,38 +6,47 @@ Transport is servicer.py's and http.py's; RunTasks is task_runs.py's; which work
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import json
 import pkgutil
 import secrets
 import tempfile
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
 from paceline.arm_names import OFF
-from paceline.errors import InvalidInput, PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, ResourceExhausted
 from paceline.streams import connect
-from paceline.telemetry import get_logger, meter, span
+from paceline.telemetry import get_logger, meter
+from paceline.trajectory import Trajectory
 from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
 from paceline.weights import Spool
 from rollout_gateway.background import background, cancel
+from rollout_gateway.calls import Call, Plan
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engine_metrics import describe
 from rollout_gateway.engines import ROW_LAYOUTS, wire
 from rollout_gateway.engines.base import Capability, RowLayout, missing
 from rollout_gateway.engines.ring import RowArray
+from rollout_gateway.fair_queue import FairQueue
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
+from rollout_gateway.planning import Caller, Planner
 from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.request_checks import check_arm, check_request
+from rollout_gateway.rewards import RewardRules
 from rollout_gateway.router import Router, RowShape
-from rollout_gateway.session import Session, Sessions, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.offers import TaskOffers
+from rollout_gateway.sessions.open_groups import OpenGroups
+from rollout_gateway.sessions.registry import KEY_PREFIX, Sessions
+from rollout_gateway.sessions.session import Session
+from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.text import TextCodec
 from rollout_gateway.weights import WorkerWeights
 from rollout_gateway.worker_process import WorkerProcess
@@ -49,14 +58,6 @@ _SHARES = 10_000
 """How finely features.share divides requests."""
 
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """News of a completion. `text` is certain text; chunk.finish_reason is set on the last piece."""
-
-    chunk: pb.TokenChunk
-    text: str
 
 
 class Gateway:
@@ -77,9 +78,15 @@ class Gateway:
         self.router = Router(config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows)
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
-        self.sessions = Sessions(config.sessions.limit, config.sessions.timeout_s)
+        self.sessions = Sessions(config.sessions)
+        self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
+        self.offers = TaskOffers(self.sessions.open)
+        self.queue = FairQueue(config.queue, config.worker_count * config.engine.max_batch)
+        self.rewards = RewardRules(config.rewards)
+        self.planner = Planner(config, self.codec, self.sessions, lambda: self.router.ready)
+        self.open_step = 0  # RL step that agents' own groups are collected for
+        self.capturing = False  # whether rows of their sessions are captured
         self._request_ids = itertools.count(1)
-        self._callers = 0  # requests of callers under way
         self._forced_arm = config.speculation.forced_arm
         self._sweeper: asyncio.Task[None] | None = None
         self._requests = meter().create_counter("paceline.gateway.requests", unit="{request}")
@@ -97,94 +104,124 @@ class Gateway:
         """End workers, send what waits for a few seconds, close connections."""
         await cancel(self._sweeper)
         await self.router.stop()
+        await self.rewards.stop()
+        for group in self.groups.give_up():
+            for member in group.members:
+                self.put(member.session, member.samples, late=True)
         await self.outbox.stop(STOP_GRACE_S)
         await self.publisher.stop()
         for client in self._clients:
             await client.aclose()
         self._temporary.close()
 
-    def submit(
-        self,
-        prompt: Sequence[int],
-        sampling: tpb.SamplingParams,
-        *,
-        stream: bool = False,
-        capture: bool = False,
-        forced_arm: str = "",
-        worker: int | None = None,
-        prefer: int | None = None,
-        rerun: bool = True,
-    ) -> Generation:
+    def submit(self, plan: Plan, *, stream: bool) -> Generation:
         """Queue one request. Raises InvalidInput for a prompt or sampling the engine would refuse."""
-        check_request(self.router.ready, prompt, sampling, forced_arm)
+        check_request(self.router.ready, plan.prompt, plan.sampling, plan.forced_arm)
         request = pb.EngineRequest(
             request_id=next(self._request_ids),
-            prompt_token_ids=prompt,
-            sampling=sampling,
+            prompt_token_ids=plan.prompt,
+            sampling=plan.sampling,
             stream=stream,
-            capture=capture,
-            forced_arm=forced_arm,
+            capture=plan.capture,
+            forced_arm=plan.forced_arm,
         )
-        if not sampling.HasField("seed"):
+        if not plan.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
-        if capture:
+        if plan.capture:
             self.publisher.expect(request.request_id)
         self._requests.add(1)
-        return self.router.submit(request, worker=worker, prefer=prefer, rerun=rerun)
+        prefer = plan.session.worker_index if plan.session is not None else None
+        rerun = plan.queue_key is None or self.config.engine.kind not in SLOW_STARTERS
+        return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
 
-    async def generate(
-        self,
-        prompt: Sequence[int],
-        sampling: tpb.SamplingParams,
-        *,
-        stream: bool,
-        forced_arm: str = "",
-        session: Session | None = None,
-    ) -> AsyncGenerator[Piece]:
-        """One completion of a caller, piece by piece. Closing the iterator frees the engine's slot."""
-        branch = session.begin(prompt, sampling) if session else None
-        generation: Generation | None = None
-        try:
-            with self._admitted(), span("engine.request", prompt_tokens=len(prompt)) as current:
-                prefer = session.worker_index if session else None
-                rerun = self.config.engine.kind not in SLOW_STARTERS
-                generation = self.submit(
-                    prompt, sampling, stream=stream, forced_arm=forced_arm, prefer=prefer, rerun=rerun
-                )
-                text = self.codec.stream(sampling.stop)
-                async for chunk in generation.chunks():
-                    if chunk.error.startswith(f"{Unavailable.reason}: "):
-                        raise Unavailable(chunk.error.partition(": ")[2])
-                    news = text.push(chunk.token_ids)
-                    if chunk.finish_reason:
-                        news += text.finish(chunk.matched_stop)
-                        describe(current, generation)
-                    yield Piece(chunk, news)
-        finally:
-            if generation is not None and not generation.finished:
-                self.router.abort(generation)
-            if session is not None and branch is not None:
-                whole = generation.whole if generation is not None else None
-                used = generation.request.sampling if generation is not None else sampling
-                session.end(branch, prompt, used, whole)
-                session.worker_index = generation.worker_index if generation is not None else None
+    def call(self, plan: Plan) -> Call:
+        """The generation of a plan, ready to run."""
+        return Call(self, plan)
+
+    def abort(self, generation: Generation) -> None:
+        """Free a request's place in the engine."""
+        self.router.abort(generation)
+
+    def place(self, key: str) -> AbstractAsyncContextManager[object]:
+        """Wait for a place in the engine. Raises ResourceExhausted when too many wait."""
+        return self.queue.place(key)
+
+    def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
+        """A turn has ended: its session can be found by it, and its hidden rows go out."""
+        assert plan.session is not None
+        self.sessions.remember(plan.session, turn)
+        if plan.capture:
+            self.publish_rows(generation, plan.session)
 
     def admit(self) -> None:
-        """Raises ResourceExhausted while trajectories wait for Redis above the limit."""
+        """Raises ResourceExhausted while finished work waits for Redis or for a step above the limit."""
         try:
             self.outbox.admit()
+            self.groups.admit()
         except ResourceExhausted:
             self._refused.add(1)
             raise
 
-    def finish(self, session: Session, *, abort: bool = False) -> None:
+    def open_session(self, assignment: Assignment) -> Session:
+        """A session for an agent. Raises ResourceExhausted when too much is open or waits."""
+        self.admit()
+        capture = self.capturing and assignment.trainable and self.captures(secrets.randbits(63))
+        return self.sessions.open(replace(assignment, capture=capture))
+
+    async def caller(self, api_key: str) -> Caller:
+        """Who calls with this key: a session, or anybody who has the gateway's token.
+
+        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of an ended session.
+        """
+        if api_key.startswith(KEY_PREFIX):
+            session = self.sessions.by_key(api_key)
+            if session is None:
+                raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
+            return Caller(session)
+        token = self.config.security.token
+        if token and not hmac.compare_digest(api_key.encode(), token.encode()):
+            raise InvalidInput("the request carries no token or a wrong one", reason="UNAUTHENTICATED")
+        return Caller()
+
+    async def complete(self, session: Session) -> None:
+        """The agent is done. A claimed task is scored first where a rule is to score it."""
+        session.require_open()
+        if self.offers.leads(session):
+            self.offers.completed(session)
+            limit_s = self.config.rewards.deadline_s + STOP_GRACE_S
+            try:
+                await asyncio.wait_for(session.ended.wait(), limit_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded("the session was not scored in time", seen=f"{limit_s:g} s") from error
+        else:
+            self.finish(session)
+
+    def finish(
+        self, session: Session, *, abort: bool = False, fail: FailReason | None = None, message: str = ""
+    ) -> None:
         """End a session; what is trainable and scored goes to the ledger and the stream, the rest leaves a note."""
-        if not session.close(abort=abort):
+        if not session.close(abort=abort, fail=fail):
             return
-        if session.assignment.trainable:
-            for trajectory in session.trajectories():
-                self.outbox.put(trajectory, "" if session.state is State.FINAL else str(session.state))
+        about = session.assignment
+        if fail is not None:
+            log.warning("session failed", session=session.session_id, reason=fail, message=message)
+        waits = about.trainable and about.open_group and self.config.trajectories
+        if not waits:
+            self.put(session, session.trajectories())
+        elif not self.groups.add(session):
+            self.put(session, session.trajectories(), late=True)
         self.sessions.remove(session)
+        self.offers.ended(session)
+
+    def put(self, session: Session, samples: Sequence[Trajectory], *, late: bool = False) -> None:
+        """The samples of an ended session to ledger and stream; those that are not trained leave a note."""
+        if not session.assignment.trainable:
+            return
+        reason = "late" if late else session.outcome
+        for trajectory in samples:
+            scored = session.state is State.FINAL and trajectory.reward is not None
+            if not (session.assignment.implicit and not scored):
+                self.outbox.put(trajectory, reason if late or not scored else "")
 
     def captures(self, seed: int) -> bool:
         """Whether the rows of the request with this seed are captured: the same ones in every run of the same seed."""
@@ -194,7 +231,8 @@ class Gateway:
         """Hidden rows of an ended request go to the features stream."""
         request, about = generation.request, session.assignment
         token_ids = [*request.prompt_token_ids, *generation.whole.token_ids]
-        origin = Origin(about.run_id, about.step, session.session_id, len(request.prompt_token_ids), token_ids)
+        step = self.open_step if about.open_group else about.step
+        origin = Origin(about.run_id, step, session.session_id, len(request.prompt_token_ids), token_ids)
         self.publisher.publish(request.request_id, origin)
 
     async def set_arm(self, arm: str) -> None:
@@ -228,27 +266,13 @@ class Gateway:
             log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
             await process.ask(_speculation(OFF), deadline)
 
-    @contextmanager
-    def _admitted(self) -> Iterator[None]:
-        """Counts a caller's request. Raises ResourceExhausted when too many are under way."""
-        self.admit()
-        if self._callers >= self.config.queue.limit:
-            self._refused.add(1)
-            raise ResourceExhausted(
-                "too many requests are under way", seen=self._callers, allowed=self.config.queue.limit
-            )
-        self._callers += 1
-        try:
-            yield
-        finally:
-            self._callers -= 1
-
     async def _expire_sessions(self) -> None:
         while True:
             await asyncio.sleep(self.sessions.next_expiry_s())
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
-                self.finish(session)
+                claimed = self.offers.leads(session)
+                self.finish(session, fail=FailReason.INFRA if claimed else None, message="silent for too long")
 
     def _take_rows(self, rows: RowArray) -> None:
         self.publisher.take(rows)

@@ -10,8 +10,25 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.base import MAX_BIASED_TOKENS, SETTINGS, Capability
+from rollout_gateway.engines.json_schema import check_json_schema
 
 MAX_TOP_LOGPROBS = 20
+CHECKED_FIELDS = (
+    "prompt",
+    "temperature",
+    "top_p",
+    "min_p",
+    "top_k",
+    "max_tokens",
+    "top_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "stop",
+    "logit_bias",
+    "response_format",
+)
+"""Fields of a request that a refusal may begin with."""
 
 
 def check_request(
@@ -27,6 +44,8 @@ def check_request(
     _check_ranges(sampling)
     _check_logit_bias(sampling, ready.vocab_size)
     _check_capabilities(ready, sampling)
+    if sampling.json_schema:
+        check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
     check_arm(ready, forced_arm)
 
 
@@ -78,4 +97,10 @@ def _check_capabilities(ready: pb.WorkerReady, sampling: tpb.SamplingParams) -> 
             f"the engine lacks the capability {Capability.PENALTIES}",
             seen="a penalty or logit_bias",
             allowed=SETTINGS[Capability.PENALTIES],
+        )
+    if sampling.json_schema and Capability.JSON_SCHEMA not in ready.capabilities:
+        raise MissingCapability(
+            f"the engine lacks the capability {Capability.JSON_SCHEMA}",
+            seen="response_format",
+            allowed=SETTINGS[Capability.JSON_SCHEMA],
         )

@@ -1,4 +1,4 @@
-"""Which worker answers which request. Owns the worker processes, their restarts and the requests under way.
+"""The engine workers and the requests under way. Owns processes, restarts and messages; placement.py picks the worker.
 
 A lost worker is replaced; its requests go to the replacement (or another worker) once, which is safe because seeds fix
 the tokens. What requests mean (sessions, rewards) is not known here.
@@ -10,7 +10,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.spec import WorkerSpec
 from rollout_gateway.evidence_exchange import EvidenceExchange
 from rollout_gateway.generation import Generation
+from rollout_gateway.placement import Slot, choose
 from rollout_gateway.worker_process import WorkerProcess
 
 MAX_TRIES = 3
@@ -55,16 +56,6 @@ class RowShape:
         return self.layout.width * self.value_bytes
 
 
-@dataclass
-class _Slot:
-    """A worker's place; the process in it changes with restarts."""
-
-    index: int
-    process: WorkerProcess | None = None  # None while it starts
-    live: dict[int, Generation] = field(default_factory=dict)
-    unsent: list[Generation] = field(default_factory=list)
-
-
 class Router:
     """Routes requests to `count` workers. Use on one event loop: start, submit, stop."""
 
@@ -82,7 +73,7 @@ class Router:
         self._rows = rows
         self._on_rows = on_rows
         self._on_discard = on_discard
-        self._slots = [_Slot(index) for index in range(count)]
+        self._slots = [Slot(index) for index in range(count)]
         self._keepers: list[asyncio.Task[None]] = []
         self._flushing = False
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
@@ -135,8 +126,9 @@ class Router:
     def submit(
         self, request: pb.EngineRequest, *, worker: int | None = None, prefer: int | None = None, rerun: bool = True
     ) -> Generation:
-        """Queue a request: on `worker` only, else on `prefer` while that one serves, else on the least loaded.
+        """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or overloaded.
 
+        Else on the least loaded; see placement.choose.
         rerun False: it ends as unavailable when its worker is lost and no other serves.
         """
         generation = Generation(request, worker, rerun=rerun)
@@ -190,23 +182,33 @@ class Router:
         self.evidence.spread(processes, found)
         return found
 
+    def release(self, index: int) -> None:
+        """Lend a worker's slot out: no new unpinned request goes there while another worker serves. Idempotent."""
+        self._slots[index].released = True
+
+    def take_back(self) -> list[int]:
+        """All released workers get requests again; returns which they were."""
+        back = [slot for slot in self._slots if slot.released]
+        for slot in back:
+            slot.released = False
+        return [slot.index for slot in back]
+
+    def idle_since(self, index: int) -> float | None:
+        """time.monotonic() since when the worker has had no request; None while it has one."""
+        return self._slots[index].idle_since_s
+
+    async def idle_for(self, index: int, seconds: float) -> None:
+        """Returns once the worker has had no request for so many seconds on end."""
+        await self._slots[index].idle_for(seconds)
+
     def _place(self, generation: Generation, prefer: int | None = None) -> None:
-        slot = self._slots[self._choose(generation, prefer)]
-        generation.worker_index = slot.index
-        slot.live[generation.request.request_id] = generation
-        slot.unsent.append(generation)
+        pinned = generation.pinned
+        slot = self._slots[pinned] if pinned is not None else choose(self._slots, prefer)
+        slot.add(generation)
         if not self._flushing:
             # Requests of one turn of the event loop leave in one message, so that the engine admits them together.
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
-
-    def _choose(self, generation: Generation, prefer: int | None) -> int:
-        if generation.pinned is not None:
-            return generation.pinned
-        serving = [slot for slot in self._slots if slot.process is not None] or self._slots
-        if prefer is not None and self._slots[prefer] in serving:
-            return prefer
-        return min(serving, key=lambda slot: len(slot.live)).index
 
     def _flush(self) -> None:
         self._flushing = False
@@ -216,24 +218,24 @@ class Router:
                 slot.unsent = []
                 slot.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
-    def _on_tokens(self, slot: _Slot, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+    def _on_tokens(self, slot: Slot, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         self.rows_dropped[slot.index] = tokens.rows_dropped
         if rows is not None and len(rows):
             self._on_rows(rows)
         for chunk in tokens.chunks:
             self._deliver(slot, chunk)
 
-    def _deliver(self, slot: _Slot, chunk: pb.TokenChunk) -> None:
+    def _deliver(self, slot: Slot, chunk: pb.TokenChunk) -> None:
         generation = slot.live.get(chunk.request_id)
         if generation is None:
             return
         self._tokens.add(len(chunk.token_ids))
         generation.accept(chunk)
         if generation.finished:
-            del slot.live[chunk.request_id]
+            slot.end(chunk.request_id)
             self.metrics.ended(generation)
 
-    async def _start_worker(self, slot: _Slot) -> WorkerProcess:
+    async def _start_worker(self, slot: Slot) -> WorkerProcess:
         """A worker that serves the committed versions."""
         ring = None
         if self._rows is not None:
@@ -270,7 +272,7 @@ class Router:
         shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
         return shared if shared.is_dir() else self._directory
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _keep(self, slot: Slot) -> None:
         """Replace the worker whenever it is lost."""
         while True:
             process = slot.process
@@ -284,7 +286,7 @@ class Router:
             self._requeue(slot)
             await self._replace(slot)
 
-    async def _replace(self, slot: _Slot) -> None:
+    async def _replace(self, slot: Slot) -> None:
         backoff, failures = self._config.restart_backoff_s, 0
         while slot.process is None:
             await asyncio.sleep(backoff)
@@ -297,14 +299,12 @@ class Router:
                 if failures >= STARTS_BEFORE_GIVING_UP:
                     self._fail(slot, f"engine worker {slot.index} does not start: {error}")
 
-    def _requeue(self, slot: _Slot) -> None:
-        lost = list(slot.live.values())
-        unsent = set(map(id, slot.unsent))
-        slot.live, slot.unsent = {}, []
-        for generation in lost:
-            if id(generation) not in unsent:
-                generation.restart()
-                self._on_discard(generation.request.request_id)
+    def _requeue(self, slot: Slot) -> None:
+        sent, unsent = slot.clear()
+        for generation in sent:
+            generation.restart()
+            self._on_discard(generation.request.request_id)
+        for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
                 generation.fail(f"the engine worker was lost {generation.tries} times under this request")
             elif not generation.rerun and not self.processes():
@@ -312,10 +312,10 @@ class Router:
             else:
                 self._place(generation)
 
-    def _fail(self, slot: _Slot, message: str) -> None:
-        for generation in slot.live.values():
-            generation.fail(message)
-        slot.live, slot.unsent = {}, []
+    def _fail(self, slot: Slot, message: str) -> None:
+        for generations in slot.clear():
+            for generation in generations:
+                generation.fail(message)
 
 
 def versions_of(process: WorkerProcess) -> VersionSet:

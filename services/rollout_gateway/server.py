@@ -16,7 +16,7 @@ from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.http import build_app
+from rollout_gateway.http.app import build_app
 from rollout_gateway.servicer import RolloutServicer
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
@@ -79,7 +79,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
             allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
         )
     config = uvicorn.Config(
-        build_app(gateway, security.token),
+        build_app(gateway),
         host=host.strip("[]"),
         port=int(port),
         log_config=None,

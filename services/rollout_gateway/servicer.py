@@ -1,28 +1,40 @@
-"""RolloutService over gRPC. Owns the translation of calls; the gateway and its task runs do the work."""
+"""RolloutService over gRPC. Owns the translation of calls; the gateway and its runs do the work."""
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.rpc import EpochGuard
-from paceline.trajectory import Trajectory
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
+from rollout_gateway.calls import Plan
+from rollout_gateway.chat.messages import ChatRequest
 from rollout_gateway.engines import wire
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.session import Assignment, State
-from rollout_gateway.task_runs import TaskRuns
+from rollout_gateway.http.bodies import parse
+from rollout_gateway.http.openai_schema import ChatBody
+from rollout_gateway.planning import Caller
+from rollout_gateway.runs.tasks import TaskRuns
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.session import Grant, Session
+from rollout_gateway.sessions.view import message_json, sample_to, tree_json
 
 STATES = {
     State.OPEN: rpb.SESSION_STATE_OPEN,
     State.FINAL: rpb.SESSION_STATE_FINAL,
     State.UNSCORED: rpb.SESSION_STATE_UNSCORED,
     State.ABORTED: rpb.SESSION_STATE_ABORTED,
+    State.FAILED: rpb.SESSION_STATE_FAILED,
 }
+FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
+MAX_WAIT_S = 60.0
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -35,24 +47,28 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
         gateway = self._gateway
-        session = gateway.sessions.get(request.session_id) if request.session_id else None
-        prompt = self._prompt(request)
-        pieces = gateway.generate(prompt, request.sampling, stream=True, forced_arm=request.forced_arm, session=session)
-        async with aclosing(pieces):
+        gateway.admit()
+        plan = replace(self._plan(request), forced_arm=request.forced_arm)
+        async with aclosing(gateway.call(plan).pieces(stream=True)) as pieces:
             async for piece in pieces:
-                last = piece.chunk.finish_reason != tpb.FINISH_REASON_UNSPECIFIED
-                yield rpb.GenerateResponse(
-                    chunk=piece.chunk,
-                    text=piece.text,
-                    prompt_tokens=len(prompt) if last else 0,
-                    versions=wire.versions_to(gateway.weights.versions),
+                news = rpb.GenerateResponse(
+                    chunk=piece.chunk, text=piece.text, versions=wire.versions_to(gateway.weights.versions)
                 )
+                if piece.finish:
+                    news.prompt_tokens = len(plan.prompt)
+                    news.completion_id = plan.completion_id
+                    if piece.message is not None:
+                        news.message_json = json.dumps(message_json(piece.message), ensure_ascii=False)
+                yield news
 
     async def OpenSession(self, request: rpb.OpenSessionRequest, context: Any) -> rpb.OpenSessionResponse:
         gateway = self._gateway
         if request.context.run_id:
             self._guard.check(request.context)
-        gateway.admit()
+        if request.claim:
+            return await self._claim(request)
+        if not 0 <= request.turn_discount <= 1:
+            raise InvalidInput("turn_discount is out of range", seen=request.turn_discount, allowed="0 to 1")
         assignment = Assignment(
             run_id=request.context.run_id or gateway.config.run.id,
             step=request.context.step,
@@ -61,31 +77,62 @@ class RolloutServicer(RolloutServiceServicer):
             group_size=request.group_size or 1,
             sample_index=request.sample_index,
             trainable=request.trainable,
+            turn_discount=request.turn_discount if request.HasField("turn_discount") else None,
+            timeout_s=request.timeout_s,
+            open_group=not request.context.run_id,
         )
-        return rpb.OpenSessionResponse(session_id=gateway.sessions.open(assignment).session_id)
+        return self._opened(gateway.open_session(assignment))
+
+    async def _claim(self, request: rpb.OpenSessionRequest) -> rpb.OpenSessionResponse:
+        if not 0 <= request.wait_s <= MAX_WAIT_S:
+            raise InvalidInput("wait_s is out of range", seen=request.wait_s, allowed=f"0 to {MAX_WAIT_S:g} s")
+        self._gateway.admit()
+        claimed = await self._gateway.offers.claim(request.wait_s)
+        if claimed is None:
+            return rpb.OpenSessionResponse()
+        session, task = claimed
+        opened = self._opened(session)
+        opened.task.CopyFrom(rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=dict(task.metadata)))
+        return opened
+
+    @staticmethod
+    def _opened(session: Session) -> rpb.OpenSessionResponse:
+        group = session.assignment.group_id or session.session_id
+        return rpb.OpenSessionResponse(session_id=session.session_id, api_key=session.api_key, group_id=group)
 
     async def PostReward(self, request: rpb.PostRewardRequest, context: Any) -> rpb.PostRewardResponse:
         if not request.HasField("reward"):
             raise InvalidInput("the call carries no reward", allowed="reward.value")
-        session = self._gateway.sessions.get(request.session_id)
-        session.score(request.reward.value)
+        sessions = self._gateway.sessions
+        session = (
+            sessions.get(request.session_id) if request.session_id else sessions.by_completion(request.completion_id)
+        )
+        session.score(Grant(request.reward.value, request.completion_id, request.accumulate, request.idempotency_key))
         return rpb.PostRewardResponse(state=STATES[session.state])
 
     async def CloseSession(self, request: rpb.CloseSessionRequest, context: Any) -> rpb.CloseSessionResponse:
         ended = self._gateway.sessions.ended(request.session_id)
-        if ended is None:
-            session = self._gateway.sessions.get(request.session_id)
-            self._gateway.finish(session, abort=request.abort)
-            ended = session.state
-        return rpb.CloseSessionResponse(state=STATES[ended])
+        if ended is not None:
+            return rpb.CloseSessionResponse(state=STATES[ended.state])
+        session = self._gateway.sessions.get(request.session_id)
+        if request.fail_reason:
+            self._gateway.finish(session, fail=FAILURES[request.fail_reason], message=request.message)
+        elif request.abort:
+            self._gateway.finish(session, abort=True)
+        else:
+            await self._gateway.complete(session)
+        return rpb.CloseSessionResponse(state=STATES[session.state])
 
     async def GetSession(self, request: rpb.GetSessionRequest, context: Any) -> rpb.GetSessionResponse:
         ended = self._gateway.sessions.ended(request.session_id)
         if ended is not None:
-            return rpb.GetSessionResponse(state=STATES[ended])
+            return rpb.GetSessionResponse(state=STATES[ended.state])
         session = self._gateway.sessions.get(request.session_id)
-        branches = [_sample(one) for one in session.trajectories()]
-        return rpb.GetSessionResponse(state=STATES[session.state], branches=branches)
+        return rpb.GetSessionResponse(
+            state=STATES[session.state],
+            branches=[sample_to(one) for one in session.trajectories()],
+            tree_json=json.dumps(tree_json(session), ensure_ascii=False),
+        )
 
     async def RunTasks(self, request: rpb.RunTasksRequest, context: Any) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context)
@@ -120,37 +167,33 @@ class RolloutServicer(RolloutServiceServicer):
             model=gateway.model,
         )
 
-    def _prompt(self, request: rpb.GenerateRequest) -> tuple[int, ...]:
+    def _plan(self, request: rpb.GenerateRequest) -> Plan:
+        planner = self._gateway.planner
+        caller = Caller(self._gateway.sessions.get(request.session_id) if request.session_id else None)
+        name = f"gen-{uuid.uuid4().hex}"
+
+        def sampling(index: int, room: int) -> tpb.SamplingParams:
+            return request.sampling
+
         match request.WhichOneof("prompt"):
             case "text":
-                return self._gateway.codec.encode(request.text)
+                return planner.completions(caller, [request.text], sampling, count=1, completion_id=name)[0]
             case "token_ids":
-                return tuple(request.token_ids.ids)
+                ids = tuple(request.token_ids.ids)
+                return planner.completions(caller, [ids], sampling, count=1, completion_id=name)[0]
+            case "conversation":
+                chat = conversation(request.conversation)
+                return planner.chat(caller, chat, sampling, count=1, completion_id=name)[0]
             case _:
-                raise InvalidInput("the request has no prompt", allowed="text or token_ids")
+                raise InvalidInput("the request has no prompt", allowed="text, token_ids or conversation")
 
 
-def _sample(found: Trajectory) -> tpb.Trajectory:
-    """A branch on the wire."""
-    return tpb.Trajectory(
-        schema_version=1,
-        run_id=found.key.run_id,
-        step=found.step,
-        session_id=found.key.session_id,
-        branch_id=found.key.branch_id,
-        task_id=found.task_id,
-        group_id=found.group_id,
-        group_size=found.group_size,
-        task_index=found.task_index,
-        sample_index=found.sample_index,
-        token_ids=found.token_ids,
-        loss_mask=bytes(found.loss_mask),
-        behavior_logprobs=found.behavior_logprobs,
-        version_spans=[
-            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version) for s in found.version_spans
-        ],
-        reward=None if found.reward is None else tpb.Reward(value=found.reward),
-        speculation=wire.stats_to(found.speculation),
-        seed=found.seed,
-        temperature=found.temperature,
-    )
+def conversation(given: rpb.Conversation) -> ChatRequest:
+    """A conversation in the JSON of chat completions. Raises InvalidInput naming the wrong field."""
+    choice: dict[str, Any] | str = given.tool_choice or "auto"
+    if choice not in ("auto", "none", "required"):
+        choice = {"type": "function", "function": {"name": choice}}
+    parts = {"messages": given.messages_json or "[]", "tools": given.tools_json or "null"}
+    listed = [f'"{name}":{text}' for name, text in parts.items()]
+    raw = "{" + ",".join([*listed, f'"tool_choice":{json.dumps(choice)}']) + "}"
+    return parse(ChatBody, raw.encode()).request()

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Owns tokenizer, chat template and what the model directory says of end tokens.
+"""Text to token ids and back. Owns the tokenizer and what is held back of a growing text; templates are chat/'s.
 
 What the model generated is kept as ids and never tokenised again; text is for people.
 """
@@ -6,16 +6,15 @@ What the model generated is kept as ids and never tokenised again; text is for p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
+from rollout_gateway.chat.messages import ChatRequest
+from rollout_gateway.chat.template import ChatTemplate, read_template
 
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
@@ -32,12 +31,43 @@ class TextCodec:
             raise ConfigError("no tokenizer in the model directory", seen=directory, allowed="tokenizer.json")
         self._tokenizer = Tokenizer.from_file(str(path))
         settings = _read_json(directory / "tokenizer_config.json")
-        self._tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
-        self._template = _template(directory, settings)
+        tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        self._template = read_template(directory, settings, tokens)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        # One that takes no neighbouring space with it, to stand before a piece of text.
+        self._anchor = next((token.content for token in added.values() if token.special and not token.rstrip), "")
+        self._front = tuple(self._tokenizer.encode("", add_special_tokens=True).ids[:1])
+
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises InvalidInput for a model without one."""
+        if self._template is None:
+            raise InvalidInput("the model has no chat template", allowed="/v1/completions")
+        return self._template
+
+    @property
+    def template_source(self) -> str:
+        """Its text; empty for a model without one."""
+        return "" if self._template is None else self._template.source
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, with the special tokens the model puts around one (bos)."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=True).ids)
+        return self._ids(text, bos=True)
+
+    def encode_piece(self, text: str) -> tuple[int, ...]:
+        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts before a first word."""
+        if not text:
+            return ()
+        anchor = self._anchor
+        ids = self._ids(anchor + text)
+        return ids[1:] if anchor and self._special.get(ids[0]) == anchor else self._ids(text)
+
+    def _ids(self, text: str, *, bos: bool = False) -> tuple[int, ...]:
+        try:
+            return tuple(self._tokenizer.encode(text, add_special_tokens=bos).ids)
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
+            raise InvalidInput("the text cannot be spelled in UTF-8", allowed="whole characters") from error
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; broken characters become U+FFFD."""
@@ -47,23 +77,30 @@ class TextCodec:
         """Text of one token, special ones by their name."""
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+    def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
         """Ids of a conversation under the model's chat template. Raises InvalidInput without one or when it refuses."""
-        if self._template is None:
-            raise InvalidInput("the model has no chat template", allowed="/v1/completions")
-        try:
-            text = self._template.render(messages=list(messages), add_generation_prompt=True, **self._tokens)
-        except jinja2.TemplateError as error:
-            raise InvalidInput(f"the chat template refused the messages: {error}") from error
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        with_special = self._tokenizer.encode("", add_special_tokens=True).ids
+        ids = self._ids(self.template.render(request))
         # A template that does not write bos itself gets it from the tokenizer, once.
-        front = with_special[:1] if with_special[:1] != ids[:1] else []
-        return tuple(front + ids)
+        return ids if self._front == ids[:1] else self._front + ids
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """Decoder of one growing response."""
-        return TextStream(self, tuple(stop))
+    def encode_after(self, request: ChatRequest, index: int, said: Sequence[int]) -> tuple[int, ...] | None:
+        """Ids that follow the assistant's message `index`, which the model said as `said`; None when it is hidden."""
+        text = self.template.after(request, index)
+        if text is None:
+            return None
+        end = self._special.get(said[-1], "") if said else ""
+        return self.encode_piece(text.removeprefix(end))
+
+    def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
+        """Decoder of one growing response; of the special tokens only those spelled in `keep` become text."""
+        if not keep:
+            return TextStream(self.decode, tuple(stop))
+        dropped = {token_id for token_id, text in self._special.items() if text not in keep}
+        return TextStream(lambda ids: self.decode_all([one for one in ids if one not in dropped]), tuple(stop))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens by their names."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 class TextStream:
@@ -73,8 +110,8 @@ class TextStream:
     bytes of one character), and those after it.
     """
 
-    def __init__(self, codec: TextCodec, stop: tuple[str, ...]) -> None:
-        self._codec = codec
+    def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...]) -> None:
+        self._decode = decode
         self._stop = stop
         self._window: list[int] = []
         self._known = 0  # ids of the window whose text is known
@@ -95,16 +132,16 @@ class TextStream:
 
     def _advance(self, *, final: bool) -> str:
         """Text of the ids up to the last whole character; of all ids when final or when none is in sight."""
-        before = self._codec.decode(self._window[: self._known])
+        before = self._decode(self._window[: self._known])
         pending = len(self._window) - self._known
         for left_out in range(min(pending, CHARACTER_BYTES)):
             size = len(self._window) - left_out
-            after = self._codec.decode(self._window[:size])
+            after = self._decode(self._window[:size])
             if after.startswith(before) and not after.endswith("\N{REPLACEMENT CHARACTER}"):
                 rest = self._give(size, after[len(before) :])
                 return rest + self._advance(final=True) if final and left_out else rest
         if final or pending > LONGEST_BROKEN:
-            return self._give(len(self._window), self._codec.decode(self._window[self._known :]))
+            return self._give(len(self._window), self._decode(self._window[self._known :]))
         return ""
 
     def _give(self, size: int, text: str) -> str:
@@ -132,25 +169,3 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _token_text(value: object) -> str:
     return str(value.get("content", "")) if isinstance(value, dict) else str(value or "")
-
-
-def _template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
-    path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
-    if not source:
-        return None
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
-    return environment.from_string(str(source))
-
-
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ import zmq
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
 from paceline.config import SecurityConfig, load_config
-from paceline.errors import FailedPrecondition, InternalError, InvalidInput, Unavailable, WeightsError
+from paceline.errors import ConfigError, FailedPrecondition, InternalError, InvalidInput, Unavailable, WeightsError
 from paceline.events import FactSubscriber
 from paceline.local.ports import free_port
 from paceline.report.slots import (
@@ -57,6 +57,9 @@ class Script:
     holding: asyncio.Event = field(default_factory=asyncio.Event)
     deaf_to_preempt: bool = False
     slow_to_attach: bool = False
+    unscored: frozenset[tuple[int, int]] = frozenset()  # (task index, sample index) of every step
+    open_sizes: tuple[int, ...] = ()  # sessions of the groups that agents bring to every step
+    hold_policy_step: int | None = None  # the first training of this step never ends
     policy_failures: int = 0
     policy_ranks_lost: int = 0
     workers_lost: int = 0
@@ -66,6 +69,7 @@ class Script:
     preempted: asyncio.Event = field(default_factory=asyncio.Event)
     rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
+    waited_for: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # step and groups of each TrainStep
     epochs: list[tuple[str, int]] = field(default_factory=list)
     commits: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -91,6 +95,7 @@ class Gateway(RolloutServiceServicer):
             script.workers_lost -= 1
             raise Unavailable("the worker died", reason="WORKER_LOST", seen=1)
         train = request.purpose == PURPOSE_TRAIN
+        scored: dict[str, int] = {}  # sessions by group
         if train:
             script.activated.clear()
         for share in range(2):
@@ -99,22 +104,37 @@ class Gateway(RolloutServiceServicer):
                 if step == script.hold_step:
                     script.holding.set()
                     await asyncio.wait_for(script.released.wait(), WAIT_S)
-            for task in request.tasks[share::2]:
-                for sample in range(request.samples_per_task):
-                    yield rollout_pb2.RunTasksResponse(sample=_sample(task, sample))
+            for sample in self._samples(request, share):
+                scored[sample.group_id] = scored.get(sample.group_id, 0) + sample.HasField("reward")
+                yield rollout_pb2.RunTasksResponse(sample=sample)
             yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
-        count = len(request.tasks) * request.samples_per_task
+        count = sum(scored.values())
         stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
         finished = rollout_pb2.TasksFinished(scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats)
+        for group in sorted(scored) if train else ():
+            finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
         yield rollout_pb2.RunTasksResponse(finished=finished)
 
+    def _samples(self, request: Any, share: int) -> Iterator[Any]:
+        """The share's samples: of its tasks, or of the groups that agents have brought."""
+        script, step = self.script, request.context.step
+        for task in request.tasks[share::2]:
+            for index in range(request.samples_per_task):
+                train = request.purpose == PURPOSE_TRAIN
+                yield _sample(task, index, scored=not (train and (task.task_index, index) in script.unscored))
+        for group, size in list(enumerate(script.open_sizes))[: request.open_groups][share::2]:
+            task = rollout_pb2.TaskSpec(task_id="own", group_id=f"agent-{step}-{group}")
+            for index in range(size):
+                yield _sample(task, 0, session_id=f"{group}-{index}")
 
-def _sample(task: Any, sample: int) -> Any:
+
+def _sample(task: Any, sample: int, *, scored: bool = True, session_id: str = "") -> Any:
     return rollout_pb2.SampleFinished(
         task_id=task.task_id,
         group_id=task.group_id,
         sample_index=sample,
-        reward=Reward(value=float(sample % 2)),
+        session_id=session_id,
+        reward=Reward(value=float(sample % 2)) if scored else None,
         response_tokens=7,
         smallest_gap=1.0,
         tokens_hash=f"{task.task_index:08d}{sample:08d}",
@@ -153,6 +173,12 @@ class Policy(PolicyServiceServicer):
 
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.guard.check(request.context)
+        step = request.context.step
+        self.script.waited_for.append((step, {group.group_id: group.size for group in request.groups}))
+        if step == self.script.hold_policy_step:
+            self.script.hold_policy_step = None
+            self.script.holding.set()
+            await asyncio.sleep(WAIT_S)
         if self.script.policy_failures:
             self.script.policy_failures -= 1
             raise InternalError("the loss is not finite", seen="nan")
@@ -368,6 +394,55 @@ async def test_a_killed_coordinator_takes_its_run_up_again(redis_url: str, tmp_p
 
 async def _process(words: list[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
+
+
+async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(redis_url: str, tmp_path: Path) -> None:
+    script = Script(unscored=frozenset({(0, 1), (1, 0), (1, 1)}))
+    async with running_peers(script) as peers:
+        await run_to_end(config_of(overrides(peers, redis_url, tmp_path, steps=2)))
+    assert script.waited_for == [(step, {f"s{step}.t0": 1, f"s{step}.t1": 0}) for step in range(2)]
+
+
+async def test_open_traffic_trains_the_groups_that_agents_bring(redis_url: str, tmp_path: Path) -> None:
+    evaluated = {"evaluation.environment": "single_turn", "evaluation.reward": "math_answer"}
+    keys = {"tasks_path": "", "environment": "external", "reward": "agent", "prompts_per_step": 2, **evaluated}
+    async with running_peers(script := Script(open_sizes=(2, 5, 9))) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path, steps=2, **keys))
+        await run_to_end(config)
+    train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
+    assert [(request.open_groups, len(request.tasks), request.reward) for request in train] == [(2, 0, "agent")] * 2
+    others = [request for request in script.rollouts if request.purpose != PURPOSE_TRAIN]
+    assert {(request.environment, request.reward) for request in others} == {("single_turn", "math_answer")}
+    assert script.waited_for == [(step, {f"agent-{step}-0": 2, f"agent-{step}-1": 5}) for step in range(2)]
+    entries = await journal_of(config)
+    finished = [entry["data"]["details"] for entry in entries if entry["event"] == "TasksFinished"]
+    assert [figures["samples"] for figures in finished] == [7, 7]
+    assert len(records_of(entries)) == 2
+
+
+async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(redis_url: str, tmp_path: Path) -> None:
+    script = Script(hold_policy_step=1, unscored=frozenset({(1, 0)}))
+    async with running_peers(script) as peers:
+        words = overrides(peers, redis_url, tmp_path)
+        first = await _process(words)
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        first.send_signal(signal.SIGKILL)
+        await first.wait()
+        second = await _process(words)
+        assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
+    train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
+    assert [request.context.step for request in train] == [0, 1, 2], "the rollouts had ended"
+    assert script.waited_for == [(step, {f"s{step}.t0": 2, f"s{step}.t1": 1}) for step in (0, 1, 1, 2)]
+
+
+@pytest.mark.parametrize("keys", [{"tasks_path": ""}, {"tasks_path": "", "environment": "external"}])
+async def test_a_run_whose_settings_cannot_work_does_not_begin(
+    redis_url: str, tmp_path: Path, keys: dict[str, object]
+) -> None:
+    async with running_peers(script := Script()) as peers:
+        with pytest.raises(ConfigError):
+            await run_to_end(config_of(overrides(peers, redis_url, tmp_path, **keys)))
+    assert script.rollouts == []
 
 
 async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(redis_url: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -136,11 +137,13 @@ class World:
             await ledger.append_final(trajectory, *encode_trajectory(trajectory))
         return trajectories
 
-    async def step(self, step: int, version: int, *, epoch: int = 1, deadline_s: float = 20) -> list[Any]:
+    async def step(
+        self, step: int, version: int, *, epoch: int = 1, deadline_s: float = 20, sessions: int = SIBLINGS
+    ) -> list[Any]:
         request = pb.TrainStepRequest(
             context=CommandContext(run_id=self.run, step=step, epoch=epoch),
             policy_version=version,
-            groups=[pb.ExpectedGroup(group_id=f"{step}.{g}", size=SIBLINGS) for g in range(GROUPS)],
+            groups=[pb.ExpectedGroup(group_id=f"{step}.{g}", size=sessions) for g in range(GROUPS)],
             group_deadline_s=deadline_s,
         )
         async with channel(self.address, SECURITY) as peer:
@@ -233,6 +236,27 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> 
     assert (checkpoint / "tokenizer.json").exists()
     loaded = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert np.array_equal(loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"])
+
+
+async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_counts_once(world: World) -> None:
+    await world.start(ranks=1)
+    batch, stepped, _ = await asyncio.wait_for(world.step(0, 0, sessions=0, deadline_s=60), 30)
+    assert (batch.trajectories, dict(batch.dropped), stepped.grad_norm) == (0, {"unscored": GROUPS}, 0.0)
+    assert moved(world.weights(1), load_file(world.model / "model.safetensors")) == 0.0
+    await world.commit(1)
+
+    ledger = Ledger(world.client, world.run)
+    for one in made(world.run, 1, 1):
+        branches = 3 if one.sample_index == 1 else 1  # of the sessions with reward 1; the lone siblings have 0
+        if one.sample_index < 2:
+            for branch in range(branches):
+                key = dataclasses.replace(one.key, branch_id=str(branch))
+                kept = dataclasses.replace(one, key=key, branch_count=branches)
+                await ledger.append_final(kept, *encode_trajectory(kept))
+    batch, stepped, _ = await world.step(1, 1, sessions=2)
+    assert batch.trajectories == 4 * GROUPS
+    assert (stepped.reward_mean, stepped.reward_std) == pytest.approx((0.5, 0.5))
+    assert stepped.grad_norm > 0
 
 
 async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(world: World) -> None:

@@ -11,6 +11,7 @@ import redis.asyncio
 from coordinator import commands, events
 from coordinator.codec import decode_event, encode_event
 from coordinator.events import Event
+from coordinator.groups import ClosedGroups
 from coordinator.journal import Journal, JournalEntry, entry_of
 from coordinator.machine import step
 from coordinator.records import StepRecords
@@ -30,7 +31,9 @@ EVENTS: list[Event] = [
     events.GateDecided(
         5.5, 3, "kept", 2, {"kind": "eagle", "survival": (0.5, 0.25), "lengths_by_bucket": {"late": 1.5}}
     ),
-    events.TasksFinished(6.0, 2, {**ROLLOUT, "length_quantiles": (5, 9, 11)}),
+    events.TasksFinished(
+        6.0, 2, {**ROLLOUT, "length_quantiles": (5, 9, 11), "closed_groups": {"s0.t1": 7, "s0.t0": 0}}
+    ),
     events.Preempted(6.5, 3),
     events.Detached(6.6, 3, "preempted", {"steps": 4}),
     events.PolicyStepped(8.0, 4, 1, {"loss": 0.5, "reward_mean": 0.75}),
@@ -65,6 +68,21 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     assert again.finished == records.finished
     assert replayed.phase is Phase.ROLLOUT
     assert step(replayed, events.Resumed(11.0, 2))[1] == (commands.RunTasks(1, state.epoch + 2),)
+
+
+async def test_a_replayed_journal_waits_for_the_same_groups(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+    in_policy = EVENTS[: next(i for i, event in enumerate(EVENTS) if isinstance(event, events.PolicyStepped))]
+    journal = Journal(redis_client, run_id)
+    for entry in played(in_policy)[2]:
+        await journal.append(entry)
+    state, groups = State(), ClosedGroups()
+    async for entry in Journal(redis_client, run_id).entries():
+        before, state = state, step(state, entry.event)[0]
+        groups.observe(before, entry.event, state)
+    assert state.phase is Phase.POLICY
+    (command,) = step(state, events.Resumed(7.0, 2))[1]
+    assert isinstance(command, commands.TrainPolicy)
+    assert list(groups.of(command.step).items()) == [("s0.t1", 7), ("s0.t0", 0)]
 
 
 def test_a_record_holds_what_the_events_of_its_step_said() -> None:

@@ -16,6 +16,7 @@ target's draw; what is decided beside it at the same position takes another stre
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -164,12 +165,13 @@ def behavior_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
 def top_alternatives(logits: Tensor, temperature: float, count: int) -> list[tuple[tuple[int, float], ...]]:
     """Most likely tokens of each row with their behavior log-probs, the likeliest first.
 
-    logits [n, V], raw, of one request. Returns n rows of min(count, V) pairs (token id, log-prob).
+    logits [n, V], raw, of one request; -inf where a grammar forbids a token, which is then left out. Returns n rows of
+    at most min(count, V) pairs (token id, log-prob).
     """
     logprobs = behavior_logprobs(logits, torch.full((len(logits),), temperature, device=logits.device))
     top = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
     return [
-        tuple(zip(ids, values, strict=True))
+        tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
         for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
     ]
 

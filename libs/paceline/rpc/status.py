@@ -2,13 +2,15 @@
 
 ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class (so that an error
 with a reason of its own comes back as the same class), `seen`, `allowed`, and `trace_id` of the failed call.
-Errors that pass carry RetryInfo too.
+Errors that pass carry RetryInfo too: their retry_after_s, which the caller's error has again, or a second where they
+do not know.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import grpc
 from google.protobuf.any_pb2 import Any
@@ -21,10 +23,13 @@ from paceline import errors
 from paceline.errors import PacelineError
 from paceline.telemetry import current_trace_id
 
+D = TypeVar("D", ErrorInfo, RetryInfo)
 DOMAIN = "paceline"
 UNAUTHENTICATED = "UNAUTHENTICATED"
 _DETAILS_KEY = "grpc-status-details-bin"
-_RETRY_AFTER = Duration(seconds=1)
+_RETRY_AFTER_S = 1.0
+_LONGEST_RETRY_S = 3600.0
+"""What a peer says beyond it is cut: nobody sleeps for days because of a broken clock."""
 # A status rides in HTTP/2 headers, 8 KiB in all, twice, and percent-encoded.
 _MESSAGE_CHARACTERS, _VALUE_CHARACTERS = 700, 300
 
@@ -88,7 +93,7 @@ def status_of(error: PacelineError) -> Status:
             info.metadata[name] = _cut(value, _VALUE_CHARACTERS)
     told: list[ErrorInfo | RetryInfo] = [info]
     if isinstance(error, (errors.Unavailable, errors.ResourceExhausted)):
-        told.append(RetryInfo(retry_delay=_RETRY_AFTER))
+        told.append(RetryInfo(retry_delay=_duration(error.retry_after_s)))
     details = [Any() for _ in told]
     for detail, one in zip(details, told, strict=True):
         detail.Pack(one)
@@ -98,14 +103,17 @@ def status_of(error: PacelineError) -> Status:
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     """The error that the server raised, as the same class; of foreign errors the class that fits the code."""
     message = error.details() or f"the call failed with {error.code().name}"
-    info = _error_info(error)
+    details = _details(error)
+    info, retry = _detail(details, ErrorInfo), _detail(details, RetryInfo)
+    retry_after_s = None if retry is None else _seconds(retry.retry_delay)
     if info is not None and info.domain == DOMAIN:
         facts = info.metadata
         family = _FAMILIES.get(facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError))
-        return family(message, reason=info.reason, seen=facts.get("seen"), allowed=facts.get("allowed"))
+        seen, allowed = facts.get("seen"), facts.get("allowed")
+        return family(message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s)
     family = _FOREIGN.get(error.code(), errors.InternalError)
     own = error.code() in _CODES.values()
-    return family(message, reason=None if own else error.code().name)
+    return family(message, reason=None if own else error.code().name, retry_after_s=retry_after_s)
 
 
 @contextmanager
@@ -117,18 +125,41 @@ def rpc_errors() -> Iterator[None]:
         raise error_from_rpc(error) from error
 
 
-def _error_info(error: grpc.aio.AioRpcError) -> ErrorInfo | None:
+def _details(error: grpc.aio.AioRpcError) -> list[Any]:
     for key, value in error.trailing_metadata() or ():
-        if key != _DETAILS_KEY:
-            continue
+        if key == _DETAILS_KEY:
+            try:
+                return list(Status.FromString(value).details)
+            except DecodeError:
+                return []  # A peer's broken details: the code still says enough.
+    return []
+
+
+def _detail(details: list[Any], kind: type[D]) -> D | None:
+    """The first detail of a kind."""
+    for detail in details:
+        found = kind()
         try:
-            for detail in Status.FromString(value).details:
-                info = ErrorInfo()
-                if detail.Unpack(info):
-                    return info
+            if detail.Unpack(found):
+                return found
         except DecodeError:
-            return None  # A peer's broken details: the code still says enough.
+            continue
     return None
+
+
+def _duration(seconds: float | None) -> Duration:
+    duration = Duration()
+    duration.FromMilliseconds(round(1000 * _bounded(_RETRY_AFTER_S if seconds is None else seconds)))
+    return duration
+
+
+def _seconds(duration: Duration) -> float:
+    return _bounded(duration.seconds + duration.nanos / 1e9)
+
+
+def _bounded(seconds: float) -> float:
+    """Within [0, an hour]; what is no number is the default."""
+    return min(max(seconds, 0.0), _LONGEST_RETRY_S) if seconds == seconds else _RETRY_AFTER_S
 
 
 def _cut(text: str, limit: int) -> str:

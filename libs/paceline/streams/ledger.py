@@ -109,6 +109,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "group_size": trajectory.group_size,
         "task_index": trajectory.task_index,
         "sample_index": trajectory.sample_index,
+        "branch_count": trajectory.branch_count,
         "reward": trajectory.reward,
         "tokens": len(trajectory.token_ids),
         "trained_tokens": trajectory.trained_tokens,

@@ -42,6 +42,7 @@ def _fields(trajectory: Trajectory, traceparent: str, payload: bytes) -> dict[st
         "run": trajectory.key.run_id,
         "session": trajectory.key.session_id,
         "branch": trajectory.key.branch_id,
+        "branch_count": str(trajectory.branch_count),
         "step": str(trajectory.step),
         "task": trajectory.task_id,
         "group": trajectory.group_id,
@@ -113,4 +114,5 @@ def _decode(fields: Mapping[str, str], arrays: dict[str, list[Any]]) -> Trajecto
         temperature=float(fields["temperature"]),
         finish_reason=fields["finish_reason"],
         speculation=SpeculationStats(target_steps, drafted, accepted, round_tokens, rounds),
+        branch_count=int(fields["branch_count"]),
     )

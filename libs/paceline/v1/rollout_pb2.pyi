@@ -270,8 +270,16 @@ class ShareDone(_message.Message):
     elapsed_s: float
     def __init__(self, worker_index: _Optional[int] = ..., samples: _Optional[int] = ..., response_tokens: _Optional[int] = ..., elapsed_s: _Optional[float] = ...) -> None: ...
 
+class ClosedGroup(_message.Message):
+    __slots__ = ("group_id", "scored_sessions")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    SCORED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    scored_sessions: int
+    def __init__(self, group_id: _Optional[str] = ..., scored_sessions: _Optional[int] = ...) -> None: ...
+
 class TasksFinished(_message.Message):
-    __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions", "regret")
+    __slots__ = ("scored", "unscored", "response_tokens", "rollout_s", "speculation", "arms", "versions", "regret", "closed_groups")
     SCORED_FIELD_NUMBER: _ClassVar[int]
     UNSCORED_FIELD_NUMBER: _ClassVar[int]
     RESPONSE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -280,6 +288,7 @@ class TasksFinished(_message.Message):
     ARMS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     REGRET_FIELD_NUMBER: _ClassVar[int]
+    CLOSED_GROUPS_FIELD_NUMBER: _ClassVar[int]
     scored: int
     unscored: int
     response_tokens: int
@@ -288,7 +297,8 @@ class TasksFinished(_message.Message):
     arms: _containers.RepeatedCompositeFieldContainer[_engine_pb2.ArmStats]
     versions: _trajectory_pb2.VersionSet
     regret: float
-    def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., regret: _Optional[float] = ...) -> None: ...
+    closed_groups: _containers.RepeatedCompositeFieldContainer[ClosedGroup]
+    def __init__(self, scored: _Optional[int] = ..., unscored: _Optional[int] = ..., response_tokens: _Optional[int] = ..., rollout_s: _Optional[float] = ..., speculation: _Optional[_Union[_trajectory_pb2.SpeculationStats, _Mapping]] = ..., arms: _Optional[_Iterable[_Union[_engine_pb2.ArmStats, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., regret: _Optional[float] = ..., closed_groups: _Optional[_Iterable[_Union[ClosedGroup, _Mapping]]] = ...) -> None: ...
 
 class SetArmRequest(_message.Message):
     __slots__ = ("context", "arm")

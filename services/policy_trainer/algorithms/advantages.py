@@ -11,21 +11,36 @@ from torch import Tensor
 
 
 def group_relative(
-    rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], *, normalize_std: bool = True, eps: float = 1e-6
+    rewards: Float[Tensor, " B"],
+    groups: Int[Tensor, " B"],
+    weights: Float[Tensor, " B"],
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
 ) -> Float[Tensor, " B"]:
     """A_i = (r_i - mean(r of i's group)) / (std(r of i's group) + eps), GRPO (arXiv 2402.03300, section 4.1.2).
 
-    std is the sample standard deviation (n - 1). With normalize_std off the division is left out (Dr. GRPO,
-    arXiv 2503.20783). A group whose rewards are all equal, and a group of one, get exactly 0.
-    `groups` holds the group number of each trajectory, counted from 0.
+    `groups` holds the group number of each trajectory, counted from 0; `weights` what it counts in its group: one over
+    the branches of its session, so that the weights of a session sum to 1 and those of a group to its n sessions.
+
+        mean = sum(w r) / n        std^2 = sum(w (r - mean)^2) / (n - 1)        n = sum(w)
+
+    n - 1 makes std^2 the unbiased variance over sessions where the branches of one share its reward: a session split
+    into more branches changes nothing. (The other usual denominator, n - sum(w^2) / n, takes branches for independent
+    attempts, which they are not.) With all weights 1 it is the sample variance.
+
+    With normalize_std off the division is left out (Dr. GRPO, arXiv 2503.20783). A group whose rewards are all equal,
+    and a group of one session, get exactly 0: there is no sibling to be better than.
     """
     count = int(groups.max().item()) + 1 if groups.numel() else 0
-    sizes = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, torch.ones_like(rewards))
-    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, rewards) / sizes.clamp(min=1)
-    centred = torch.where(_equal_in_group(rewards, groups, count), 0.0, rewards - mean[groups])
+    sizes = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, weights)
+    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, weights * rewards) / sizes
+    alone = sizes < 1.5  # sizes are whole numbers but for the rounding of thirds
+    nothing = alone[groups] | _equal_in_group(rewards, groups, count)
+    centred = torch.where(nothing, 0.0, rewards - mean[groups])
     if not normalize_std:
         return centred
-    squares = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, centred.square())
+    squares = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, weights * centred.square())
     std = (squares / (sizes - 1).clamp(min=1)).sqrt()
     return centred / (std[groups] + eps)
 

@@ -33,8 +33,10 @@ class TokenLoss:
 class Algorithm(Protocol):
     """What a policy-gradient variant decides: the advantages of a batch and the loss of its tokens."""
 
-    def advantages(self, rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Advantage of each trajectory; exactly 0 where it carries no gradient."""
+    def advantages(
+        self, rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], weights: Float[Tensor, " B"]
+    ) -> Float[Tensor, " B"]:
+        """Advantage of each trajectory; exactly 0 where it carries no gradient. `weights`: its part of its session."""
         ...
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:

@@ -16,13 +16,20 @@ from policy_trainer.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class Grpo:
-    """GRPO (arXiv 2402.03300) without a KL term; the token mean over the global batch is the caller's."""
+    """GRPO (arXiv 2402.03300) without a KL term; the token mean over the global batch is the caller's.
+
+    In the group's statistics a session counts once, however many branches it has. In the loss every generated token
+    counts once: tokens that branches share are masked in all but one, and a session weighs by the tokens it generated,
+    the same in one branch or in several.
+    """
 
     settings: AlgorithmConfig
 
-    def advantages(self, rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"]) -> Float[Tensor, " B"]:
+    def advantages(
+        self, rewards: Float[Tensor, " B"], groups: Int[Tensor, " B"], weights: Float[Tensor, " B"]
+    ) -> Float[Tensor, " B"]:
         """(r - mean) / (std + eps) within the group; 0 for groups without variance."""
-        return group_relative(rewards, groups, normalize_std=self.settings.normalize_std)
+        return group_relative(rewards, groups, weights, normalize_std=self.settings.normalize_std)
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:
         """Summed clipped surrogate; each token weighed by the truncated behavior ratio when a cap is set."""

@@ -81,6 +81,7 @@ class ChatRequest:
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()  # {"type": "function", "function": {name, description, parameters}}
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    prefill: str = ""  # the message begins with it; the model goes on from there
 
     def digests(self) -> list[bytes]:
         """[messages + 1] identity of the conversation before the first message and after each one."""

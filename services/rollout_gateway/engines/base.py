@@ -34,6 +34,7 @@ class Capability(StrEnum):
     PAUSE_ABORT = "pause_abort"
     TOP_LOGPROBS = "top_logprobs"
     PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
+    JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
     RELEASE_MEMORY = "release_memory"
     REJECTED_ROWS = "rejected_rows"  # hidden rows of drafts that were verified and not accepted
 
@@ -43,6 +44,7 @@ SETTINGS = {
     Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
     Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
+    Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json and an eos_token_id",
     Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and gateway.trajectories=true",
 }
 """What to set to have a capability that engines may lack."""
@@ -93,7 +95,11 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw, see proto SamplingParams; seed always set."""
+    """How to draw, see proto SamplingParams; seed always set.
+
+    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever penalties, bias, top_p, top_k
+    and min_p do. With a json_schema they are of the logits that its mask leaves.
+    """
 
     seed: int
     max_tokens: int
@@ -109,6 +115,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), token ids ascending and distinct
+    json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
 
     @property
     def penalised(self) -> bool:

@@ -45,7 +45,7 @@ from rollout_gateway.engines.script import (
 from rollout_gateway.engines.script_replies import Script
 from rollout_gateway.engines.scripted_request import Running
 
-_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.REJECTED_ROWS}
+_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.JSON_SCHEMA, Capability.REJECTED_ROWS}
 
 
 class ScriptedEngine:
@@ -121,6 +121,8 @@ class ScriptedEngine:
             raise InvalidInput("stop strings need the setting `tokenizer`", seen=request.sampling.stop)
         if request.sampling.adjusted:
             raise missing("scripted", Capability.PENALTIES)
+        if request.sampling.json_schema:
+            raise missing("scripted", Capability.JSON_SCHEMA)
         self._check_arm(request.forced_arm)
         self._waiting.append(self._run(request))
 

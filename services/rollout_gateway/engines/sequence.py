@@ -49,6 +49,7 @@ class RunningSequence:
     told: int = 0  # response tokens already reported
     smallest_gap: float = float("inf")
     finish: Finish | None = None
+    error: str = ""  # why, when it ends by a fault of its own
     matched_stop: str = ""
     first_token_s: float = 0.0
     rounds: int = 0
@@ -141,6 +142,7 @@ class RunningSequence:
                 if span.end > told
             ),
             finish=self.finish,
+            error=self.error,
             speculation=self.speculation if ended else SpeculationStats(),
             cached_prompt_tokens=self.copied,
             smallest_gap=self.smallest_gap,

@@ -171,6 +171,7 @@ def sampling_from(message: tpb.SamplingParams) -> Sampling:
         frequency_penalty=message.frequency_penalty,
         repetition_penalty=message.repetition_penalty or 1.0,
         logit_bias=tuple(sorted(message.logit_bias.items())),
+        json_schema=message.json_schema,
     )
 
 

@@ -7,12 +7,24 @@ from typing import Protocol
 from rollout_gateway.environments.base import Episode
 
 
+class Unscored(Exception):
+    """There is no telling, and why: a rule raises this instead of None where log and metrics should know.
+
+    `reason` is a label of the metrics, so one of few.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
 class RewardRule(Protocol):
     """Scores an episode; a pure function of it, or a call of something that is."""
 
     async def score(self, episode: Episode) -> float | None:
         """One scalar; None when there is no telling: the sample ends unscored, which is not reward 0.
 
-        Raises PacelineError when what scores is away; the sample then ends as failed (infra).
+        Raises PacelineError when what scores is away; the sample then ends as failed (infra). May raise Unscored,
+        which RewardRules logs, counts and turns into None.
         """
         ...

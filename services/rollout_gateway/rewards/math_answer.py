@@ -1,26 +1,87 @@
-"""Right or wrong by the answer after the last marker. Owns the comparison, not the marker's choice."""
+r"""Right or wrong by the answer of a response. Owns where the answer stands and what needs no mathematics.
+
+The answer follows the last marker; without a marker it stands in the last \boxed{}. Integers and equal texts are
+compared here, everything else in a child process (math_equal.py), for which a hostile answer may take long.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 from rollout_gateway.environments.base import Episode
+from rollout_gateway.rewards.base import RewardRule
+
+MATH_EQUAL = "rollout_gateway.rewards.math_equal:MathEqual"
+MAX_ANSWER = 1000
+"""Characters of an answer; a longer one is right only as the same text."""
+_BOXED = r"\boxed{"
+_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)"
+_PLAIN = re.compile(rf"{_NUMBER}(?:/{_NUMBER})?(?:\\?%)?")
+_POWER = r"(?:\^\{?[-+]?\d+\}?|\*\*[-+]?\d+)"
+_WRITTEN = re.compile(rf"{_NUMBER}(?:/{_NUMBER}|(?:\*|\\times|\\cdot)10{_POWER}|{_POWER})?(?:\\?%)?\.?")
+_SIGNS_ONLY = re.compile(r"(?:[\d+\-*/=:^%!.,(){}]|\\%|\\times|\\cdot|\\div)+")
 
 
 class MathAnswer:
-    """1.0 when the response ended by itself and what follows its last marker is the task's answer, else 0.0."""
+    """1.0 when the response ended by itself and its answer equals the task's, else 0.0."""
 
-    def __init__(self, marker: str = "#") -> None:
+    def __init__(self, marker: str, equal: RewardRule | None = None) -> None:
+        """`equal` compares an episode's whole text with the task's answer; None: only what needs no mathematics."""
         self._marker = marker
+        self._equal = equal
 
-    async def score(self, episode: Episode) -> float:
-        _, marker, answer = episode.text.rpartition(self._marker)
-        right = episode.finish == "stop" and bool(marker) and same_answer(answer, episode.task.answer)
-        return 1.0 if right else 0.0
+    async def score(self, episode: Episode) -> float | None:
+        """Raises Unscored or Unavailable where the comparison needs a child and gets none."""
+        given = answer_of(episode.text, self._marker) if episode.finish == "stop" else None
+        if given is None:
+            return 0.0
+        right = same_answer(given, episode.task.answer)
+        if right is None and self._equal is not None:
+            return await self._equal.score(replace(episode, text=given, messages=()))
+        return float(bool(right))
 
 
-def same_answer(given: str, expected: str) -> bool:
-    """Equal as integers where both are, else equal as text without surrounding space."""
+def answer_of(text: str, marker: str) -> str | None:
+    r"""What follows the last marker, else what the last \boxed{} holds, else None; without surrounding space."""
+    _, found, answer = text.rpartition(marker)
+    if not found:
+        _, found, rest = text.rpartition(_BOXED)
+        end = _closing_brace(rest)
+        if not found or end is None:
+            return None
+        answer = rest[:end]
+    return answer.strip()
+
+
+def same_answer(given: str, expected: str) -> bool | None:
+    """Whether two answers are equal; None when that takes mathematics.
+
+    Equal are equal integers and equal texts. Where a number is expected, signs and digits that are not one, such as
+    `2+4` or `6=6`, are wrong: a policy could otherwise repeat its task instead of solving it.
+    """
     given, expected = given.strip(), expected.strip()
+    if not given or not expected:
+        return False
+    if given == expected:
+        return True
     try:
         return int(given) == int(expected)
     except ValueError:
-        return given == expected and given != ""
+        pass
+    if max(len(given), len(expected)) > MAX_ANSWER:
+        return False
+    bare = re.sub(r"[\s$]|\\[()\[\]]", "", given)
+    if _PLAIN.fullmatch(expected) and _SIGNS_ONLY.fullmatch(bare) and not _WRITTEN.fullmatch(bare):
+        return False
+    return None
+
+
+def _closing_brace(text: str) -> int | None:
+    """Index of the brace that closes one opened before `text`; escaped ones count too: they come in pairs."""
+    depth = 1
+    for index in (match.start() for match in re.finditer(r"[{}]", text)):
+        depth += 1 if text[index] == "{" else -1
+        if depth == 0:
+            return index
+    return None

@@ -100,6 +100,17 @@ async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any) -> None:
         assert sum(arm.pulls for arm in totals.arms) > 0
 
 
+async def test_training_ends_with_the_scored_sessions_of_each_group_and_an_evaluation_with_none(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway() as served:
+        trained = (await run_tasks(served.stub, served.tasks_request(samples_per_task=3)))[-1].finished
+        evaluated = (await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL)))[-1].finished
+    closed = [(group.group_id, group.scored_sessions) for group in trained.closed_groups]
+    assert closed == [("g-a", 3), ("g-b", 3)]
+    assert not evaluated.closed_groups
+
+
 async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
     changes: list[dict[str, Any]] = [
         {"environment": "casino"},

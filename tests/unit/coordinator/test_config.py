@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from coordinator.config import CoordinatorConfig
 from paceline.config import SHARED_SECTIONS, known_keys
+from paceline.errors import ConfigError
 
 OWN_KEYS = [
     "activation_deadline_s",
     "drafter_enabled",
     "drafter_schedule",
     "environment",
+    "evaluation.environment",
     "evaluation.every",
     "evaluation.forced_arm",
     "evaluation.heldout_prompts",
     "evaluation.probe_arm",
     "evaluation.probe_every",
     "evaluation.probe_prompts",
+    "evaluation.reward",
     "evaluation.seed",
     "finish_grace_s",
     "group_deadline_s",
@@ -58,3 +65,48 @@ def test_a_tensor_parallel_worker_holds_several_slots() -> None:
     config = CoordinatorConfig.model_validate({"slots_per_worker": 4, "heldout_path": "h.jsonl"})
     settings = config.machine_settings(workers=2)
     assert (settings.slots, settings.accuracy_enabled, settings.probe_enabled) == (8, True, True)
+
+
+TASKS = {"tasks_path": "t.jsonl"}
+HELDOUT = {"heldout_path": "h.jsonl"}
+EXTERNAL = {"environment": "external"}
+BY_GATEWAY = {"evaluation": {"environment": "single_turn", "reward": "math_answer"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "open_traffic", "evaluated_by"),
+    [
+        (TASKS | HELDOUT, False, ("single_turn", "math_answer")),
+        (TASKS | EXTERNAL | HELDOUT, False, ("external", "math_answer")),
+        (TASKS | EXTERNAL | {"reward": "agent"} | HELDOUT, False, ("external", "agent")),
+        (TASKS | EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY, False, ("single_turn", "math_answer")),
+        (EXTERNAL | {"reward": "agent"}, True, ("external", "agent")),
+        (EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY, True, ("single_turn", "math_answer")),
+        (EXTERNAL | HELDOUT | {"evaluation": {"environment": "single_turn"}}, True, ("single_turn", "math_answer")),
+    ],
+)
+def test_combinations_of_tasks_environments_and_rewards_that_work(
+    keys: dict[str, Any], open_traffic: bool, evaluated_by: tuple[str, str]
+) -> None:
+    config = CoordinatorConfig.model_validate(keys)
+    config.check()
+    assert (config.open_traffic, config.evaluated_by) == (open_traffic, evaluated_by)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({}, r"no training tasks; set coordinator.tasks_path; seen: coordinator.environment=single_turn"),
+        (HELDOUT, "no training tasks"),
+        (EXTERNAL | {"later": {"from_step": 3, "tasks_path": "l.jsonl"}}, "later needs coordinator.tasks_path"),
+        (TASKS | {"reward": "agent"}, r"coordinator.reward=agent needs an agent.*environment=single_turn"),
+        (EXTERNAL | HELDOUT, r"nobody claims held-out tasks; set coordinator.evaluation.environment; seen: external"),
+        (
+            EXTERNAL | {"reward": "agent"} | HELDOUT | {"evaluation": {"environment": "single_turn"}},
+            "coordinator.evaluation.reward=agent needs an agent",
+        ),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused_with_the_setting_to_change(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CoordinatorConfig.model_validate(keys).check()

@@ -12,7 +12,7 @@ from coordinator.events import GateDecided
 from coordinator.figures import Samples, accuracy, gate_figures, pulls, quantile, rollout_figures, round_costs
 from paceline.v1.drafter_pb2 import Contender, GateDecision
 from paceline.v1.engine_pb2 import ArmStats
-from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished, TaskSpec
+from paceline.v1.rollout_pb2 import ClosedGroup, RunTasksRequest, SampleFinished, TasksFinished, TaskSpec
 from paceline.v1.trajectory_pb2 import Reward, SpeculationStats
 
 
@@ -28,6 +28,20 @@ def test_samples_are_ordered_by_task_and_sample_and_a_repeated_call_adds_none() 
     assert [(one.group_id, one.sample_index) for one in samples.ordered] == [("g0", 0), ("g0", 1), ("g2", 0)]
 
 
+def test_sessions_of_open_traffic_are_kept_apart_and_in_one_order() -> None:
+    ended = [sample(group, index, session_id=name) for group, index, name in
+             (("b", 0, "s1"), ("a", 0, "s3"), ("a", 0, "s2"), ("b", 0, "s1"))]  # fmt: skip
+    samples = Samples(RunTasksRequest(open_groups=2))
+    for one in ended:
+        samples.add(one)
+    assert [(one.group_id, one.session_id) for one in samples.ordered] == [("a", "s2"), ("a", "s3"), ("b", "s1")]
+
+
+def test_a_step_without_samples_has_figures() -> None:
+    figures = rollout_figures([], TasksFinished())
+    assert (figures["samples"], figures["reward_mean"], figures["length_quantiles"]) == (0, 0.0, (0, 0, 0))
+
+
 def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
     ended = [
         sample("a", 0, reward=Reward(value=1.0), response_tokens=4, tokens_hash="aa"),
@@ -35,12 +49,17 @@ def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
         SampleFinished(group_id="a", sample_index=2, response_tokens=6, tokens_hash="cc", smallest_gap=1e-6),
     ]
     stats = SpeculationStats(drafted_rounds=4, drafted_round_tokens=10, trained_rounds=3, trained_round_tokens=9)
-    figures = rollout_figures(ended, TasksFinished(scored=2, unscored=1, response_tokens=18, speculation=stats))
+    closed = [ClosedGroup(group_id="a", scored_sessions=2), ClosedGroup(group_id="b")]
+    figures = rollout_figures(
+        ended,
+        TasksFinished(scored=2, unscored=1, response_tokens=18, speculation=stats, closed_groups=closed),
+    )
     assert figures["reward_mean"] == 0.5
     assert figures["accept_length"] == 2.5
     assert (figures["trained_round_tokens"], figures["trained_rounds"]) == (9, 3)
     assert figures["near_ties"] == 1
     assert figures["length_quantiles"] == (6, 8, 8)
+    assert figures["closed_groups"] == {"a": 2, "b": 0}
     assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
 
 

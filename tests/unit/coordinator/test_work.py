@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,26 @@ def test_evaluations_draw_alike_at_both_ends_of_a_run(tmp_path: Path) -> None:
 def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
     request = source(tmp_path).evaluation_request(Evaluation.PROBE, 10, 5)
     assert (request.forced_arm, len(request.tasks), request.capture) == ("eagle:5_1_6", 2, False)
+
+
+def test_open_traffic_asks_for_groups_and_has_no_tasks(tmp_path: Path) -> None:
+    evaluation = {"environment": "single_turn", "reward": "math_answer", "heldout_prompts": 6}
+    keys: dict[str, Any] = {"tasks_path": "", "environment": "external", "reward": "agent", "evaluation": evaluation}
+    request = source(tmp_path, **keys).step_request(4, 10)
+    assert (source(tmp_path, **keys).samples_per_step, source(tmp_path).samples_per_step) == (0, 24)
+    assert (len(request.tasks), request.open_groups, request.samples_per_task) == (0, 3, 8)
+    assert (request.environment, request.reward, request.context.step) == ("external", "agent", 4)
+    asked = source(tmp_path, **keys).evaluation_request(Evaluation.ACCURACY, 0, 1)
+    assert (asked.environment, asked.reward, asked.open_groups) == ("single_turn", "math_answer", 0)
+    assert [task.task_id for task in asked.tasks] == [f"h{i}" for i in range(6)]
+
+
+def test_drawn_tasks_may_be_offered_to_agents_and_evaluated_by_the_gateway(tmp_path: Path) -> None:
+    made = source(tmp_path, environment="external", evaluation={"environment": "single_turn"})
+    request = made.step_request(0, 1)
+    assert (len(request.tasks), request.open_groups, request.environment) == (3, 0, "external")
+    asked = made.evaluation_request(Evaluation.PROBE, 0, 1)
+    assert (asked.environment, asked.reward) == ("single_turn", "math_answer")
 
 
 def test_too_few_tasks_for_a_step_are_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -5,7 +5,10 @@ import sys
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import ErrorInfo
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 
 from paceline import errors
@@ -54,6 +57,49 @@ def test_a_services_own_subclass_comes_back_as_the_nearest_shared_class() -> Non
 def test_seen_and_allowed_keep_absent_apart_from_empty() -> None:
     back = error_from_rpc(raised(InvalidInput("x", seen="")))
     assert (back.seen, back.allowed) == ("", None)
+
+
+@pytest.mark.parametrize("cls", [errors.ResourceExhausted, errors.Unavailable])
+@pytest.mark.parametrize(
+    ("said", "heard"), [(7.25, 7.25), (0.0, 0.0), (None, 1.0), (-3.0, 0.0), (float("inf"), 3600.0), (float("nan"), 1.0)]
+)
+def test_an_error_that_passes_says_when_to_come_again(
+    cls: type[PacelineError], said: float | None, heard: float
+) -> None:
+    status = status_of(cls("later", retry_after_s=said))
+    retry = RetryInfo()
+    assert status.details[1].Unpack(retry)
+    assert retry.retry_delay.ToMilliseconds() == 1000 * heard
+    back = error_from_rpc(raised(cls("later", retry_after_s=said)))
+    assert (type(back), back.retry_after_s) == (cls, heard)
+
+
+def test_an_error_that_stays_does_not_ask_for_another_try() -> None:
+    status = status_of(InvalidInput("never", retry_after_s=3))
+    assert [detail.Is(RetryInfo.DESCRIPTOR) for detail in status.details] == [False]
+    assert error_from_rpc(raised(InvalidInput("never", retry_after_s=3))).retry_after_s is None
+
+
+def foreign(*details: Any) -> grpc.aio.AioRpcError:
+    status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=details)
+    trailing = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="busy")
+
+
+@pytest.mark.parametrize(("seconds", "heard"), [(3, 3.0), (-(10**11), 0.0), (10**11, 3600.0)])
+def test_a_foreign_servers_retry_info_is_heard_within_bounds(seconds: int, heard: float) -> None:
+    detail = Any()
+    detail.Pack(RetryInfo(retry_delay=Duration(seconds=seconds)))
+    back = error_from_rpc(foreign(detail))
+    assert (type(back), back.retry_after_s) == (errors.Unavailable, heard)
+
+
+def test_a_broken_detail_does_not_hide_the_next_one() -> None:
+    broken = Any(type_url=f"type.googleapis.com/{ErrorInfo.DESCRIPTOR.full_name}", value=b"\xff\xff")
+    whole = Any()
+    whole.Pack(RetryInfo(retry_delay=Duration(nanos=500_000_000)))
+    assert error_from_rpc(foreign(broken, whole)).retry_after_s == 0.5
+    assert error_from_rpc(foreign(broken)).retry_after_s is None
 
 
 def test_the_detail_is_a_standard_error_info() -> None:

@@ -54,6 +54,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         temperature=draw(st.floats(0, 10)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         speculation=SpeculationStats(*(draw(COUNTS) for _ in range(5))),
+        branch_count=draw(st.integers(1, 2**31)),
     )
 
 
@@ -220,6 +221,14 @@ def test_a_missing_reward_is_not_zero() -> None:
     assert decode_trajectory(*encode_trajectory(without)).reward is None
 
 
+@pytest.mark.parametrize("count", ["0", "-1", "", "1.5"])
+def test_a_branch_that_its_session_does_not_count_is_data_loss(count: str) -> None:
+    fields, payload = encode_trajectory(_trajectory())
+    assert decode_trajectory({**fields, "branch_count": "2"}, payload).branch_count == 2
+    with pytest.raises(DataLoss):
+        decode_trajectory({**fields, "branch_count": count}, payload)
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
@@ -261,7 +270,9 @@ def test_a_damaged_field_is_data_loss_or_another_value(data: st.DataObject) -> N
             decode(damaged, payload)
 
 
-@pytest.mark.parametrize("name", ["schema_version", "crc32", "seed", "speculation", "reward", "session"])
+@pytest.mark.parametrize(
+    "name", ["schema_version", "crc32", "seed", "speculation", "reward", "session", "branch_count"]
+)
 def test_a_missing_field_is_data_loss(name: str) -> None:
     fields, payload = encode_trajectory(_trajectory())
     del fields[name]

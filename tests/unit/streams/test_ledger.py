@@ -61,6 +61,14 @@ async def test_a_branch_is_appended_once(ledger: Ledger, stream: RedisStream, ru
     assert await ledger.count() == LedgerCount(1, 0, {}, 1, 0)
 
 
+async def test_a_record_tells_how_many_branches_its_session_has(ledger: Ledger, run_id: str) -> None:
+    branch = replace(_branch(run_id, 0), branch_count=3)
+    await ledger.append_final(branch, *encode_trajectory(branch))
+    record = await ledger.get(str(branch.key))
+    assert record is not None
+    assert record["branch_count"] == 3
+
+
 async def test_a_branch_appended_again_after_training_stays_trained(
     ledger: Ledger, stream: RedisStream, run_id: str
 ) -> None:

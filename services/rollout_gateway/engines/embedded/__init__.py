@@ -21,6 +21,7 @@ from rollout_gateway.engines.embedded.arms import slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.drafters import Drafters
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
@@ -74,6 +75,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
             PrefixCache(spec.max_batch, spec.prefix_slots, capacity, store, spec.prefix_tokens),
             Capture(rows, spec.features_dtype, rejected=spec.rejected_rows),
             admission,
+            Grammars(config, model_dir),
             square_product_tflops(policy.head.device, policy.head.dtype),
         )
 

@@ -18,6 +18,7 @@ from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.base import RoundSplit
 from rollout_gateway.engines.embedded.capture import Capture, DraftRows
+from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.rejected import rejected_drafts
@@ -32,12 +33,15 @@ from rollout_gateway.engines.sequence import RunningSequence
 class Decoder:
     """Runs rounds over the slots it is given."""
 
-    def __init__(self, weights: EngineWeights, speculation: Speculation, store: SlotStore, capture: Capture) -> None:
+    def __init__(
+        self, weights: EngineWeights, speculation: Speculation, store: SlotStore, capture: Capture, grammars: Grammars
+    ) -> None:
         self._weights = weights
         self._speculation = speculation
         self._store = store
         self._capture = capture
         self._penalties = Penalties()
+        self._grammars = grammars
         self._params: tuple[tuple[int, ...], DrawParams] | None = None
         # One thread's CPU time is what a round costs even while other processes take the core away; with more
         # threads only the wall clock sees how well they ran together.
@@ -64,6 +68,7 @@ class Decoder:
         block, hidden = self._forward(slots, roots, max(lengths), nodes)
         logits = head_logits(self._weights.policy, hidden)
         forwarded = self.clock()
+        self._grammars.mask_(rows, nodes, logits)
         adjusted = self._adjusted(rows, nodes, logits)
         verdict = self._verify(logits, nodes, parts, nodes.positions(roots) + 1, params, adjusted)
         trained = {row for part in parts if part.speculator.trainable for row in part.members}
@@ -85,6 +90,7 @@ class Decoder:
         """Other rows run than in the round before: these have ended."""
         self._params = None
         self._penalties.drop(ended)
+        self._grammars.drop(ended)
 
     def _forward(self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes) -> tuple[Block, Tensor]:
         """The round's block and the hidden states [N, W] of its nodes."""

@@ -31,6 +31,7 @@ from rollout_gateway.engines.base import (
 )
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.decode import Decoder
+from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
@@ -40,7 +41,13 @@ from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.evidence import Evidence
 from rollout_gateway.engines.sequence import RunningSequence
 
-_SOMETIMES = {Capability.CAPTURE, Capability.DRAFTER_UPDATE, Capability.REJECTED_ROWS, Capability.SPECULATION}
+_SOMETIMES = {
+    Capability.CAPTURE,
+    Capability.DRAFTER_UPDATE,
+    Capability.REJECTED_ROWS,
+    Capability.SPECULATION,
+    Capability.JSON_SCHEMA,
+}
 _ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.RELEASE_MEMORY}
 
 
@@ -56,6 +63,7 @@ class EmbeddedEngine:
         prefixes: PrefixCache,
         capture: Capture,
         admission: Admission,
+        grammars: Grammars,
         device_tflops: float,
     ) -> None:
         self._weights = weights
@@ -65,7 +73,8 @@ class EmbeddedEngine:
         self._prefixes = prefixes
         self._capture = capture
         self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
-        self._decoder = Decoder(weights, speculation, store, capture)
+        self._grammars = grammars
+        self._decoder = Decoder(weights, speculation, store, capture, grammars)
         self._admission = admission
         self._device_tflops = device_tflops
         self._paused = False
@@ -81,11 +90,13 @@ class EmbeddedEngine:
         prefilling = self._decoder.clock()
         self._prefill.run()
         self._decoder.split.prefill_s += self._decoder.clock() - prefilling
-        slots = self._scheduler.ready()
-        rows = [self._scheduler.running[slot] for slot in slots]
-        if rows:
+        ready = self._scheduler.ready()
+        rows = [self._scheduler.running[slot] for slot in ready]
+        self._grammars.advance(rows)
+        slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
+        if slots:
             draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
-            self._decoder.round(slots, rows, draining=draining)
+            self._decoder.round(slots, [self._scheduler.running[slot] for slot in slots], draining=draining)
         news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
         return news
@@ -123,6 +134,7 @@ class EmbeddedEngine:
         self._speculation.check_arm(request.forced_arm)
         if request.capture:
             self._check_capture()
+        self._grammars.check(request.sampling)
         self._scheduler.waiting.append(self._admission.sequence(request))
 
     def _check_capture(self) -> None:
@@ -233,6 +245,7 @@ class EmbeddedEngine:
             Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
             Capability.REJECTED_ROWS: self._capture.takes_rejected,
             Capability.SPECULATION: len(self._speculation.arms) > 1,
+            Capability.JSON_SCHEMA: self._grammars.possible,
         }
         return EngineInfo(
             config.vocab_size,

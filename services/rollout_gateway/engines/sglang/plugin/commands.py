@@ -85,6 +85,8 @@ def enqueue(plugin: Plugin, message: pb.EngineRequest) -> None:
         request = wire.request_from(message)
         plugin.arms.check(request.forced_arm)
         _check_capture(plugin, request.capture)
+        if request.sampling.json_schema:
+            raise missing("sglang", Capability.JSON_SCHEMA)
         tracked = Tracked(plugin.admission.sequence(request), plugin.versions.drafter)
     except PacelineError as error:
         refused = f"{error.reason}: {error}"

@@ -3,81 +3,47 @@
 from __future__ import annotations
 
 import time
-import uuid
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.gateway import Piece
-from rollout_gateway.http_schema import ChatBody, CompletionBody, GenerationBody
+from rollout_gateway.calls import Piece
+from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
+from rollout_gateway.http.errors import openai_error
+from rollout_gateway.http.openai_schema import ChatBody, GenerationBody
+from rollout_gateway.http.running import Choice, Event
 from rollout_gateway.text import TextCodec
 
-FINISH = {
-    tpb.FINISH_REASON_STOP: "stop",
-    tpb.FINISH_REASON_LENGTH: "length",
-    tpb.FINISH_REASON_ABORT: "abort",
-    tpb.FINISH_REASON_ERROR: "error",
-}
-
-
-@dataclass
-class Choice:
-    """One completion so far."""
-
-    prompt_tokens: int
-    text: str = ""
-    whole: pb.TokenChunk = field(default_factory=pb.TokenChunk)
-
-    @property
-    def finish_reason(self) -> tpb.FinishReason:
-        return self.whole.finish_reason
-
-    @property
-    def error(self) -> str:
-        """Why the engine failed, if it did."""
-        return self.whole.error
-
-    def add(self, piece: Piece) -> None:
-        """Take news."""
-        self.text += piece.text
-        self.whole.MergeFrom(piece.chunk)
-
-
-class Answers(Protocol):
-    """JSON of one request's answers."""
-
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
-        ...
-
-    def piece(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """One streamed chunk; `choice` holds it already."""
-        ...
-
-    def last(self, choices: list[Choice]) -> dict[str, Any] | None:
-        """The streamed chunk after the choices, if there is one."""
-        ...
+FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "abort": "stop", "error": "stop"}
 
 
 class _Base:
     """Facts that all chunks of an answer share."""
 
-    prefix = ""
     objects = ("", "")  # whole, chunk
 
-    def __init__(self, model: str, codec: TextCodec, body: GenerationBody) -> None:
+    def __init__(self, model: str, codec: TextCodec, body: GenerationBody, completion_id: str) -> None:
         self._codec = codec
         self._body = body
-        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._id = completion_id
         self._created = int(time.time())
         self._model = model
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
         return {"id": self._id, "object": self.objects[chunk], "created": self._created, "model": self._model}
 
-    def _choice(self, index: int, chunk: pb.TokenChunk, content: dict[str, Any], offset: int) -> dict[str, Any]:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": FINISH.get(chunk.finish_reason)}
+    end = "data: [DONE]\n\n"
+
+    def first(self) -> list[Event]:
+        return []
+
+    def failed(self, error: PacelineError) -> list[Event]:
+        return [("", openai_error(error))]
+
+    def _choice(
+        self, index: int, chunk: pb.TokenChunk, content: dict[str, Any], offset: int, finish: str
+    ) -> dict[str, Any]:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": FINISH.get(finish)}
         if self._body.wanted_logprobs() is not None:
             choice["logprobs"] = self._logprobs(chunk, offset)
         if self._body.return_token_ids:
@@ -106,28 +72,28 @@ class _Base:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
+            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
         }
 
 
 class CompletionAnswers(_Base):
     """`text_completion`."""
 
-    prefix = "cmpl"
     objects = ("text_completion", "text_completion")
 
-    def __init__(self, model: str, codec: TextCodec, body: CompletionBody) -> None:
-        super().__init__(model, codec, body)
-
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        listed = [self._choice(i, one.whole, {"text": one.text}, 0) for i, one in enumerate(choices)]
+        listed = [self._choice(i, one.whole, {"text": one.text}, 0, one.finish) for i, one in enumerate(choices)]
         return {**self._head(chunk=False), "choices": listed, "usage": self._usage(choices, self._body.n)}
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
+    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
         offset = len(choice.text) - len(piece.text)
-        return {**self._head(chunk=True), "choices": [self._choice(index, piece.chunk, {"text": piece.text}, offset)]}
+        said = self._choice(index, piece.chunk, {"text": piece.text}, offset, piece.finish)
+        return [("", {**self._head(chunk=True), "choices": [said]})]
 
-    def last(self, choices: list[Choice]) -> dict[str, Any] | None:
-        return None
+    def last(self, choices: list[Choice]) -> list[Event]:
+        if not self._body.with_usage():
+            return []
+        return [("", {**self._head(chunk=True), "choices": [], "usage": self._usage(choices, self._body.n)})]
 
     def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
         tokens = [self._codec.token_text(token) for token in chunk.token_ids]
@@ -143,32 +109,38 @@ class CompletionAnswers(_Base):
 class ChatAnswers(_Base):
     """`chat.completion` and its chunks."""
 
-    prefix = "chatcmpl"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, model: str, codec: TextCodec, body: ChatBody) -> None:
-        super().__init__(model, codec, body)
+    def __init__(self, model: str, codec: TextCodec, body: ChatBody, completion_id: str) -> None:
+        super().__init__(model, codec, body, completion_id)
         self._started: set[int] = set()
-        self._with_usage = bool((body.stream_options or {}).get("include_usage"))
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         listed = [
-            self._choice(index, one.whole, {"message": {"role": "assistant", "content": one.text}}, 0)
+            self._choice(index, one.whole, {"message": shown(one.message)}, 0, one.finish)
             for index, one in enumerate(choices)
         ]
         return {**self._head(chunk=False), "choices": listed, "usage": self._usage(choices, self._body.n)}
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> dict[str, Any]:
-        delta = {"content": piece.text}
+    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+        news: dict[str, Any] = {}
         if index not in self._started:
             self._started.add(index)
-            delta = {"role": "assistant", **delta}
-        return {**self._head(chunk=True), "choices": [self._choice(index, piece.chunk, {"delta": delta}, 0)]}
+            news["role"] = "assistant"
+        delta = piece.delta or Delta(piece.text)
+        if delta.reasoning:
+            news["reasoning_content"] = delta.reasoning
+        if delta.content or not (delta.reasoning or delta.tool_calls):
+            news["content"] = delta.content
+        if delta.tool_calls:
+            news["tool_calls"] = [_call_news(call) for call in delta.tool_calls]
+        said = self._choice(index, piece.chunk, {"delta": news}, 0, piece.finish)
+        return [("", {**self._head(chunk=True), "choices": [said]})]
 
-    def last(self, choices: list[Choice]) -> dict[str, Any] | None:
-        if not self._with_usage:
-            return None
-        return {**self._head(chunk=True), "choices": [], "usage": self._usage(choices, self._body.n)}
+    def last(self, choices: list[Choice]) -> list[Event]:
+        if not self._body.with_usage():
+            return []
+        return [("", {**self._head(chunk=True), "choices": [], "usage": self._usage(choices, self._body.n)})]
 
     def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
         alternatives = self._alternatives(chunk) or [[] for _ in chunk.token_ids]
@@ -185,3 +157,23 @@ class ChatAnswers(_Base):
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def shown(message: Message) -> dict[str, Any]:
+    """A message as OpenAI's chat completions spell it; reasoning_content as DeepSeek and vLLM do."""
+    body: dict[str, Any] = {"role": "assistant", "content": message.content}
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        body["content"] = message.content or None
+        body["tool_calls"] = [call.shown() for call in message.tool_calls]
+    return body
+
+
+def _call_news(call: ToolCallDelta) -> dict[str, Any]:
+    news: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}
+    if call.call_id:
+        news["id"], news["type"] = call.call_id, "function"
+    if call.name:
+        news["function"]["name"] = call.name
+    return news

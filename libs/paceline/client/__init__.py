@@ -1,0 +1,41 @@
+"""The Python SDK for agents, synchronous and asynchronous, over the gateway's HTTP API (docs/agents.md).
+
+It owns sessions, rewards, retries and typed answers; it runs no agent and tokenises nothing.
+
+    from paceline.client import Client
+
+    with Client("http://127.0.0.1:7408") as client:
+        with client.session(task="gsm8k-17", group="g1", group_size=8) as session:
+            answer = session.chat([{"role": "user", "content": "6 * 7 = ?"}], max_tokens=64)
+            session.reward(1.0 if "42" in answer.text else 0.0)
+
+Of the control plane it imports paceline.errors alone, and httpx: an agent's process starts no gRPC and no torch.
+"""
+
+from paceline.client.aio import AsyncChatStream, AsyncClient, AsyncSession
+from paceline.client.answers import ChatAnswer, Sample, SessionInfo, Task, Tokens, ToolCall, Usage
+from paceline.client.deltas import Delta, ToolCallDelta
+from paceline.client.options import ChatOptions, Sampling
+from paceline.client.settings import Backoff
+from paceline.client.sync import ChatStream, Client, Session
+
+__all__ = [
+    "AsyncChatStream",
+    "AsyncClient",
+    "AsyncSession",
+    "Backoff",
+    "ChatAnswer",
+    "ChatOptions",
+    "ChatStream",
+    "Client",
+    "Delta",
+    "Sample",
+    "Sampling",
+    "Session",
+    "SessionInfo",
+    "Task",
+    "Tokens",
+    "ToolCall",
+    "ToolCallDelta",
+    "Usage",
+]

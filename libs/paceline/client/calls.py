@@ -1,0 +1,229 @@
+"""Every call of the gateway's HTTP API as a value. Owns paths, bodies and what may be asked twice; sends nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+from paceline.client.answers import ChatAnswer, Json, OpenedSession, Sample, SessionInfo, Tokens, need
+from paceline.client.options import CHAT_OPTIONS, SAMPLING, body_fields
+from paceline.client.settings import check_header, check_seconds
+from paceline.errors import DataLoss, InvalidInput
+
+T = TypeVar("T")
+FAIL_REASONS = ("infra", "data")
+MESSAGE_CHARACTERS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One call. `repeatable`: asking again after a lost answer does no harm."""
+
+    method: str
+    path: str
+    read: Callable[[Json | None], T] = field(repr=False)  # None: 204
+    key: str = field(default="", repr=False)  # bearer token; empty: the client's
+    body: Mapping[str, Any] | None = None
+    repeatable: bool = True
+    generates: bool = False
+    deadline_s: float | None = None  # None: the client's
+    extra_s: float = 0.0  # added to the client's deadline: what the call waits by design
+    accepts: tuple[int, ...] = ()  # statuses besides 200 and 201 that are answers
+
+    def content(self) -> bytes | None:
+        """The body as bytes. Raises InvalidInput for what JSON cannot say."""
+        if self.body is None:
+            return None
+        try:
+            return json.dumps(self.body, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"the body of {self.path} is not JSON: {error}") from error
+
+
+def health() -> Call[Json]:
+    """503 is an answer too: {"status": "starting"}."""
+    return Call("GET", "/health", dict_of, accepts=(503,))
+
+
+def models() -> Call[tuple[str, ...]]:
+    """Names of the models served."""
+    return Call("GET", "/v1/models", lambda data: tuple(need(one, "id", str) for one in _list(data, "data")))
+
+
+def about(
+    task: str | None,
+    group: str | None,
+    group_size: int | None,
+    sample_index: int | None,
+    trainable: bool | None,
+    turn_discount: float | None,
+    timeout_s: float | None,
+) -> Json:
+    """What a new session is: the fields that are given."""
+    fields = {"task_id": task, "group_id": group, "group_size": group_size, "sample_index": sample_index}
+    return given({**fields, "trainable": trainable, "turn_discount": turn_discount, "timeout_s": timeout_s})
+
+
+def current(api_key: str) -> OpenedSession:
+    """The session of a key, known by that alone. Raises InvalidInput."""
+    if not check_header(api_key, "key"):
+        raise InvalidInput("a session's key is empty")
+    return OpenedSession("current", api_key, "", None)
+
+
+def open_session(about: Mapping[str, Any]) -> Call[OpenedSession]:
+    """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its time-out."""
+    return Call("POST", "/v1/sessions", _opened, body=about)
+
+
+def claim(wait_s: float, timeout_s: float | None) -> Call[OpenedSession | None]:
+    """A session for the next task of the run; None when none came within `wait_s`."""
+    body = given({"claim": True, "wait_s": wait_s, "timeout_s": timeout_s})
+
+    def read(data: Json | None) -> OpenedSession | None:
+        return None if data is None else OpenedSession.read(data)
+
+    return Call("POST", "/v1/sessions", read, body=body, accepts=(204,), extra_s=wait_s)
+
+
+def session_info(session_id: str, key: str = "") -> Call[SessionInfo]:
+    """Where a session stands."""
+    return Call("GET", _path(session_id), _info, key)
+
+
+def export_tree(session_id: str, key: str = "") -> Call[Json]:
+    """The message tree."""
+    return Call("GET", _path(session_id, "/export?form=tree"), dict_of, key)
+
+
+def export_samples(session_id: str, key: str = "") -> Call[tuple[Sample, ...]]:
+    """What is or would be trained."""
+    return Call(
+        "GET",
+        _path(session_id, "/export?form=samples"),
+        lambda data: tuple(Sample.read(one) for one in _list(data, "samples")),
+        key,
+    )
+
+
+def reward(
+    session_id: str, value: float, completion_id: str | None = None, accumulate: bool = False, key: str = ""
+) -> Call[SessionInfo]:
+    """A reward of the session or of one turn. The idempotency key is made here, once for all attempts."""
+    return Call("POST", _path(session_id, "/reward"), _info, key, _reward_body(value, completion_id, accumulate))
+
+
+def reward_completion(completion_id: str, value: float, accumulate: bool = False) -> Call[SessionInfo]:
+    """A reward of a turn whose session the caller does not know."""
+    return Call("POST", "/v1/rewards", _info, body=_reward_body(value, completion_id, accumulate))
+
+
+def complete(session_id: str, value: float | None = None, key: str = "") -> Call[SessionInfo]:
+    """End a session."""
+    body = {} if value is None else {"reward": finite(value)}
+    return Call("POST", _path(session_id, "/complete"), _info, key, body)
+
+
+def abort(session_id: str, key: str = "") -> Call[SessionInfo]:
+    """End a session; nothing of it is trained."""
+    return Call("POST", _path(session_id, "/abort"), _info, key, {})
+
+
+def fail(session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = "") -> Call[SessionInfo]:
+    """End a session that could not be played to its end."""
+    if reason not in FAIL_REASONS:
+        raise InvalidInput("unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS))
+    body = {"reason": reason, "message": message[:MESSAGE_CHARACTERS]}
+    return Call("POST", _path(session_id, "/fail"), _info, key, body)
+
+
+def chat(
+    messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], key: str, *, stream: bool = False
+) -> Call[ChatAnswer]:
+    """One assistant message, whole or streamed."""
+    body = {**body_fields(options, CHAT_OPTIONS), "messages": list(messages)}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return _generation("/v1/chat/completions", ChatAnswer.read, key, body, options.get("deadline_s"))
+
+
+def generate(prompt: str | Sequence[int], options: Mapping[str, Any], key: str) -> Call[Tokens]:
+    """One completion with its token ids and log-probs."""
+    asked = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+    body = {**body_fields(options, SAMPLING), "prompt": asked, "return_token_ids": True, "logprobs": 0}
+    return _generation("/v1/completions", Tokens.read, key, body, options.get("deadline_s"))
+
+
+def given(fields: Mapping[str, Any]) -> Json:
+    """The fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def finite(value: float) -> float:
+    """A reward. Raises InvalidInput for what is not a finite number; True is 1.0."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput("a reward is a finite number", seen=repr(value)) from error
+    if not math.isfinite(number):
+        raise InvalidInput("a reward is a finite number", seen=number)
+    return number
+
+
+def dict_of(data: Json | None) -> Json:
+    """A JSON object. Raises DataLoss for an empty answer."""
+    if data is None:
+        raise DataLoss("the answer is empty", allowed="a JSON object")
+    return data
+
+
+def _generation(path: str, read: Callable[[Json], T], key: str, body: Json, deadline_s: float | None) -> Call[T]:
+    if deadline_s is not None:
+        check_seconds("deadline_s", deadline_s)
+    return Call(
+        "POST",
+        path,
+        lambda data: read(dict_of(data)),
+        key,
+        body,
+        repeatable=False,
+        generates=True,
+        deadline_s=deadline_s,
+    )
+
+
+def _reward_body(value: float, completion_id: str | None, accumulate: bool) -> Json:
+    return given(
+        {
+            "value": finite(value),
+            "completion_id": completion_id,
+            "accumulate": accumulate,
+            "idempotency_key": uuid.uuid4().hex,
+        }
+    )
+
+
+def _path(session_id: str, rest: str = "") -> str:
+    if not session_id:
+        raise InvalidInput("a session's id is empty")
+    return f"/v1/sessions/{quote(session_id, safe='')}{rest}"
+
+
+def _opened(data: Json | None) -> OpenedSession:
+    return OpenedSession.read(dict_of(data))
+
+
+def _info(data: Json | None) -> SessionInfo:
+    return SessionInfo.read(dict_of(data))
+
+
+def _list(data: Json | None, name: str) -> list[Json]:
+    listed = need(dict_of(data), name, list)
+    if not all(isinstance(one, dict) for one in listed):
+        raise DataLoss(f"the answer's field {name} holds something else than objects")
+    return listed

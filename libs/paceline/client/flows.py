@@ -1,0 +1,198 @@
+"""What happens on the way to an answer, without I/O: attempts, waits, deadlines, lost answers.
+
+A flow is a generator. It yields what to do (`Send`, `Pause`), is sent what came of it, and returns the result. The
+synchronous and the asynchronous client carry out the same flows; neither decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeAlias, TypeVar
+
+from paceline.client.answers import Json, SessionInfo
+from paceline.client.calls import Call
+from paceline.client.failures import error_of
+from paceline.client.settings import Backoff, Settings, check_seconds
+from paceline.errors import DataLoss, DeadlineExceeded, FailedPrecondition, PacelineError, Unavailable
+
+T = TypeVar("T")
+REFUSED_UNBEGUN = (429, 503)
+"""The gateway says so before it begins."""
+LOST_ON_THE_WAY = (502, 504)
+"""A proxy lost the answer: the gateway may have done what was asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Make one attempt, in at most `left_s` seconds."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str] = field(repr=False)
+    content: bytes | None = field(repr=False)
+    left_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer came. A streamed one of status 200 has no body here."""
+
+    status: int
+    headers: Mapping[str, str]  # names in lower case
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """No answer came. `sent`: the request may have reached the gateway. `late`: the time was up."""
+
+    sent: bool
+    late: bool
+    cause: Exception
+    hopeless: bool = False  # another attempt would end the same way
+
+
+Step: TypeAlias = Send | Pause
+Outcome: TypeAlias = Answer | Lost | None
+Flow: TypeAlias = Generator[Step, Outcome, T]
+
+
+@dataclass(slots=True)
+class Attempts:
+    """The attempts of one call so far."""
+
+    call: Call[Any]
+    deadline_s: float
+    backoff: Backoff
+    number: int = 0
+    doubt: bool = False  # an answer was lost: the gateway may have done what was asked
+
+    def wait_s(self, outcome: Answer | Lost) -> float | None:
+        """Seconds until the next attempt; None: there must be none."""
+        if isinstance(outcome, Lost):
+            self.doubt |= outcome.sent
+            again = not (outcome.late or outcome.hopeless) and (self.call.repeatable or not outcome.sent)
+            return self.backoff.wait_s(self.number, None) if again else None
+        self.doubt |= outcome.status in LOST_ON_THE_WAY
+        again = outcome.status in REFUSED_UNBEGUN or (self.call.repeatable and outcome.status in LOST_ON_THE_WAY)
+        return self.backoff.wait_s(self.number, retry_after_s(outcome.headers)) if again else None
+
+    def error(self, outcome: Answer | Lost) -> PacelineError:
+        """What the caller is told when this was the last attempt."""
+        error = self._lost(outcome) if isinstance(outcome, Lost) else error_of(outcome.status, outcome.body)
+        said = "" if isinstance(outcome, Lost) else f" answered {outcome.status}"
+        error.add_note(
+            f"{self.call.method} {self.call.path}{said}, attempt {self.number}, deadline {self.deadline_s} s"
+        )
+        return error
+
+    def _lost(self, outcome: Lost) -> PacelineError:
+        error: PacelineError
+        why = f"{type(outcome.cause).__name__}: {outcome.cause}"
+        if outcome.late:
+            error = DeadlineExceeded("no answer from the gateway in time", seen=why, allowed=f"{self.deadline_s} s")
+        elif outcome.sent:
+            error = Unavailable("the connection to the gateway broke off", reason="CONNECTION_LOST", seen=why)
+        else:
+            error = Unavailable("no connection to the gateway", reason="NO_CONNECTION", seen=why)
+        error.__cause__ = outcome.cause
+        return error
+
+
+def ask(call: Call[T], settings: Settings) -> Flow[T]:
+    """Send until there is an answer, and read it.
+
+    Raises the error the gateway answered; Unavailable when it cannot be reached; DeadlineExceeded when the time was up
+    while an answer was awaited; DataLoss when the answer cannot be read.
+    """
+    answer = yield from answered(_attempts(call, settings), settings)
+    return call.read(None if answer.status == 204 else _json(answer))
+
+
+def ending(
+    call: Call[SessionInfo], look: Call[SessionInfo], states: tuple[str, ...], settings: Settings
+) -> Flow[SessionInfo]:
+    """End a session. When an answer was lost and the session turns out to have ended as asked, that is the answer."""
+    attempts = _attempts(call, settings)
+    try:
+        answer = yield from answered(attempts, settings)
+    except FailedPrecondition:
+        if not attempts.doubt:
+            raise
+        info = yield from ask(look, settings)
+        if info.state not in states:
+            raise
+        return info
+    return call.read(_json(answer))
+
+
+def opening(call: Call[Any], settings: Settings) -> Flow[None]:
+    """Send until a stream begins; the driver keeps the stream."""
+    yield from answered(_attempts(call, settings), settings)
+
+
+def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
+    """Attempts until one is answered well. Raises as `ask` does."""
+    call, clock = attempts.call, attempts.backoff.clock
+    content, headers = call.content(), _headers(call, settings)
+    end = clock() + attempts.deadline_s
+    while True:
+        attempts.number += 1
+        outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
+        assert outcome is not None
+        if isinstance(outcome, Answer) and outcome.status in (200, 201, *call.accepts):
+            return outcome
+        wait = attempts.wait_s(outcome)
+        if wait is None or clock() + wait >= end:
+            raise attempts.error(outcome)
+        yield Pause(wait)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Seconds that Retry-After asks for, as a number or a date; None when it says nothing readable."""
+    text = headers.get("retry-after", "").strip()
+    if text.isascii() and text.isdecimal():
+        return float(text)
+    try:
+        when = parsedate_to_datetime(text)
+    except ValueError:
+        return None
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return max((when - datetime.now(UTC)).total_seconds(), 0.0)
+
+
+def _attempts(call: Call[Any], settings: Settings) -> Attempts:
+    default = settings.generation_deadline_s if call.generates else settings.deadline_s
+    deadline_s = default + call.extra_s if call.deadline_s is None else check_seconds("deadline_s", call.deadline_s)
+    return Attempts(call, deadline_s, settings.backoff)
+
+
+def _headers(call: Call[Any], settings: Settings) -> dict[str, str]:
+    key = call.key or settings.token
+    headers = {"accept": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    if call.body is not None:
+        headers["content-type"] = "application/json"
+    return headers
+
+
+def _json(answer: Answer) -> Json:
+    try:
+        data = json.loads(answer.body)
+    except ValueError as error:
+        raise DataLoss("the answer is not JSON", seen=repr(answer.body[:200])) from error
+    if not isinstance(data, dict):
+        raise DataLoss("the answer is not a JSON object", seen=repr(answer.body[:200]))
+    return data

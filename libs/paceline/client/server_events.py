@@ -1,0 +1,67 @@
+"""Server-sent events: bytes in, JSON objects out. Owns framing; not what the objects mean.
+
+Only CR and LF end a line here. `str.splitlines` and httpx's `iter_lines` also split at U+2028 and its like, which a
+model may say and JSON does not escape.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from paceline.errors import DataLoss
+
+MAX_EVENT_BYTES = 16 << 20
+DONE = b"[DONE]"
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+
+
+class EventReader:
+    """Gathers events from pieces cut anywhere. `done` is true after [DONE]."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
+        """The events that this piece completes. Raises DataLoss for one that is too long or not a JSON object."""
+        self._rest += piece
+        while not self.done:
+            # A CR at the very end may be half of CR LF.
+            found = _LINE_END.search(self._rest, 0, len(self._rest) - self._rest.endswith(b"\r"))
+            if found is None:
+                break
+            line, self._rest = self._rest[: found.start()], self._rest[found.end() :]
+            if line:
+                self._take(line)
+                continue
+            event = self._event()
+            if event is not None:
+                yield event
+        held = len(self._rest) + sum(map(len, self._data))
+        if held > MAX_EVENT_BYTES:
+            raise DataLoss("a streamed event is too long", seen=f"{held} bytes", allowed=f"{MAX_EVENT_BYTES} bytes")
+
+    def _take(self, line: bytes) -> None:
+        name, _, value = line.partition(b":")
+        if name == b"data":  # the others are comments, ids and event names: nothing we use
+            self._data.append(value.removeprefix(b" "))
+
+    def _event(self) -> dict[str, Any] | None:
+        if not self._data:
+            return None
+        data = b"\n".join(self._data)
+        self._data = []
+        if data == DONE:
+            self.done = True
+            return None
+        try:
+            event = json.loads(data)
+        except ValueError as error:
+            raise DataLoss("a streamed event is not JSON", seen=repr(data[:200])) from error
+        if not isinstance(event, dict):
+            raise DataLoss("a streamed event is not a JSON object", seen=repr(data[:200]))
+        return event

@@ -1,0 +1,211 @@
+"""A response's growing text as news of a message: reasoning, content, tool calls. Owns neither ids nor spellings.
+
+What a model says is never refused: what is not a whole call is content, as it stands.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+
+from paceline.errors import InternalError
+from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
+from rollout_gateway.chat.tool_formats import BLANK, Deviation, GrowingText, IdSource, Reading, SpelledCall, ToolFormat
+
+THINK, THOUGHT = "<think>", "</think>"
+"""Marks around reasoning. Special tokens in some tokenizers: decoding must not drop them."""
+
+_ALL = re.compile(r".+", re.DOTALL)
+_THINKING = re.compile(r"[^\n<]+")
+
+
+def random_digits(count: int) -> str:
+    """An IdSource that cannot be guessed."""
+    return secrets.token_hex((count + 1) // 2)[:count]
+
+
+class ChatParser:
+    """Reads one response. The message is the same however its text is cut.
+
+    With a format, white space around calls is dropped and calls are given out when complete. Offered tools decide
+    whether a format is given at all, not which names count: a call of an unknown tool is the client's to answer.
+    """
+
+    def __init__(
+        self,
+        tool_format: ToolFormat | None,
+        *,
+        reasoning: bool,
+        starts_in_reasoning: bool = False,
+        forced: str = "",
+        digits: IdSource = random_digits,
+    ) -> None:
+        """`starts_in_reasoning`: the prompt ends inside <think>. `forced`: how the prompt began the response."""
+        self._format = tool_format
+        self._digits = digits
+        self._text = GrowingText()
+        self._news = _News()
+        self._calls = 0
+        self._reading = self._message(reasoning, starts_in_reasoning)
+        self._text.push(forced)
+
+    def push(self, text: str) -> Delta:
+        """News with more text of the response, cut anywhere. Raises InternalError after `finish`."""
+        if self._text.ended:
+            raise InternalError("text after the end of the response", seen=text[:80])
+        self._text.push(text)
+        next(self._reading, None)
+        return self._news.taken()
+
+    def finish(self) -> Delta:
+        """News with the end of the response: what was held back."""
+        self._text.ended = True
+        next(self._reading, None)
+        return self._news.taken()
+
+    def _message(self, reasoning: bool, started: bool) -> Reading[None]:
+        if reasoning:
+            yield from self._thinking(started)
+        if self._format is None:
+            yield from self._all_content()
+        else:
+            yield from self._speech(self._format)
+
+    def _thinking(self, started: bool) -> Reading[None]:
+        """Reasoning, if the response begins with it. The newlines that belong to the markers are dropped."""
+        text = self._text
+        if not started:
+            yield from text.blanks()
+        if (yield from text.at(THINK)):  # also where the prompt has it: some models repeat it
+            text.take(len(THINK))
+        elif not started:
+            return  # the white space is kept, for the content
+        if (yield from text.at("\n")):
+            text.take()
+        text.forget()
+        while (yield from text.peek()):
+            for end in ("\n" + THOUGHT, THOUGHT):
+                if (yield from text.at(end)):
+                    text.take(len(end))
+                    yield from self._newline_pair()
+                    return
+            text.take()
+            text.take_known(_THINKING)
+            self._news.reasoning.append(text.forget())
+
+    def _newline_pair(self) -> Reading[None]:
+        for _ in range(2):
+            if (yield from self._text.at("\n")):
+                self._text.take()
+        self._text.forget()
+
+    def _all_content(self) -> Reading[None]:
+        self._news.content.append(self._text.forget())
+        while (yield from self._text.peek()):
+            self._text.take_known(_ALL)
+            self._news.content.append(self._text.forget())
+
+    def _speech(self, tool_format: ToolFormat) -> Reading[None]:
+        """Content and calls. White space is kept until it is known what it precedes."""
+        text = self._text
+        plain = _plain(tool_format.markers)
+        openings = tool_format.at_start + tool_format.markers
+        yield from text.blanks()
+        while (yield from text.peek()):
+            if not (yield from self._at_any(openings)):
+                text.take()
+                text.take_known(plain)
+            elif (yield from self._took_calls(tool_format)):
+                yield from text.blanks()
+                text.forget()
+                openings = tool_format.after_calls + tool_format.markers
+                continue
+            self._news.content.append(text.forget())
+            openings = tool_format.markers
+            yield from text.blanks()
+        self._news.content.append(text.forget())
+
+    def _at_any(self, words: Iterable[str]) -> Reading[bool]:
+        for word in words:
+            if (yield from self._text.at(word)):
+                return True
+        return False
+
+    def _took_calls(self, tool_format: ToolFormat) -> Reading[bool]:
+        """False when there are none after all; what was taken for them is still kept then."""
+        try:
+            calls = yield from tool_format.read(self._text)
+        except Deviation:
+            return False
+        self._text.forget()
+        self._news.calls += (self._news_of(tool_format, call) for call in calls)
+        return True
+
+    def _news_of(self, tool_format: ToolFormat, call: SpelledCall) -> ToolCallDelta:
+        index = self._calls
+        self._calls += 1
+        return ToolCallDelta(index, tool_format.call_id(self._digits), call.name, call.arguments)
+
+
+class _News:
+    """What the next Delta will say."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[ToolCallDelta] = []
+
+    def taken(self) -> Delta:
+        delta = Delta("".join(self.content), "".join(self.reasoning), tuple(self.calls))
+        self.content, self.reasoning, self.calls = [], [], []
+        return delta
+
+
+def _plain(markers: Sequence[str]) -> re.Pattern[str]:
+    """Text that ends neither in white space nor at the first character of a marker, so that nothing in it waits."""
+    stop = "".join(sorted({re.escape(marker[0]) for marker in markers}))
+    return re.compile(rf"[^{stop}]*[^{stop} \t\r\n]")
+
+
+def knows_reasoning(template_source: str) -> bool:
+    """Whether a chat template is one of a model that thinks between <think> and </think>."""
+    return THINK in template_source
+
+
+def opens_reasoning(prompt_end: str) -> bool:
+    """Whether a prompt, as rendered by the template, ends inside <think>; any end of it longer than that will do."""
+    return prompt_end.rstrip().endswith(THINK)
+
+
+def forced_beginning(tool_format: ToolFormat, name: str = "", *, in_reasoning: bool = False) -> str:
+    """What to put after the prompt, and into `ChatParser(forced=)`, to get a call of the tool `name`, or of any.
+
+    A prompt that ends inside <think> is led out of it first.
+    """
+    out = f"\n{THOUGHT}\n\n" if in_reasoning else ""
+    return out + tool_format.beginning(name)
+
+
+def finish_name(message: Message, engine: str) -> str:
+    """Finish reason for the API, given the engine's: a stop after calls is "tool_calls"."""
+    return "tool_calls" if engine == "stop" and message.tool_calls else engine
+
+
+def reasoning_tokens(
+    token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], *, starts_in_reasoning: bool = False
+) -> int:
+    """Tokens of a response up to and with the end of reasoning; all when it never ends, 0 without any.
+
+    `decode` must keep the marks. Decodes the whole and then log2(tokens) beginnings of it.
+    """
+    whole = decode(token_ids)
+    if not starts_in_reasoning and not whole.lstrip(BLANK).startswith(THINK):
+        return 0
+    if THOUGHT not in whole:
+        return len(token_ids)
+    short, enough = 0, len(token_ids)  # tokens without and with the end
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        short, enough = (short, middle) if THOUGHT in decode(token_ids[:middle]) else (middle, enough)
+    return enough

@@ -1,0 +1,91 @@
+"""The model's chat template: conversations to text. Owns what follows a message that is known token by token.
+
+Templates are untrusted Jinja: they run in its sandbox. Tokens are TextCodec's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from paceline.errors import ConfigError, InvalidInput
+from rollout_gateway.chat.messages import ChatRequest, Message
+
+_MARK = "Pacelineturn"
+"""Letters only, so that no template strips or splits it."""
+
+
+class ChatTemplate:
+    """One template of one model."""
+
+    def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
+        """`tokens`: bos_token, eos_token, pad_token as text. Raises jinja2.TemplateSyntaxError."""
+        self.source = source
+        self._tokens = dict(tokens)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now(UTC).strftime(form)
+        self._template = environment.from_string(source)
+
+    def render(self, request: ChatRequest) -> str:
+        """The conversation up to where the model is to speak. Raises InvalidInput when the template refuses it."""
+        return self._render(request.messages, request.tools)
+
+    def after(self, request: ChatRequest, index: int) -> str | None:
+        """What the template writes after the content of the assistant's message `index`; None when it hides it.
+
+        The message itself is replaced by a mark: what the model said is known as tokens, and only the text behind it is
+        asked for. The end of the turn (such as `<|im_end|>`) comes first; a caller whose tokens hold it leaves it out.
+        """
+        mark = _MARK
+        while any(mark in message.content or mark in message.reasoning for message in request.messages):
+            mark += "x"
+        messages = list(request.messages)
+        messages[index] = replace(messages[index], content=mark, reasoning="", tool_calls=())
+        text = self._render(messages, request.tools)
+        return text.partition(mark)[2] if text.count(mark) == 1 else None
+
+    def _render(self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]]) -> str:
+        spelled = [message.for_template() for message in messages]
+        try:
+            return self._template.render(
+                messages=spelled, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+            raise InvalidInput(f"messages: the chat template refused them: {error}") from error
+
+
+def read_template(directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """That of a model directory: chat_template.jinja, else tokenizer_config.json's. Raises ConfigError."""
+    path = directory / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
+    try:
+        return ChatTemplate(str(source), tokens) if source else None
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template of {directory} cannot be read: {error}") from error
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,36 @@
+"""Hermes' tool calls, those of Qwen2.5 and Qwen3 as well: a JSON object between <tool_call> and </tool_call>."""
+
+from __future__ import annotations
+
+import json
+
+from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall, openai_call_id
+from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import call_object
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes:
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one pair of tags per call."""
+
+    name = "hermes"
+    special_tokens: tuple[str, ...] = (_OPEN, _CLOSE)
+    markers: tuple[str, ...] = (_OPEN,)
+    at_start: tuple[str, ...] = ()
+    after_calls: tuple[str, ...] = ()
+
+    def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
+        yield from text.expect(_OPEN)
+        yield from text.blanks()
+        call = yield from call_object(text, ("arguments", "parameters"))
+        yield from text.blanks()
+        yield from text.expect(_CLOSE)
+        return [call]
+
+    def beginning(self, name: str = "") -> str:
+        named = f' {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else ""
+        return f'{_OPEN}\n{{"name":{named}'
+
+    def call_id(self, digits: IdSource) -> str:
+        return openai_call_id(digits)

@@ -1,0 +1,146 @@
+"""JSON read from growing text, strictly and without recursion. Owns what is JSON and where it ends.
+
+Values are returned as the exact text the model wrote: parsing and writing them anew would change numbers and spaces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from rollout_gateway.chat.tool_formats.base import SpelledCall
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+
+DEEPEST = 100
+"""Objects and arrays inside each other at most: what reads the arguments later (clients, templates) recurses."""
+
+_NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
+_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
+_WORDS = {"t": "true", "f": "false", "n": "null"}
+_CLOSING = {"{": "}", "[": "]"}
+
+
+def json_value(text: GrowingText) -> Reading[str]:
+    """Takes one JSON value and returns its text. Raises Deviation at the first character that cannot be JSON."""
+    start = text.mark()
+    open_: list[str] = []  # closing brackets that are due, the outermost first
+    while True:
+        opened = yield from text.peek()
+        if opened in ("{", "["):
+            text.take()
+            open_.append(_CLOSING[opened])
+            if len(open_) > DEEPEST:
+                raise Deviation
+            yield from text.blanks()
+            if (yield from text.peek()) != open_[-1]:
+                if opened == "{":
+                    yield from _key(text)
+                continue
+        else:
+            yield from _scalar(text)
+        if not (yield from _comma(text, open_)):
+            return text.since(start)
+
+
+def json_members(text: GrowingText) -> Reading[dict[str, str]]:
+    """Takes one JSON object and returns the texts of its members; of equal keys the last counts, as in `json`.
+
+    Raises Deviation at the first character that cannot be one.
+    """
+    yield from text.expect("{")
+    members: dict[str, str] = {}
+    yield from text.blanks()
+    if (yield from text.at("}")):
+        text.take()
+        return members
+    open_ = ["}"]
+    while open_:
+        key = yield from _key(text)
+        members[key] = yield from json_value(text)
+        yield from text.blanks()
+        if (yield from text.peek()) == ",":
+            text.take()
+            yield from text.blanks()
+        else:
+            yield from text.expect(open_.pop())
+    return members
+
+
+def call_object(text: GrowingText, argument_keys: Sequence[str], *, required: bool = False) -> Reading[SpelledCall]:
+    """Takes a call written as an object with "name" and one of `argument_keys`; other members mean nothing.
+
+    Without arguments they are `{}`, unless `required`. Raises Deviation when it is no call.
+    """
+    members = yield from json_members(text)
+    arguments = next((members[key] for key in argument_keys if key in members), None)
+    if "name" not in members or (required and arguments is None):
+        raise Deviation
+    return SpelledCall(_name(members["name"]), "{}" if arguments is None else arguments)
+
+
+def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
+    """After a value: closes what ends here. True when a comma and what precedes the next value have been taken."""
+    while open_:
+        yield from text.blanks()
+        if (yield from text.peek()) == ",":
+            text.take()
+            yield from text.blanks()
+            if open_[-1] == "}":
+                yield from _key(text)
+            return True
+        yield from text.expect(open_.pop())
+    return False
+
+
+def _key(text: GrowingText) -> Reading[str]:
+    """A key with its colon, up to the value."""
+    key = yield from _string(text)
+    yield from text.blanks()
+    yield from text.expect(":")
+    yield from text.blanks()
+    return str(json.loads(key))
+
+
+def _scalar(text: GrowingText) -> Reading[None]:
+    first = yield from text.peek()
+    if first == '"':
+        yield from _string(text)
+    elif first in _WORDS:
+        yield from text.expect(_WORDS[first])
+    elif not _NUMBER.fullmatch((yield from text.run(_NUMBER_CHARACTERS))):
+        raise Deviation
+
+
+def _string(text: GrowingText) -> Reading[str]:
+    start = text.mark()
+    yield from text.expect('"')
+    while True:
+        yield from text.run(_PLAIN)
+        if (yield from text.at('"')):
+            text.take()
+            return text.since(start)
+        yield from text.expect("\\")
+        escaped = yield from text.peek()
+        if escaped not in tuple('"\\/bfnrtu'):
+            raise Deviation
+        text.take()
+        for _ in range(4 if escaped == "u" else 0):
+            if (yield from text.peek()) not in tuple("0123456789abcdefABCDEF"):
+                raise Deviation
+            text.take()
+
+
+def _name(written: str) -> str:
+    """Name of a tool from its JSON text. Raises Deviation when it is none that could be sent."""
+    if not written.startswith('"'):
+        raise Deviation
+    name = str(json.loads(written))
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise Deviation from error
+    if not name:
+        raise Deviation
+    return name

@@ -1,0 +1,78 @@
+"""Mistral's tool calls: an array after [TOOL_CALLS], or since 2025 a name, [ARGS] and an object for each call."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall
+from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
+from rollout_gateway.chat.tool_formats.json_text import call_object, json_value
+
+_MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[\w.:/-]+")
+
+
+class Mistral:
+    """Reads both spellings; the template tells which one a forced beginning has."""
+
+    name = "mistral"
+    special_tokens: tuple[str, ...] = (_MARKER, _ID, _ARGUMENTS)
+    markers: tuple[str, ...] = (_MARKER,)
+    at_start: tuple[str, ...] = ()
+    after_calls: tuple[str, ...] = ()
+
+    def __init__(self, template_source: str = "") -> None:
+        self._named = _ARGUMENTS in template_source
+        # Tokenizers made with sentencepiece put a space after the marker.
+        self._array = f"{_MARKER} [" if f"{_MARKER} [" in template_source else f"{_MARKER}["
+
+    def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
+        yield from text.expect(_MARKER)
+        yield from text.blanks()
+        if (yield from text.at("[")):
+            return (yield from _array(text))
+        if (yield from text.at("{")):  # one call without the array around it
+            return [(yield from call_object(text, ("arguments", "parameters")))]
+        return [(yield from _named(text))]
+
+    def beginning(self, name: str = "") -> str:
+        if self._named:
+            return f"{_MARKER}{name}{_ARGUMENTS}" if name else _MARKER
+        named = f' {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else ""
+        return f'{self._array}{{"name":{named}'
+
+    def call_id(self, digits: IdSource) -> str:
+        """Nine letters and digits: the templates refuse other lengths."""
+        return digits(9)
+
+
+def _array(text: GrowingText) -> Reading[list[SpelledCall]]:
+    """All calls or none: an array that is never closed is no call."""
+    calls: list[SpelledCall] = []
+    closing = "["
+    while closing != "]":
+        text.take()
+        yield from text.blanks()
+        calls.append((yield from call_object(text, ("arguments", "parameters"))))
+        yield from text.blanks()
+        closing = yield from text.peek()
+        if closing not in (",", "]"):
+            raise Deviation
+    text.take()
+    return calls
+
+
+def _named(text: GrowingText) -> Reading[SpelledCall]:
+    name = yield from text.run(_NAME)
+    if not name:
+        raise Deviation
+    if (yield from text.at(_ID)):  # an id that the model made up; calls get theirs from the gateway
+        text.take(len(_ID))
+        yield from text.run(_NAME)
+    if (yield from text.at(_ARGUMENTS)):
+        text.take(len(_ARGUMENTS))
+    yield from text.blanks()
+    if not (yield from text.at("{")):
+        raise Deviation
+    return SpelledCall(name, (yield from json_value(text)))

@@ -1,0 +1,232 @@
+"""JSON grammars of the requests that run: which tokens may follow, at the end of a response and at every draft node.
+
+Owns one matcher per request with a schema, built from the model's tokenizer, and the masks on the logits; not what a
+schema may be (engines/json_schema.py), not the draw. Masked logits take the place of the model's for everything after:
+penalties, masks by probability, the draw, and the log-probs that are reported, which are hence those of the masked
+distribution at the request's temperature.
+
+The mask at a node depends on the response and on the drafts on the path to it, so it is the one that decoding without
+drafts would apply there: drafts are verified as always and change no token. A draft that the grammar refuses has
+probability 0. A request without a schema costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from paceline.errors import InvalidInput
+from paceline.models.config import ModelConfig
+from rollout_gateway.engines.base import Capability, Finish, Sampling, missing
+from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.json_schema import check_json_schema, grammar_of, parser_limits, refused
+from rollout_gateway.engines.sequence import RunningSequence
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT_GRAMMARS = 16
+"""Schemas whose grammar is kept as built, those used last: the samples of a group ask for the same one."""
+
+Allowed = npt.NDArray[np.bool_]
+"""[V] tokens that may follow."""
+
+
+class GrammarFault(Exception):
+    """A matcher cannot go on: a limit is reached, or no token of the vocabulary may follow."""
+
+
+@dataclass(slots=True)
+class _Followed:
+    """Where one response stands in its grammar."""
+
+    matcher: LLMatcher
+    consumed: int  # response tokens the matcher has taken
+    allowed: Allowed  # after them
+
+
+class Grammars:
+    """Follows the responses that have a schema and masks their logits; the others cost nothing."""
+
+    def __init__(self, config: ModelConfig, model_dir: Path) -> None:
+        self._vocab = config.vocab_size
+        self._eos = config.eos_token_ids
+        self._path = model_dir / "tokenizer.json"
+        self._tokenizer: LLTokenizer | None = None
+        self._built: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._followed: dict[RunningSequence, _Followed] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether this engine can follow a schema at all."""
+        return bool(self._eos) and self._path.is_file() and find_spec("llguidance") is not None
+
+    def check(self, sampling: Sampling) -> None:
+        """Raises InvalidInput naming response_format, or MissingCapability; builds what following it will need."""
+        if not sampling.json_schema:
+            return
+        if not self.possible:
+            raise missing("embedded", Capability.JSON_SCHEMA)
+        check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
+        try:
+            self._allowed(self._matcher(sampling.json_schema))
+        except GrammarFault as fault:
+            raise refused(str(fault), sampling.json_schema) from fault
+
+    def advance(self, rows: Iterable[RunningSequence]) -> None:
+        """Take what responses have said since. One that cannot go on has its finish and error set, and it alone."""
+        for sequence in rows:
+            if sequence.request.sampling.json_schema:
+                try:
+                    self._advance(sequence)
+                except GrammarFault as fault:
+                    sequence.finish, sequence.error = Finish.ERROR, f"response_format cannot be followed on: {fault}"
+
+    def mask_(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> None:
+        """Set what may not follow to -inf in logits [N, V] of the forwarded nodes; rows as given to `advance`.
+
+        Nodes that no allowed path leads to stay as they are. Of drafts that a fault keeps from being masked the token
+        becomes -1: they are not followed, and the request goes on without them.
+        """
+        asking = [row for row, sequence in enumerate(rows) if sequence.request.sampling.json_schema]
+        if not asking:
+            return
+        index = torch.tensor(asking, device=logits.device)
+        tokens = nodes.tokens[index].tolist()
+        chain = [max(node - 1, 0) for node in range(nodes.width)]
+        parents = [chain] * len(asking) if nodes.parents is None else nodes.parents[index].tolist()
+        places: list[int] = []
+        masks: list[Allowed] = []
+        for row, drafts, above in zip(asking, tokens, parents, strict=True):
+            found, whole = self._node_masks(rows[row], drafts, above)
+            if not whole:
+                lost = [node for node in range(1, nodes.width) if node not in found]
+                nodes.tokens[row, torch.tensor(lost, dtype=torch.int64, device=logits.device)] = -1
+            places += [row * nodes.width + node for node in found]
+            masks += found.values()
+        _mask_(logits, nodes, places, masks)
+
+    def drop(self, ended: Iterable[RunningSequence]) -> None:
+        """Forget sequences that have ended; unknown ones are ignored."""
+        for sequence in ended:
+            self._followed.pop(sequence, None)
+
+    def __len__(self) -> int:
+        """Sequences that are followed."""
+        return len(self._followed)
+
+    # ---- matchers
+
+    def _advance(self, sequence: RunningSequence) -> None:
+        followed = self._followed.get(sequence)
+        if followed is not None and followed.consumed == len(sequence.tokens):
+            return
+        if followed is None:
+            matcher, consumed = self._matcher(sequence.request.sampling.json_schema), 0
+        else:
+            matcher, consumed = followed.matcher, followed.consumed
+        if not matcher.consume_tokens(sequence.tokens[consumed:]):
+            raise GrammarFault(matcher.get_error())
+        self._followed[sequence] = _Followed(matcher, len(sequence.tokens), self._allowed(matcher))
+
+    def _matcher(self, schema: str) -> LLMatcher:
+        """A matcher of its own at the beginning. Raises InvalidInput or GrammarFault."""
+        from llguidance import LLMatcher
+
+        built = self._built.get(schema)
+        if built is None:
+            built = LLMatcher(self._load_tokenizer(), grammar_of(schema), log_level=0, limits=parser_limits())
+            if built.is_error():
+                raise GrammarFault(built.get_error())
+            self._built[schema] = built
+            if len(self._built) > KEPT_GRAMMARS:
+                self._built.popitem(last=False)
+        self._built.move_to_end(schema)
+        return built.deep_copy()
+
+    def _allowed(self, matcher: LLMatcher) -> Allowed:
+        """What may follow. Raises GrammarFault, also when nothing may."""
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_error():  # its mask would then allow the end token alone
+            raise GrammarFault(matcher.get_error())
+        allowed = np.unpackbits(bits, count=self._vocab, bitorder="little").view(np.bool_)
+        if not allowed.any():
+            raise GrammarFault("no token of the vocabulary may follow")
+        return allowed
+
+    def _load_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            from llguidance import LLTokenizer
+
+            text = self._path.read_text(encoding="utf-8")
+            slices = LLTokenizer.json_slices()
+            try:
+                own = LLTokenizer(text, eos_token=list(self._eos), slices=slices)
+                # A model's vocabulary is often padded beyond its tokenizer's.
+                short = own.vocab_size < self._vocab
+                padded = LLTokenizer(text, n_vocab=self._vocab, eos_token=list(self._eos), slices=slices)
+                self._tokenizer = padded if short else own
+            except ValueError as error:
+                raise InvalidInput(f"response_format needs another tokenizer.json: {error}", seen=self._path) from error
+        return self._tokenizer
+
+    # ---- draft nodes
+
+    def _node_masks(
+        self, sequence: RunningSequence, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[dict[int, Allowed], bool]:
+        """By node what may follow there, where an allowed path leads; and whether the walk met no fault.
+
+        tokens, parents [Q]: of the row's nodes, parents first, the root its own parent.
+        """
+        followed = self._followed[sequence]
+        children: dict[int, list[int]] = {}
+        for node in range(1, len(tokens)):
+            if tokens[node] >= 0:
+                children.setdefault(parents[node], []).append(node)
+        masks = {0: followed.allowed}
+        try:
+            self._descend(followed.matcher, tokens, children, 0, masks)
+        except GrammarFault:
+            # A broken matcher stays so: `advance` takes another, and meets the fault again if the draft is drawn.
+            del self._followed[sequence]
+            return masks, False
+        return masks, True
+
+    def _descend(
+        self,
+        matcher: LLMatcher,
+        tokens: Sequence[int],
+        children: dict[int, list[int]],
+        node: int,
+        masks: dict[int, Allowed],
+    ) -> None:
+        """Masks of what hangs under a node at which the matcher stands, and stands again afterwards."""
+        for child in children.get(node, ()):
+            token = tokens[child]
+            if not masks[node][token] or token in self._eos:  # nothing is drawn after an end
+                continue
+            if not matcher.consume_token(token):
+                raise GrammarFault(matcher.get_error())
+            masks[child] = self._allowed(matcher)
+            self._descend(matcher, tokens, children, child, masks)
+            if not matcher.rollback(1):
+                raise GrammarFault(matcher.get_error())
+
+
+def _mask_(logits: Tensor, nodes: Nodes, places: Sequence[int], masks: Sequence[Allowed]) -> None:
+    """Mask logits [N, V] at nodes of the flattened block."""
+    index = torch.tensor(places, device=logits.device)
+    if nodes.kept is not None:
+        index = torch.searchsorted(nodes.kept, index)  # kept ascends, and every node with a mask is among them
+    forbidden = torch.from_numpy(~np.stack(masks)).to(logits.device)
+    logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)

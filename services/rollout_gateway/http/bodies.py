@@ -1,0 +1,63 @@
+"""Request bodies: bounded, checked, and what is wrong with them by field. Owns no schema."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from paceline.errors import InvalidInput
+
+MAX_BODY_BYTES = 8 << 20
+SEEN_CHARACTERS = 100
+B = TypeVar("B", bound=BaseModel)
+
+
+class FieldError(InvalidInput):
+    """A field of the body is wrong."""
+
+    def __init__(self, field: str, message: str, *, seen: object, allowed: object = None) -> None:
+        super().__init__(f"{field}: {message}", seen=seen, allowed=allowed)
+        self.field = field
+
+
+async def read(request: Request, kind: type[B]) -> B:
+    """The body, checked. Raises InvalidInput naming the first wrong field, or when it is too large."""
+    return parse(kind, await _bytes(request))
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """A body from JSON. An empty one counts as an object without fields. Raises FieldError."""
+    try:
+        return kind.model_validate_json(raw or b"{}")
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        seen = repr(first.get("input"))[:SEEN_CHARACTERS]
+        raise FieldError(_spelled(first["loc"]), str(first["msg"]), seen=seen) from error
+
+
+def _spelled(loc: tuple[Any, ...]) -> str:
+    """messages[0].content; the branch of a union that pydantic tried is left out."""
+    text = ""
+    for part in loc:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            text += f".{part}" if text else part
+    return text or "body"
+
+
+async def _bytes(request: Request) -> bytes:
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise InvalidInput(
+                "the body is too large",
+                reason="BODY_TOO_LARGE",
+                seen=f"over {MAX_BODY_BYTES} bytes",
+                allowed=f"{MAX_BODY_BYTES} bytes",
+            )
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,77 @@
+"""A user's own rule: found by its import path, called, its answer checked. Owns the checks; runs in a child only."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import pkgutil
+import sys
+from asyncio import Runner
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from paceline.errors import ConfigError
+from rollout_gateway.environments.base import Episode
+
+ALLOWED = "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
+
+
+class OwnRule:
+    """One object of the user's class; built once, asked one episode at a time."""
+
+    def __init__(self, path: str, runner: Runner) -> None:
+        """Raises ConfigError when the path names no such class or the class cannot be built."""
+        try:
+            rule = find(path)()
+        except Exception as error:
+            raise ConfigError(f"a reward rule cannot be built: {type(error).__name__}: {error}", seen=path) from error
+        if not callable(getattr(rule, "score", None)):
+            raise ConfigError("a reward rule has no method score", seen=path, allowed=ALLOWED)
+        self._rule = rule
+        self._runner = runner
+
+    def score(self, episode: Episode) -> float | None:
+        """What the rule says; a coroutine is run to its end, always on the same event loop.
+
+        Raises what the rule raises, TypeError for what is no number.
+        """
+        value = self._rule.score(episode)
+        if inspect.isawaitable(value):
+            value = self._runner.run(_result(value))
+        return number(value)
+
+
+def find(path: str) -> Any:
+    """The object that "package.module:Class" or "path/to/file.py:Class" names. Raises whatever importing it raises."""
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py"):
+        return getattr(_load_file(Path(place).resolve()), name)
+    return pkgutil.resolve_name(path)
+
+
+def number(value: Any) -> float | None:
+    """None, or the number as float: also those of numpy and torch with one element. Raises TypeError."""
+    if value is None:
+        return None
+    if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
+        raise TypeError(f"score has to return a float or None, not {type(value).__name__}: {value!r:.200}")
+    return float(value)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The file as a module of its own stem's name, so that classes of it pickle; loaded once."""
+    name = f"paceline_reward_{path.stem}"
+    known = sys.modules.get(name)
+    if known is not None and known.__file__ == str(path):
+        return known
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def _result(value: Any) -> Any:
+    return await value

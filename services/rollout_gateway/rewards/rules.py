@@ -1,0 +1,138 @@
+"""The table of the reward rules and who owns the built ones. Owns their lives and what a score may be."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from paceline.errors import InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.telemetry import get_logger
+from rollout_gateway.config import RewardsConfig
+from rollout_gateway.environments.base import Episode
+from rollout_gateway.rewards.base import RewardRule, Unscored
+from rollout_gateway.rewards.child_rule import ChildRule
+from rollout_gateway.rewards.children import Children
+from rollout_gateway.rewards.format import FormatRule
+from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
+from rollout_gateway.rewards.metrics import RewardMetrics
+
+log = get_logger(__name__)
+
+MAX_OWN = 64
+"""Users' rules that one gateway keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What rules are built from."""
+
+    config: RewardsConfig
+    children: Children
+    closing: AsyncExitStack  # what a rule wants closed at the end
+
+
+def _math_answer(parts: Parts) -> RewardRule:
+    return MathAnswer(parts.config.marker, ChildRule(MATH_EQUAL, parts.children))
+
+
+def _format(parts: Parts) -> RewardRule:
+    return FormatRule(parts.config.marker)
+
+
+REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
+    "math_answer": _math_answer,
+    "format": _format,
+}
+"""Name to builder; a builder raises ConfigError when its settings are missing."""
+
+OWN = "package.module:Class, path/to/file.py:Class"
+
+
+class RewardRules:
+    """All rules of one gateway, each built when it is first named. Nothing runs before a rule needs it."""
+
+    def __init__(self, config: RewardsConfig) -> None:
+        self._children = Children(config.processes, config.deadline_s)
+        self._closing = AsyncExitStack()
+        self._closing.push_async_callback(self._children.close)
+        self._parts = Parts(config, self._children, self._closing)
+        self._metrics = RewardMetrics()
+        self._rules: dict[str, RewardRule] = {}
+        self._own = 0
+
+    def rule(self, name: str) -> RewardRule:
+        """The rule of that name, or a user's own by its import path.
+
+        Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when its settings are
+        missing, ResourceExhausted.
+        """
+        if name not in self._rules:
+            self._rules[name] = MeasuredRule(name, self._build(name), self._metrics)
+        return self._rules[name]
+
+    async def check(self, name: str) -> None:
+        """Raises what `rule` does, and ConfigError for a user's rule that cannot be built: a child tries."""
+        self.rule(name)
+        if name not in REWARDS:
+            await self._children.load(name)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children that score."""
+        return self._children.pids
+
+    async def stop(self) -> None:
+        """End children and connections; scores under way raise Unavailable."""
+        await self._closing.aclose()
+
+    def _build(self, name: str) -> RewardRule:
+        if name in REWARDS:
+            return REWARDS[name](self._parts)
+        place, _, attribute = name.rpartition(":")
+        if not place or not attribute:
+            raise NotFound("no such reward rule", seen=name, allowed=", ".join([*sorted(REWARDS), OWN]))
+        if self._own >= MAX_OWN:
+            raise ResourceExhausted("too many reward rules by import path", seen=name, allowed=MAX_OWN)
+        self._own += 1
+        return ChildRule(name, self._children)
+
+
+class MeasuredRule:
+    """A rule with its metrics, its log and the check of its scores."""
+
+    def __init__(self, name: str, rule: RewardRule, metrics: RewardMetrics) -> None:
+        self._name = name
+        self._rule = rule
+        self._metrics = metrics
+
+    async def score(self, episode: Episode) -> float | None:
+        """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not asked.
+
+        Raises InvalidInput for a score that is not finite.
+        """
+        if episode.reward is not None:
+            return self._finite(episode.reward)
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        try:
+            value = self._finite(await self._rule.score(episode))
+        except Unscored as why:
+            log.warning("unscored", rule=self._name, task=episode.task.task_id, reason=why.reason, error=str(why))
+            self._metrics.failed(self._name, why.reason)
+            value = None
+        except PacelineError as error:
+            self._metrics.failed(self._name, error.reason.lower())
+            raise
+        finally:
+            self._metrics.took(self._name, clock() - started)
+        self._metrics.scored(self._name, value)
+        return value
+
+    def _finite(self, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            message = f"the reward rule {self._name} gave what is no reward"
+            raise InvalidInput(message, reason="REWARD_NOT_FINITE", seen=value, allowed="a finite number or None")
+        return value

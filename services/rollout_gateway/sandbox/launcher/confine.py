@@ -1,0 +1,180 @@
+"""From the launcher to the shut-in interpreter: broker, guard, code. Owns the order of the steps.
+
+Each step that fails ends its process with a line on the report pipe; the code never runs with a layer missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import identity, landlock, linux, mounts, python_files, seccomp
+from .interpreter import replace_process
+from .request import CODE_FILE, Request
+
+OPEN_FILES = 64
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The code's ends of its pipes."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+    report: int  # JSON lines: {"started": true}, then {"exit_code", "cpu_s"}, or {"failed": text}
+
+
+class Confinement:
+    """One program's walls. Made in the launcher before the first fork, so that a broken setting shows there."""
+
+    def __init__(self, request: Request, ends: Ends) -> None:
+        """Raises OSError."""
+        self._request = request
+        self._ends = ends
+        self._own_id = identity.own_id()
+        self._python = python_files.find()
+        self._spaces = "namespaces" in request.layers
+
+    def start(self) -> int:
+        """Fork; the process id of the child whose end is the end of everything. Raises OSError."""
+        if not self._spaces:
+            return _forked(self._guard, self._ends.report)
+        asking, asked = os.pipe()
+        answered, answer = os.pipe()
+        child = _forked(lambda: self._broker(asked, answered), self._ends.report)
+        os.close(asked)
+        os.close(answered)
+        if os.read(asking, 1):  # nothing: it failed and has said why
+            self._map_ids(child)
+            os.write(answer, b"m")
+        os.close(asking)
+        os.close(answer)
+        return child
+
+    def sweep(self) -> None:
+        """Kill every process of the run's own user id at once; nothing without one."""
+        if self._own_id is None:
+            return
+        user = self._own_id
+        child = os.fork()
+        if child == 0:
+            try:
+                os.setresuid(user, user, user)
+                os.kill(-1, signal.SIGKILL)
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+
+    def _map_ids(self, child: int) -> None:
+        folder = Path(f"/proc/{child}")
+        if self._own_id is None:
+            (folder / "setgroups").write_text("deny")
+        (folder / "uid_map").write_text(identity.id_map(self._own_id, os.geteuid()))
+        (folder / "gid_map").write_text(identity.id_map(self._own_id, os.getegid()))
+
+    def _broker(self, asked: int, answered: int) -> None:
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        linux.unshare(linux.ALL_NAMESPACES)
+        os.write(asked, b"u")
+        if not os.read(answered, 1):
+            raise OSError("the ids of a user namespace could not be mapped")
+        os.waitpid(_forked(self._guard, self._ends.report), 0)
+
+    def _guard(self) -> None:
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+        linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody of the same user attaches to it
+        box, request = self._request.box, self._request
+        if self._spaces:
+            inputs = len(request.code.encode()) + sum(len(text.encode()) for text in request.files.values())
+            mounts.build(box, self._python, request.file_bytes, 2 * inputs)
+            box = mounts.BOX
+        self._fill(box)
+        os.setsid()
+        child = _forked(lambda: self._code(box), self._ends.report)
+        for end in (self._ends.stdin, self._ends.stdout, self._ends.stderr):
+            os.close(end)
+        while True:  # in a pid namespace it also inherits what the code leaves behind
+            pid, status, used = os.wait4(-1, 0)
+            if pid == child:
+                break
+        ended = {"exit_code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+        _report(self._ends.report, ended)
+
+    def _fill(self, box: str) -> None:
+        for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
+            path = Path(box, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8", errors="replace", newline="")
+        user = self._inner_id()
+        if user is not None:
+            for folder, _, names in os.walk(box):
+                for path in (folder, *(os.path.join(folder, name) for name in names)):
+                    os.chown(path, user, user)
+
+    def _inner_id(self) -> int | None:
+        return 1 if self._spaces and self._own_id is not None else self._own_id
+
+    def _code(self, box: str) -> None:
+        for number, end in enumerate((self._ends.stdin, self._ends.stdout, self._ends.stderr)):
+            os.dup2(end, number, inheritable=True)
+        os.chdir(box)
+        os.umask(0o077)
+        for caught in (signal.SIGTERM, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(caught, signal.SIG_DFL)
+        self._set_limits()
+        hidden = not self._spaces and (self._python.private() or not python_files.enterable(box))
+        identity.become(self._inner_id(), read_everything=hidden)
+        linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of ids clears it
+        if "landlock" in self._request.layers:
+            landlock.restrict(self._rules(box))
+        if "seccomp" in self._request.layers:
+            scoped = "landlock" in self._request.layers and landlock.scopes_signals(landlock.abi())
+            seccomp.install(alone=self._spaces, signals_are_scoped=scoped)
+        _report(self._ends.report, {"started": True})
+        replace_process()
+
+    def _rules(self, box: str) -> list[tuple[str, int]]:
+        rules = [(path, landlock.EXECUTE) for path in self._python.executables]
+        rules += [(path, landlock.READ) for path in self._python.readable]
+        rules += [(path, landlock.READ_WRITE) for path in python_files.DEVICES]
+        return [*rules, (box, landlock.EVERYTHING)]
+
+    def _set_limits(self) -> None:
+        request = self._request
+        counted = 0
+        if self._own_id is None and not self._spaces:
+            counted = identity.tasks_of(os.geteuid())  # the limit counts the user's other processes too
+        for kind, limit, more in (
+            (resource.RLIMIT_CORE, 0, 0),
+            (resource.RLIMIT_MSGQUEUE, 0, 0),
+            (resource.RLIMIT_MEMLOCK, 0, 0),
+            (resource.RLIMIT_NOFILE, OPEN_FILES, 0),
+            (resource.RLIMIT_FSIZE, request.file_bytes, 0),
+            (resource.RLIMIT_NPROC, request.processes + counted, 0),
+            (resource.RLIMIT_CPU, request.cpu_s, 1),  # first SIGXCPU, a second later SIGKILL
+            (resource.RLIMIT_AS, request.memory_bytes, 0),
+        ):
+            resource.setrlimit(kind, (limit, limit + more))
+
+
+def _report(report: int, line: dict[str, object]) -> None:
+    os.write(report, json.dumps(line).encode() + b"\n")
+
+
+def _forked(body: Callable[[], None], report: int) -> int:
+    """Run `body` in a child, which ends with it and says what went wrong; the child's process id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        body()
+    except BaseException as error:  # noqa: BLE001  (a child that went on would be a second launcher)
+        _report(report, {"failed": f"{type(error).__name__}: {error}"})
+        os._exit(1)
+    os._exit(0)

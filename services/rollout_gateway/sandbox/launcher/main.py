@@ -1,0 +1,159 @@
+"""The launcher's own loop: output, wall clock, end. Owns what is answered; walls are built in confine.py."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+
+from . import linux, reaping
+from .confine import Confinement, Ends
+from .request import MEMORY_EXIT, Answer, Request
+
+_PIECE = 1 << 16
+_DRAIN_S = 1.0  # for output of processes that could not be killed; only reached without any isolation
+
+
+class _Output:
+    """One stream of the code: the first bytes are kept, the rest is read and dropped."""
+
+    def __init__(self, limit: int) -> None:
+        self.reader, self.writer = os.pipe()
+        self._limit = limit
+        self._kept = bytearray()
+        self.truncated = False
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        piece = os.read(self.reader, _PIECE)
+        room = self._limit - len(self._kept)
+        self._kept += piece[:room]
+        self.truncated |= len(piece) > room
+        return bool(piece)
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode("utf-8", "replace")
+
+
+class _Launcher:
+    """One run."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._outputs = {
+            output.reader: output for output in (_Output(request.output_bytes), _Output(request.output_bytes))
+        }
+        self._report_reader, self._report_writer = os.pipe()
+        self._report = b""
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
+        signal.set_wakeup_fd(self._wake_writer)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        self._began: float | None = None
+        self._seconds = 0.0
+        self._stopped_by = ""
+
+    def run(self) -> Answer:
+        """Start, watch, kill what is left, drain. Raises OSError before the start."""
+        stdin = os.memfd_create("stdin")
+        with open(stdin, "wb", closefd=False) as file:
+            file.write(self._request.stdin.encode("utf-8", "replace"))
+        os.lseek(stdin, 0, os.SEEK_SET)
+        writers = [output.writer for output in self._outputs.values()]
+        confinement = Confinement(self._request, Ends(stdin, *writers, self._report_writer))
+        child = confinement.start()
+        try:
+            for fd in (stdin, *writers, self._report_writer):
+                os.close(fd)
+            self._watch(child)
+        finally:
+            reaping.kill_all(child, confinement.sweep)
+        self._drain()
+        return self._answer()
+
+    def _watch(self, child: int) -> None:
+        """Until the child has ended, the time is over or somebody says stop."""
+        ended = os.pidfd_open(child)
+        poll = select.poll()
+        for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
+            poll.register(fd, select.POLLIN)
+        while not self._stopped_by:
+            left = None if self._began is None else self._began + self._request.wall_s - time.monotonic()
+            if left is not None and left <= 0:
+                self._stopped_by = "timeout"
+                break
+            ready = [fd for fd, _ in poll.poll(None if left is None else left * 1000)]
+            for fd in ready:
+                if fd == self._wake_reader:
+                    self._stopped_by = "killed"
+                elif fd != ended and not self._take(fd):
+                    poll.unregister(fd)
+            if ended in ready:
+                break
+        if self._began is not None:
+            self._seconds = time.monotonic() - self._began
+        os.close(ended)
+
+    def _take(self, fd: int) -> bool:
+        if fd in self._outputs:
+            return self._outputs[fd].read()
+        piece = os.read(fd, _PIECE)
+        self._report += piece
+        if self._began is None and b"started" in self._report:
+            self._began = time.monotonic()
+        return bool(piece)
+
+    def _drain(self) -> None:
+        """What still lies in the pipes; their ends close with the last process."""
+        until = time.monotonic() + _DRAIN_S
+        open_ = {*self._outputs, self._report_reader}
+        while open_:
+            ready, _, _ = select.select([*open_], [], [], max(0.0, until - time.monotonic()))
+            if not ready:
+                return
+            open_ -= {fd for fd in ready if not self._take(fd)}
+
+    def _answer(self) -> Answer:
+        lines: dict[str, object] = {}
+        for line in self._report.splitlines():
+            lines |= json.loads(line)
+        if "failed" in lines or "started" not in lines:
+            return Answer(failed=str(lines.get("failed", "the sandbox ended before the code began")))
+        exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
+        if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
+            return Answer(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
+        out, err = self._outputs.values()
+        return Answer(
+            out.text, err.text, out.truncated or err.truncated, exit_code, self._reason(exit_code, cpu_s), self._seconds
+        )
+
+    def _reason(self, exit_code: int, cpu_s: float) -> str:
+        if self._stopped_by:
+            return self._stopped_by
+        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self._request.cpu_s):
+            return "cpu"
+        if exit_code == MEMORY_EXIT:
+            return "memory"
+        return "killed" if exit_code < 0 else "exit"
+
+
+def main() -> None:
+    """Request as JSON on stdin, answer as JSON on stdout."""
+    os.closerange(3, 1 << 20)  # whatever the gateway may have left open
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)  # so that it can still kill what it has started
+    request = Request.decode(sys.stdin.buffer.read())
+    if os.getppid() != request.parent:
+        return
+    try:
+        reaping.adopt_orphans()
+        answer = _Launcher(request).run()
+    except OSError as error:
+        answer = Answer(failed=f"{type(error).__name__}: {error}")
+    with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know
+        sys.stdout.buffer.write(answer.encode())
+        sys.stdout.buffer.flush()

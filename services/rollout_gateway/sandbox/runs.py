@@ -1,0 +1,210 @@
+"""Runs of code, as the gateway sees them. Owns how many run at once, which walls stand and what came back.
+
+The walls themselves are built by launcher/, a program of its own, so that nothing happens between fork and exec here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Literal, cast
+
+from paceline.errors import InvalidInput, Unavailable
+from paceline.telemetry import get_logger
+from rollout_gateway.config import SandboxConfig
+from rollout_gateway.sandbox.launcher.request import CODE_FILE, Answer, Request
+from rollout_gateway.sandbox.removal import remove_tree
+
+log = get_logger(__name__)
+Reason = Literal["exit", "timeout", "cpu", "memory", "killed"]
+START_S = 30.0
+"""A launcher that takes so much longer than its code may is lost."""
+STOP_S = 5.0
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
+# Of each setting, what is tried, the strongest first.
+_LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "auto": (
+        ("namespaces", "landlock", "seccomp"),
+        ("namespaces", "seccomp"),
+        ("namespaces",),
+        ("landlock", "seccomp"),
+        (),
+    ),
+    "namespaces": (("namespaces",),),
+    "landlock": (("landlock", "seccomp"),),
+    "limits": ((),),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxResult:
+    """What came of a run."""
+
+    stdout: str  # undecodable bytes replaced
+    stderr: str
+    exit_code: int  # minus the signal's number where one ended it
+    # "memory": nothing caught a MemoryError. "killed": a signal that no limit of ours sent.
+    reason: Reason
+    wall_s: float  # seconds, without the building of the walls
+    truncated: bool  # whether output was cut
+
+
+class Sandbox:
+    """Runs Python programs; each in a fresh process and an empty directory, both gone afterwards.
+
+    Safe for concurrent use within one event loop.
+    """
+
+    def __init__(self, config: SandboxConfig) -> None:
+        self.config = config
+        self._slots = asyncio.Semaphore(config.parallel)
+        self._choosing = asyncio.Lock()
+        self._layers: tuple[str, ...] | None = None
+
+    async def layers(self) -> tuple[str, ...]:
+        """What shuts the code in besides limits; found out by the first call, by running a program.
+
+        Raises Unavailable when the kind of isolation that was asked for cannot be had here.
+        """
+        async with self._choosing:
+            if self._layers is None:
+                self._layers = await self._strongest()
+            return self._layers
+
+    async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
+        """Run a program as `python main.py` with the standard library, in a directory that holds `files`.
+
+        `files` maps relative paths to texts; modules among them can be imported. Waits while `parallel` others run.
+        Cancelling kills the program. Raises InvalidInput for a path outside, Unavailable when the sandbox fails: that
+        says nothing about the code.
+        """
+        checked = _checked_files(files or {})
+        layers = await self.layers()
+        async with self._slots:
+            answer = await self._launch(layers, code, stdin, checked)
+        if answer.failed:
+            raise Unavailable("the sandbox could not run a program", seen=answer.failed)
+        return SandboxResult(
+            answer.stdout,
+            answer.stderr,
+            answer.exit_code,
+            cast("Reason", answer.reason),
+            answer.wall_s,
+            answer.truncated,
+        )
+
+    async def _strongest(self) -> tuple[str, ...]:
+        failures = []
+        for layers in _LAYERS[self.config.isolation]:
+            failure = await self._trial(layers)
+            if not failure:
+                _tell(layers, failures)
+                return layers
+            failures.append(f"{'+'.join(layers) or 'limits'}: {failure}")
+        raise Unavailable(
+            f"no sandbox of the kind {self.config.isolation!r} can be had here",
+            seen="; ".join(failures),
+            allowed="rewards.sandbox.isolation that this kernel supports, memory enough for Python",
+        )
+
+    async def _trial(self, layers: tuple[str, ...]) -> str:
+        """Why a trivial program does not run with these layers; empty when it does."""
+        word = secrets.token_hex(8)
+        async with self._slots:
+            answer = await self._launch(layers, f"print({word!r})", "", {})
+        if not answer.failed and answer.stdout.strip() != word:
+            return f"a trivial program ended with {answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
+        return answer.failed
+
+    async def _launch(self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]) -> Answer:
+        config = self.config
+        box = tempfile.mkdtemp(prefix="paceline-box-")
+        request = Request(
+            parent=os.getpid(),
+            box=box,
+            layers=layers,
+            code=code,
+            stdin=stdin,
+            files=files,
+            wall_s=config.wall_s,
+            cpu_s=config.cpu_s,
+            memory_bytes=config.memory_bytes,
+            file_bytes=config.file_bytes,
+            output_bytes=config.output_bytes,
+            processes=config.processes,
+        )
+        try:
+            return await _ask_launcher(request)
+        finally:
+            await asyncio.shield(asyncio.to_thread(remove_tree, box))
+
+
+async def _ask_launcher(request: Request) -> Answer:
+    """Start a launcher and wait for its answer; however this ends, the launcher has ended too."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            _python(),
+            "-I",
+            "-S",
+            "-c",
+            _START,
+            str(Path(__file__).parent),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={"PYTHONUTF8": "1"},
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Answer(failed=f"no process could be started: {error}")
+    try:
+        async with asyncio.timeout(request.wall_s + START_S):
+            out, err = await process.communicate(request.encode())
+    except TimeoutError:
+        return Answer(failed=f"no answer within {request.wall_s + START_S} s")
+    finally:
+        await asyncio.shield(_stop(process))
+    if process.returncode != 0 or not out:
+        return Answer(failed=f"the launcher ended with {process.returncode}: {err[-500:].decode(errors='replace')}")
+    return Answer.decode(out)
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Ask the launcher to kill its program and end; kill it when it does not."""
+    if process.returncode is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def _python() -> str:
+    """The interpreter itself rather than a virtual environment's: its packages are none of the code's business."""
+    return os.path.realpath(getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable)
+
+
+def _checked_files(files: Mapping[str, str]) -> dict[str, str]:
+    for name in files:
+        path = PurePosixPath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or name == CODE_FILE or "\0" in name:
+            raise InvalidInput("a file of a sandbox", seen=repr(name), allowed=f"relative paths other than {CODE_FILE}")
+    return dict(files)
+
+
+def _tell(layers: tuple[str, ...], failures: list[str]) -> None:
+    if layers:
+        log.info("code of models is shut in", by="+".join(layers))
+    else:
+        log.warning("code of models runs with limits alone: it can read files and open sockets", tried=failures)

@@ -1,0 +1,100 @@
+"""Tasks of a run that agents may claim. Owns who leads a task now and how often it is offered; not what it earns.
+
+An attempt that failed for a machine's fault is offered again, one that failed for the task's own fault once more; then
+the failure is the outcome.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.telemetry import get_logger
+from rollout_gateway.environments.base import EpisodeTask
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.session import Session
+
+ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
+log = get_logger(__name__)
+Open = Callable[[Assignment, str], Session]
+
+
+@dataclass(eq=False)
+class Offer:
+    """A task on offer or under way."""
+
+    task: EpisodeTask
+    assignment: Assignment
+    session_id: str
+    worker_index: int
+    outcome: asyncio.Future[Session] = field(repr=False)
+    failures: int = 0
+
+
+class TaskOffers:
+    """Offers of one gateway. `open_session` opens a session under a given id."""
+
+    def __init__(self, open_session: Open) -> None:
+        self._open = open_session
+        self._waiting: deque[Offer] = deque()
+        self._news = asyncio.Event()
+        self._led: dict[str, Offer] = {}  # by session id
+
+    async def lead(self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int) -> Session:
+        """Offers the task until an agent has led it to an end; the session is open when the agent completed it."""
+        offer = Offer(task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future())
+        self._put(offer)
+        try:
+            return await offer.outcome
+        finally:
+            if offer in self._waiting:
+                self._waiting.remove(offer)
+            self._led.pop(session_id, None)
+
+    async def claim(self, wait_s: float) -> tuple[Session, EpisodeTask] | None:
+        """The longest waiting task in a session of its own; None when none came within the wait."""
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self._waiting:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return None
+        offer = self._waiting.popleft()
+        try:
+            session = self._open(offer.assignment, offer.session_id)
+        except BaseException:
+            self._waiting.appendleft(offer)
+            raise
+        session.worker_index = offer.worker_index
+        self._led[offer.session_id] = offer
+        return session, offer.task
+
+    def leads(self, session: Session) -> bool:
+        """Whether the session answers an offer; its end is then the offer's business."""
+        return session.session_id in self._led
+
+    def completed(self, session: Session) -> None:
+        """The agent says that it is done; the session stays open until it is scored."""
+        offer = self._led.get(session.session_id)
+        if offer is not None and not offer.outcome.done():
+            offer.outcome.set_result(session)
+
+    def ended(self, session: Session) -> None:
+        """The session was closed: after a fault the task is offered again, else that was its outcome."""
+        offer = self._led.pop(session.session_id, None)
+        if offer is None or offer.outcome.done():
+            return
+        if session.state is State.FAILED and session.fail_reason is not None:
+            offer.failures += 1
+            log.info("attempt failed", task=offer.task.task_id, reason=session.fail_reason, failures=offer.failures)
+            if offer.failures < ATTEMPTS[session.fail_reason]:
+                self._put(offer)
+                return
+        offer.outcome.set_result(session)
+
+    def _put(self, offer: Offer) -> None:
+        self._waiting.append(offer)
+        self._news.set()

@@ -1,0 +1,122 @@
+"""Groups that agents opened themselves, from the first sibling's end until a step takes them.
+
+Owns which groups have closed. Bounded in bytes: above the limit no new session is admitted until a step has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from paceline.errors import ResourceExhausted
+from paceline.trajectory import Trajectory
+from rollout_gateway.sessions.assignment import State
+from rollout_gateway.sessions.session import Session
+
+TOKEN_BYTES = 64
+"""Of a sample in memory: ids, mask and log-probs as Python numbers."""
+CLOSED_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A session that has ended."""
+
+    session: Session = field(repr=False)
+    samples: tuple[Trajectory, ...] = field(repr=False)
+
+    @property
+    def scored(self) -> bool:
+        """Whether it can be trained."""
+        return self.session.state is State.FINAL and any(one.reward is not None for one in self.samples)
+
+
+@dataclass(eq=False, slots=True)
+class OpenGroup:
+    """Siblings that have ended."""
+
+    group_id: str
+    size: int
+    members: list[Member] = field(default_factory=list)
+    alarm: asyncio.TimerHandle | None = None
+
+    @property
+    def scored(self) -> int:
+        """Sessions that can be trained."""
+        return sum(member.scored for member in self.members)
+
+
+class OpenGroups:
+    """Use on one event loop."""
+
+    def __init__(self, deadline_s: float, max_bytes: int) -> None:
+        self._deadline_s = deadline_s
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._gathering: dict[str, OpenGroup] = {}
+        self._closed: OrderedDict[str, OpenGroup] = OrderedDict()
+        self._gone: OrderedDict[str, None] = OrderedDict()
+        self._news = asyncio.Event()
+
+    def admit(self) -> None:
+        """Raises ResourceExhausted while too much waits for a step."""
+        if self._bytes > self._max_bytes:
+            raise ResourceExhausted(
+                "finished sessions wait for a training step; new ones are refused until one has taken them",
+                seen=f"{self._bytes} bytes",
+                allowed=f"{self._max_bytes} bytes",
+            )
+
+    def add(self, session: Session) -> bool:
+        """A session has ended. False when its group had closed before: it comes too late."""
+        about = session.assignment
+        group_id = about.group_id or session.session_id
+        if group_id in self._gone:
+            return False
+        group = self._gathering.get(group_id) or self._closed.get(group_id)
+        if group is None:
+            group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
+            loop = asyncio.get_running_loop()
+            group.alarm = loop.call_later(self._deadline_s, self._close, group)
+        member = Member(session, tuple(session.trajectories()))
+        group.members.append(member)
+        self._bytes += _size(member)
+        if len(group.members) >= group.size:
+            self._close(group)
+        return True
+
+    async def take(self) -> OpenGroup:
+        """The group that closed first, once there is one."""
+        while not self._closed:
+            self._news.clear()
+            await self._news.wait()
+        group_id, group = self._closed.popitem(last=False)
+        self._bytes -= sum(_size(member) for member in group.members)
+        self._gone[group_id] = None
+        if len(self._gone) > CLOSED_REMEMBERED:
+            self._gone.popitem(last=False)
+        return group
+
+    def give_up(self) -> list[OpenGroup]:
+        """Everything that no step has taken; for the end of the process."""
+        groups = [*self._closed.values(), *self._gathering.values()]
+        for group in groups:
+            if group.alarm is not None:
+                group.alarm.cancel()
+        self._closed.clear()
+        self._gathering.clear()
+        self._bytes = 0
+        return groups
+
+    def _close(self, group: OpenGroup) -> None:
+        if self._gathering.pop(group.group_id, None) is None:
+            return
+        if group.alarm is not None:
+            group.alarm.cancel()
+        self._closed[group.group_id] = group
+        self._news.set()
+
+
+def _size(member: Member) -> int:
+    return sum(len(one.token_ids) for one in member.samples) * TOKEN_BYTES

@@ -1,0 +1,193 @@
+"""All sessions of one gateway: by id, by key, by completion, by conversation. Owns their number and their time-outs."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import secrets
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
+from rollout_gateway.config import SessionsConfig
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.session import Session, ended_error
+from rollout_gateway.sessions.tree import Turn
+
+KEY_PREFIX = "sk-pl-"
+ENDED_REMEMBERED = 4096
+LEAST_WAIT_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is remembered of an ended session."""
+
+    session_id: str
+    state: State
+    reason: FailReason | None = None
+
+    def error(self) -> FailedPrecondition:
+        """What a call on it gets."""
+        return ended_error(self.session_id, self.state, self.reason)
+
+
+class Sessions:
+    """Open sessions and the names of ended ones. Bounded in number; silent ones end by time-out."""
+
+    def __init__(self, config: SessionsConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._open: dict[str, Session] = {}
+        self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
+        self._keys: dict[str, str] = {}  # hash of the api key -> session id, of open and remembered ones
+        self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
+        self._completions: dict[str, Session] = {}
+        self._conversations: dict[bytes, Session] = {}  # of implicit sessions
+        self._deadlines: list[tuple[float, str]] = []
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, assignment: Assignment, session_id: str = "") -> Session:
+        """A new session with a key of its own. Raises ResourceExhausted when too many are open."""
+        if len(self._open) >= self._config.limit and not self._drop_implicit():
+            raise ResourceExhausted("too many sessions are open", seen=len(self._open), allowed=self._config.limit)
+        key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
+        session = Session(session_id or uuid.uuid4().hex, assignment, self._config, api_key=key, now_s=self._clock())
+        self._open[session.session_id] = session
+        self._forget(session.session_id)
+        if not key:
+            self._implicit[session.session_id] = session
+            return session
+        self._keys[key_hash(key)] = session.session_id
+        heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """An open session, now touched. Raises NotFound, or FailedPrecondition naming the state of an ended one."""
+        session = self._open.get(session_id)
+        if session is None:
+            if session_id in self._ended:
+                raise self._ended[session_id][0].error()
+            raise NotFound("no such session", seen=session_id)
+        return self._touched(session)
+
+    def by_key(self, api_key: str) -> Session | None:
+        """The session of a key; None for a key nobody knows. Raises FailedPrecondition for an ended one."""
+        session_id = self._keys.get(key_hash(api_key))
+        return None if session_id is None else self.get(session_id)
+
+    def owner(self, api_key: str) -> str | None:
+        """Id of the session that a key was made for, open or ended; None for other keys."""
+        return self._keys.get(key_hash(api_key))
+
+    def by_completion(self, completion_id: str) -> Session:
+        """The open session that a completion belongs to. Raises NotFound."""
+        session = self._completions.get(completion_id)
+        if session is None:
+            raise NotFound("no open session has this completion", seen=completion_id)
+        return self._touched(session)
+
+    def by_conversation(self, digests: Sequence[bytes]) -> Session | None:
+        """The implicit session whose model said something that this conversation goes on from."""
+        for digest in reversed(digests[1:]):
+            session = self._conversations.get(digest)
+            if session is not None:
+                return self._touched(session)
+        return None
+
+    def remember(self, session: Session, turn: Turn) -> None:
+        """A turn was added."""
+        if session.session_id not in self._open:
+            return
+        self._completions[turn.completion_id] = session
+        if turn.digest and session.assignment.implicit:
+            self._conversations[turn.digest] = session
+
+    def ended(self, session_id: str) -> Ended | None:
+        """What is remembered of a session that ended lately."""
+        found = self._ended.get(session_id)
+        return None if found is None else found[0]
+
+    def remove(self, session: Session) -> None:
+        """Forget an ended session but for its state."""
+        self._open.pop(session.session_id, None)
+        self._implicit.pop(session.session_id, None)
+        if len(self._deadlines) > 2 * len(self._open) + ENDED_REMEMBERED:  # mostly of sessions that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
+            heapq.heapify(self._deadlines)
+        for turn in session.tree.turns:
+            self._completions.pop(turn.completion_id, None)
+            if self._conversations.get(turn.digest) is session:
+                del self._conversations[turn.digest]
+        if not session.assignment.implicit:
+            ended = Ended(session.session_id, session.state, session.fail_reason)
+            self.note_ended(ended, key_hash(session.api_key) if session.api_key else "")
+
+    def note_ended(self, ended: Ended, hashed_key: str) -> None:
+        """Remember how a session ended, also one of a former process."""
+        self._forget(ended.session_id)
+        self._ended[ended.session_id] = (ended, hashed_key)
+        if hashed_key:
+            self._keys[hashed_key] = ended.session_id
+        if len(self._ended) > ENDED_REMEMBERED:
+            self._forget(next(iter(self._ended)))
+
+    def expired(self) -> list[Session]:
+        """Sessions silent for longer than their time-out; generating counts as a sign of life."""
+        now = self._clock()
+        found = [one for one in self._implicit.values() if not one.busy and self._deadline(one) <= now]
+        while self._deadlines and self._deadlines[0][0] <= now:
+            session = self._open.get(heapq.heappop(self._deadlines)[1])
+            if session is None:
+                continue
+            if session.busy:
+                session.touched_s = now
+            if self._deadline(session) <= now:
+                found.append(session)
+            else:
+                heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
+        return found
+
+    def next_expiry_s(self) -> float:
+        """Seconds until a session may expire."""
+        first = next(iter(self._implicit.values()), None)
+        dues = [self._deadline(first)] if first is not None else []
+        dues += [self._deadlines[0][0]] if self._deadlines else []
+        latest = min(self._config.timeout_s, self._config.implicit_timeout_s)
+        return min(max(min(dues) - self._clock(), LEAST_WAIT_S), latest) if dues else latest
+
+    def _touched(self, session: Session) -> Session:
+        session.touched_s = self._clock()
+        if session.assignment.implicit:
+            self._implicit.move_to_end(session.session_id)
+        return session
+
+    def _deadline(self, session: Session) -> float:
+        """When it has been silent for too long."""
+        if session.assignment.implicit:
+            return session.touched_s + self._config.implicit_timeout_s
+        return session.touched_s + min(session.assignment.timeout_s or self._config.timeout_s, self._config.timeout_s)
+
+    def _drop_implicit(self) -> bool:
+        """Make room: the longest silent conversation that nobody opened a session for is forgotten."""
+        idle = next((one for one in self._implicit.values() if not one.busy), None)
+        if idle is None:
+            return False
+        idle.close()
+        self.remove(idle)
+        return True
+
+    def _forget(self, session_id: str) -> None:
+        _, hashed = self._ended.pop(session_id, (None, ""))
+        if hashed and self._keys.get(hashed) == session_id and session_id not in self._open:
+            del self._keys[hashed]
+
+
+def key_hash(api_key: str) -> str:
+    """sha256 of a key, hex: what is kept of it."""
+    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,0 +1,86 @@
+"""Training samples of a session: its branches, or its turns one by one. Owns loss masks and how rewards reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from paceline.trajectory import BranchKey, SpeculationStats, Trajectory
+from rollout_gateway.sessions.assignment import Assignment
+from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
+
+
+def samples(session_id: str, about: Assignment, tree: MessageTree, reward: float | None) -> list[Trajectory]:
+    """Every generated token once. Those without a reward have reward None; branch_count counts the others.
+
+    Without turn_discount a branch is one sample, and its reward is the session's plus those of its turns. With it every
+    turn is one: R_t = r_t + turn_discount * R_(t+1), the session's reward counting as the last turn's.
+    """
+    lines = list(tree.branches())
+    if about.turn_discount is None:
+        found = [(line, _sum(line.path, reward)) for line in lines]
+    else:
+        found = [one for line in lines for one in _turns(line, reward, about.turn_discount)]
+    scored = sum(value is not None for _, value in found)
+    return [
+        _trajectory(BranchKey(about.run_id, session_id, str(index)), about, line, value, scored)
+        for index, (line, value) in enumerate(found)
+    ]
+
+
+def _sum(path: Sequence[Turn], reward: float | None) -> float | None:
+    given = [value for value in (reward, *(turn.reward for turn in path)) if value is not None]
+    return sum(given) if given else None
+
+
+def _turns(line: Branch, reward: float | None, discount: float) -> list[tuple[Branch, float | None]]:
+    """A sample for each turn that this branch trains, with its return."""
+    following = reward
+    returns: dict[int, float | None] = {}
+    for index, turn in reversed(list(enumerate(line.path))):
+        factor = 1.0 if index == len(line.path) - 1 else discount
+        if turn.reward is not None or following is not None:
+            following = (turn.reward or 0.0) + factor * (following or 0.0)
+        returns[index] = following
+    return [
+        (Branch(line.path[: index + 1], (turn,)), returns[index])
+        for index, turn in enumerate(line.path)
+        if turn in line.trained
+    ]
+
+
+def _trajectory(key: BranchKey, about: Assignment, line: Branch, reward: float | None, scored: int) -> Trajectory:
+    ids: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for turn in line.path:
+        bit = int(turn in line.trained)
+        ids += [*turn.prompt_ids, *turn.response_ids]
+        mask += [0] * len(turn.prompt_ids) + [bit] * len(turn.response_ids)
+        logprobs += [0.0] * len(turn.prompt_ids)
+        logprobs += turn.behavior_logprobs if bit else [0.0] * len(turn.response_ids)
+    last = line.path[-1]
+    return Trajectory(
+        key=key,
+        step=about.step,
+        task_id=about.task_id,
+        group_id=about.group_id or key.session_id,
+        group_size=about.group_size,
+        task_index=about.task_index,
+        sample_index=about.sample_index,
+        token_ids=tuple(ids),
+        loss_mask=tuple(mask),
+        behavior_logprobs=tuple(logprobs),
+        version_spans=tuple(span for turn in line.trained for span in turn.version_spans),
+        reward=reward,
+        seed=last.seed,
+        temperature=last.temperature,
+        finish_reason=last.finish,
+        speculation=sum((turn.speculation for turn in line.trained), SpeculationStats()),
+        branch_count=max(scored, 1),
+    )
+
+
+def restamped(trajectory: Trajectory, step: int) -> Trajectory:
+    """The same sample as part of another step."""
+    return replace(trajectory, step=step)

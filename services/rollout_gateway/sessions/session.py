@@ -1,0 +1,182 @@
+"""A session: its tree, its state and its rewards. Owns what may happen when; generates and sends nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass
+
+from paceline.errors import FailedPrecondition, InvalidInput, NotFound, ResourceExhausted, TrainabilityError
+from paceline.trajectory import Trajectory
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.config import SessionsConfig
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.samples import samples
+from rollout_gateway.sessions.trainable import check_trainable
+from rollout_gateway.sessions.tree import MessageTree, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """One reward as it was posted."""
+
+    value: float
+    completion_id: str = ""  # of the turn it is for; empty: the session
+    accumulate: bool = False
+    key: str = ""  # names it among those that add up
+
+
+class Session:
+    """Generations of one attempt at one task."""
+
+    def __init__(
+        self, session_id: str, assignment: Assignment, limits: SessionsConfig, *, api_key: str = "", now_s: float = 0.0
+    ) -> None:
+        self.session_id = session_id
+        self.assignment = assignment
+        self.api_key = api_key
+        self.state = State.OPEN
+        self.fail_reason: FailReason | None = None
+        self.tree = MessageTree()
+        self.reward: float | None = None
+        self.worker_index: int | None = None  # holds the prefix in its cache
+        self.touched_s = now_s
+        self.generations = 0  # begun, also those that failed
+        self.ended = asyncio.Event()
+        self._limits = limits
+        self._active = 0
+        self._active_tokens = 0
+        self._added: dict[str, Grant] = {}  # by idempotency key
+
+    @property
+    def busy(self) -> bool:
+        """True while a generation runs."""
+        return self._active > 0
+
+    @property
+    def outcome(self) -> str:
+        """The state with the reason of a failure, as the ledger notes it."""
+        return f"{self.state}:{self.fail_reason}" if self.fail_reason else str(self.state)
+
+    @property
+    def scored(self) -> bool:
+        """True when a reward was given, to the session or to a turn."""
+        return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
+
+    def check(self, sampling: tpb.SamplingParams) -> None:
+        """Raises what `begin` would raise for this sampling."""
+        self.require_open()
+        if self.assignment.trainable:
+            check_trainable(sampling)
+            used = {turn.temperature for turn in self.tree.turns}
+            if used and sampling.temperature not in used:
+                raise TrainabilityError(
+                    "a session to be trained keeps one temperature", seen=sampling.temperature, allowed=min(used)
+                )
+        limits = self._limits
+        self._refuse_above("requests of one session are under way", self._active, limits.max_parallel)
+        self._refuse_above("generations in one session", len(self.tree.turns) + self._active, limits.max_turns)
+        self._refuse_above("tokens in one session", self.tree.tokens + self._active_tokens, limits.max_tokens)
+
+    def begin(self, sampling: tpb.SamplingParams, prompt_tokens: int) -> None:
+        """A generation starts; call `end` once afterwards.
+
+        Raises FailedPrecondition when the session has ended, TrainabilityError for sampling that cannot be trained,
+        ResourceExhausted above a quota.
+        """
+        self.check(sampling)
+        self._active += 1
+        self._active_tokens += prompt_tokens
+        self.generations += 1
+
+    def end(self, prompt_tokens: int, turn: Turn | None, text: str = "") -> None:
+        """The generation is over; one that failed or was cancelled (None) leaves no trace."""
+        self._active -= 1
+        self._active_tokens -= prompt_tokens
+        if turn is not None and self.state is State.OPEN:
+            self.tree.add(turn, text)
+
+    def score(self, grant: Grant) -> None:
+        """Give a reward. The same again changes nothing.
+
+        Raises FailedPrecondition for another one in its place or a late one, NotFound for an unknown completion.
+        """
+        if not math.isfinite(grant.value):
+            raise InvalidInput("a reward is a finite number", seen=grant.value)
+        turn = self._turn(grant.completion_id)
+        known = self.reward if turn is None else turn.reward
+        if grant.accumulate:
+            known = self._accumulated(grant, known)
+        elif known == grant.value:
+            return
+        elif known is not None:
+            self.require_open()
+            raise self._conflict(grant.value, known)
+        else:
+            self.require_open()
+            known = grant.value
+        if turn is None:
+            self.reward = known
+        else:
+            turn.reward = known
+
+    def close(self, *, abort: bool = False, fail: FailReason | None = None) -> bool:
+        """End: final with a reward, unscored without one, aborted or failed on request. False when it had ended."""
+        if self.state is not State.OPEN:
+            return False
+        self.fail_reason = fail
+        if fail is not None:
+            self.state = State.FAILED
+        elif abort:
+            self.state = State.ABORTED
+        else:
+            self.state = State.FINAL if self.scored else State.UNSCORED
+        self.ended.set()
+        return True
+
+    def require_open(self) -> None:
+        """Raises FailedPrecondition naming the state."""
+        if self.state is not State.OPEN:
+            raise ended_error(self.session_id, self.state, self.fail_reason)
+
+    def trajectories(self) -> list[Trajectory]:
+        """Training samples of what was generated; those without a reward are never trained."""
+        return samples(self.session_id, self.assignment, self.tree, self.reward)
+
+    def _turn(self, completion_id: str) -> Turn | None:
+        if not completion_id:
+            return None
+        turn = self.tree.by_id(completion_id)
+        if turn is None:
+            known = ", ".join(turn.completion_id for turn in self.tree.turns[-8:])
+            raise NotFound("the session has no such completion", seen=completion_id, allowed=known or None)
+        return turn
+
+    def _accumulated(self, grant: Grant, known: float | None) -> float:
+        if not grant.key:
+            raise InvalidInput("an accumulated reward needs an idempotency_key", allowed="a name of its own")
+        before = self._added.get(grant.key)
+        if before == grant and known is not None:
+            return known
+        self.require_open()
+        if before is not None:
+            raise self._conflict(grant.value, before.value)
+        if len(self._added) >= 2 * self._limits.max_turns:
+            raise ResourceExhausted("too many rewards in one session", seen=len(self._added))
+        self._added[grant.key] = grant
+        return (known or 0.0) + grant.value
+
+    def _conflict(self, seen: float, allowed: float) -> FailedPrecondition:
+        message = f"session {self.session_id} has another reward"
+        return FailedPrecondition(message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed)
+
+    @staticmethod
+    def _refuse_above(what: str, seen: int, limit: int) -> None:
+        if seen >= limit:
+            raise ResourceExhausted(f"too many {what}", seen=seen, allowed=limit)
+
+
+def ended_error(session_id: str, state: State, reason: FailReason | None = None) -> FailedPrecondition:
+    """What a call on an ended session gets."""
+    seen = f"{state}: {reason}" if reason else str(state)
+    return FailedPrecondition(f"session {session_id} has ended", reason="SESSION_ENDED", seen=seen, allowed=State.OPEN)

@@ -1,0 +1,111 @@
+"""Sessions as JSON and on the wire. Owns the shapes that leave the gateway."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from paceline.trajectory import Trajectory
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.chat.messages import Message
+from rollout_gateway.engines import wire
+from rollout_gateway.sessions.session import Session
+from rollout_gateway.sessions.tree import Turn
+
+
+def session_json(session: Session) -> dict[str, Any]:
+    """What GET /v1/sessions/{id} answers."""
+    about, turns = session.assignment, session.tree.turns
+    return {
+        "id": session.session_id,
+        "object": "session",
+        "state": str(session.state),
+        "task_id": about.task_id,
+        "group_id": about.group_id or session.session_id,
+        "group_size": about.group_size,
+        "sample_index": about.sample_index,
+        "trainable": about.trainable,
+        "turn_discount": about.turn_discount,
+        "reward": session.reward,
+        "fail_reason": None if session.fail_reason is None else str(session.fail_reason),
+        "turns": len(turns),
+        "prompt_tokens": sum(len(turn.prompt_ids) for turn in turns),
+        "completion_tokens": sum(len(turn.response_ids) for turn in turns),
+        "task": None,
+    }
+
+
+def tree_json(session: Session) -> dict[str, Any]:
+    """The message tree, turn by turn in the order of their ends; parents are named by completion id."""
+    return {**session_json(session), "tree": [_turn_json(turn) for turn in session.tree.turns]}
+
+
+def samples_json(session: Session) -> dict[str, Any]:
+    """What is or would be trained."""
+    return {**session_json(session), "samples": [_sample_json(one) for one in session.trajectories()]}
+
+
+def sample_to(found: Trajectory) -> tpb.Trajectory:
+    """A sample on the wire."""
+    return tpb.Trajectory(
+        schema_version=1,
+        run_id=found.key.run_id,
+        step=found.step,
+        session_id=found.key.session_id,
+        branch_id=found.key.branch_id,
+        task_id=found.task_id,
+        group_id=found.group_id,
+        group_size=found.group_size,
+        task_index=found.task_index,
+        sample_index=found.sample_index,
+        token_ids=found.token_ids,
+        loss_mask=bytes(found.loss_mask),
+        behavior_logprobs=found.behavior_logprobs,
+        version_spans=[
+            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version) for s in found.version_spans
+        ],
+        reward=None if found.reward is None else tpb.Reward(value=found.reward),
+        speculation=wire.stats_to(found.speculation),
+        seed=found.seed,
+        temperature=found.temperature,
+        branch_count=found.branch_count,
+    )
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A message as chat templates read it, tool calls with their arguments as text."""
+    body = message.for_template()
+    if message.tool_calls:
+        body["tool_calls"] = [call.shown() for call in message.tool_calls]
+    return body
+
+
+def _turn_json(turn: Turn) -> dict[str, Any]:
+    return {
+        "completion_id": turn.completion_id,
+        "parent": None if turn.parent is None else turn.parent.completion_id,
+        "prompt_ids": list(turn.prompt_ids),
+        "response_ids": list(turn.response_ids),
+        "behavior_logprobs": list(turn.behavior_logprobs),
+        "version_spans": [[span.start, span.end, span.policy_version] for span in turn.version_spans],
+        "finish_reason": turn.finish,
+        "seed": turn.seed,
+        "temperature": turn.temperature,
+        "smallest_gap": turn.smallest_gap if math.isfinite(turn.smallest_gap) else None,
+        "message": None if turn.message is None else message_json(turn.message),
+        "reward": turn.reward,
+    }
+
+
+def _sample_json(sample: Trajectory) -> dict[str, Any]:
+    return {
+        "branch": sample.key.branch_id,
+        "token_ids": list(sample.token_ids),
+        "loss_mask": list(sample.loss_mask),
+        "behavior_logprobs": list(sample.behavior_logprobs),
+        "version_spans": [[span.start, span.end, span.policy_version] for span in sample.version_spans],
+        "reward": sample.reward,
+        "seed": sample.seed,
+        "temperature": sample.temperature,
+        "finish_reason": sample.finish_reason,
+    }

@@ -1,0 +1,65 @@
+"""A real engine worker whose rounds over a long request end only once a command waits; it tells of every step it takes.
+
+So a test knows exactly which round is under way when a command comes, whatever the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import zmq
+
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.engines import worker
+from rollout_gateway.engines.base import Engine
+
+ADDRESS_VARIABLE = "PACELINE_TEST_EVENTS"
+LONG_TOKENS = 100
+"""Requests that ask for more are held."""
+HOLD_MS = 30_000
+
+
+def running(engine: Engine) -> dict[int, int]:
+    """Requests in the batch and how many tokens they ask for."""
+    inside: Any = engine
+    batch = inside._scheduler.running if hasattr(inside, "_scheduler") else inside._running
+    return {one.request.request_id: one.request.sampling.max_tokens for one in batch}
+
+
+class HeldWorker(worker.Worker):
+    """worker.Worker that holds and tells."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._events: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._events.setsockopt(zmq.LINGER, 1000)
+        self._events.connect(os.environ[ADDRESS_VARIABLE])
+
+    def _tell(self, event: str, request_ids: list[int]) -> None:
+        load = self._engine.load
+        told = {"event": event, "ids": request_ids, "running": load.running, "waiting": load.waiting}
+        self._events.send_json(told)
+
+    def _enqueue(self, command: pb.EnqueueRequests) -> None:
+        super()._enqueue(command)
+        self._tell("enqueue", [request.request_id for request in command.requests])
+
+    def _obey(self, command: pb.WorkerCommand) -> pb.WorkerEvent | None:
+        event = super()._obey(command)
+        if command.HasField("abort"):
+            self._tell("abort", list(command.abort.request_ids))
+        return event
+
+    def _round(self) -> None:
+        before = running(self._engine)
+        super()._round()
+        batch = before | running(self._engine)
+        self._tell("round", sorted(batch))
+        if max(batch.values(), default=0) > LONG_TOKENS and not self._socket.poll(HOLD_MS):
+            raise TimeoutError("no command came")
+
+
+if __name__ == "__main__":
+    worker.Worker = HeldWorker  # type: ignore[misc]
+    raise SystemExit(worker.main())

@@ -1,0 +1,116 @@
+"""Reasoning is what stands between the markers at the start; its tokens are counted with few decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_gateway.chat.messages import Message, joined
+from rollout_gateway.chat.parse import (
+    ChatParser,
+    forced_beginning,
+    knows_reasoning,
+    opens_reasoning,
+    reasoning_tokens,
+)
+from rollout_gateway.chat.tool_formats import tool_format
+
+
+def read(text: str, *, started: bool = False, reasoning: bool = True, forced: str = "", name: str = "none") -> Message:
+    reader = ChatParser(tool_format(name, ""), reasoning=reasoning, starts_in_reasoning=started, forced=forced)
+    return joined([reader.push(text), reader.finish()])
+
+
+@pytest.mark.parametrize("name", ["none", "hermes"])
+@pytest.mark.parametrize(
+    ("text", "started", "reasoning", "content"),
+    [
+        ("<think>\nWhy?\n</think>\n\nSo.", False, "Why?", "So."),
+        ("\n <think>Why?</think>So.", False, "Why?", "So."),
+        ("<think>\n\n</think>\n\nSo.", False, "", "So."),
+        ("<think></think>", False, "", ""),
+        ("<think>a\n\nb\n\n\n</think>\n\n\n\nSo.\n", False, "a\n\nb\n\n", "\n\nSo.\n"),
+        ("<think>\na < b </thin </ think>", False, "a < b </thin </ think>", ""),
+        ("<think>\nand on and on\n", False, "and on and on\n", ""),
+        ("<think>a</think>b</think>c<think>d</think>", False, "a", "b</think>c<think>d</think>"),
+        ("<think><think>a</think>b", False, "<think>a", "b"),
+        ("Why?\n</think>\n\nSo.", True, "Why?", "So."),
+        ("<think>\nWhy?\n</think>\n\nSo.", True, "Why?", "So."),
+        ("\n</think>\n\nSo.", True, "", "So."),
+        ("Why", True, "Why", ""),
+        ("", True, "", ""),
+        ("So. <think>Why?</think>", False, "", "So. <think>Why?</think>"),
+        ("Why?</think>So.", False, "", "Why?</think>So."),
+        (" \n<thin", False, "", " \n<thin"),
+        ("  So.", False, "", "  So."),
+    ],
+)
+def test_reasoning_is_what_stands_between_the_markers_at_the_start(
+    name: str, text: str, started: bool, reasoning: str, content: str
+) -> None:
+    assert read(text, started=started, name=name) == Message("assistant", content, reasoning)
+
+
+def test_without_reasoning_the_markers_are_content() -> None:
+    text = "<think>\nWhy?\n</think>\n\nSo."
+    assert read(text, reasoning=False) == Message("assistant", text)
+    assert read(text, reasoning=False, started=True) == Message("assistant", text)
+
+
+def test_a_call_inside_reasoning_is_only_a_thought() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    message = read(f"<think>\n{call}\n</think>\n\n{call}", name="hermes")
+    assert message.reasoning == call
+    assert [found.name for found in message.tool_calls] == ["f"]
+    assert message.content == ""
+    assert read(f"<think>{call}", name="hermes") == Message("assistant", "", call)
+
+
+def test_a_forced_call_leads_out_of_reasoning_that_the_prompt_opened() -> None:
+    hermes = tool_format("hermes", "")
+    assert hermes is not None
+    for in_reasoning in (True, False):
+        forced = forced_beginning(hermes, "f", in_reasoning=in_reasoning)
+        message = read(" {}}\n</tool_call>", started=in_reasoning, forced=forced, name="hermes")
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", "{}")]
+        assert (message.content, message.reasoning) == ("", "")
+
+
+def test_the_template_tells_whether_the_model_reasons_and_its_prompt_whether_it_already_does() -> None:
+    assert knows_reasoning("{{- '<think>\\n' + message.reasoning_content + '\\n</think>' }}")
+    assert not knows_reasoning("{{- '<|im_start|>' + message.role }}")
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert opens_reasoning("<think>")
+    assert not opens_reasoning("<|im_start|>assistant\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert not opens_reasoning("")
+
+
+PIECES = ["<think>", "</think>", "</th", "ink>", "\n", "a", "bc ", "<", "é"]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=40), st.booleans())
+def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(ids: list[int], started: bool) -> None:
+    decodes: list[int] = []
+
+    def decode(some: Sequence[int]) -> str:
+        decodes.append(len(some))
+        return "".join(PIECES[one] for one in some)
+
+    found = reasoning_tokens(ids, decode, starts_in_reasoning=started)
+    assert len(decodes) <= 1 + max(len(ids), 1).bit_length()
+    beginnings = ["".join(PIECES[one] for one in ids[:size]) for size in range(len(ids) + 1)]
+    ends = [size for size, text in enumerate(beginnings) if "</think>" in text]
+    reasons = started or beginnings[-1].strip().startswith("<think>")
+    assert found == (0 if not reasons else ends[0] if ends else len(ids))
+
+
+def test_reasoning_that_was_counted_decodes_to_the_reasoning_that_was_read() -> None:
+    text = "<think>\nab\n</think>\n\nSo."
+    count = reasoning_tokens([ord(one) for one in text], lambda ids: "".join(map(chr, ids)))
+    assert text[:count] == "<think>\nab\n</think>"
+    assert read(text).reasoning == "ab"

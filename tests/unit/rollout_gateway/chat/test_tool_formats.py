@@ -1,0 +1,260 @@
+"""Every format reads what its models write and refuses what they do not; examples follow the published formats."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from paceline.errors import NotFound
+from rollout_gateway.chat.messages import Message, joined
+from rollout_gateway.chat.parse import ChatParser
+from rollout_gateway.chat.tool_formats import (
+    TOOL_FORMATS,
+    guess_format,
+    tool_format,
+)
+
+WEATHER = ("get_weather", '{"city": "Zürich", "days": 2}')
+TIME = ("get_time", "{}")
+
+WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    # format, response, content, calls
+    (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>',
+        "",
+        [WEATHER],
+    ),
+    ("hermes", '<tool_call>{"name":"get_time","arguments":{}}</tool_call>', "", [TIME]),
+    ("hermes", '<tool_call>\n{"arguments": {}, "name": "get_time"}\n</tool_call>', "", [TIME]),
+    ("hermes", '<tool_call>\n{"name": "get_time"}\n</tool_call>', "", [TIME]),
+    ("hermes", '<tool_call>\n{"name": "get_time", "parameters": {}}\n</tool_call>', "", [TIME]),
+    (
+        "hermes",
+        'Both.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>\n',
+        "Both.",
+        [WEATHER, TIME],
+    ),
+    ("hermes", 'A <tool_call>{"name": "get_time"}</tool_call> B <b> ', "AB <b> ", [TIME]),
+    (
+        "hermes",
+        '<tool_call>{"name": "say", "arguments": {"text": "</tool_call><tool_call>"}}</tool_call>',
+        "",
+        [("say", '{"text": "</tool_call><tool_call>"}')],
+    ),
+    ("hermes", '<tool_call>{"name": "say", "arguments": "as text"}</tool_call>', "", [("say", '"as text"')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "a\\u00e4", "arguments": [1.50, -0, 1e9]}</tool_call>',
+        "",
+        [("aä", "[1.50, -0, 1e9]")],
+    ),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}', "", [WEATHER]),
+    ("llama3_json", '<|python_tag|>{"name": "get_time", "parameters": {}}', "", [TIME]),
+    ("llama3_json", '{"type": "function", "name": "get_time", "parameters": {}}', "", [TIME]),
+    ("llama3_json", '{"name": "get_time", "arguments": {}}', "", [TIME]),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}; {"name": "get_time", "parameters": {}}',
+        "",
+        [WEATHER, TIME],
+    ),
+    (
+        "llama3_json",
+        '\n<|python_tag|>{"name": "get_time", "parameters": {}}\n{"name": "get_time", "parameters": {}}\n',
+        "",
+        [TIME, TIME],
+    ),
+    ("llama3_json", 'Let me see. <|python_tag|>{"name": "get_time", "parameters": {}}', "Let me see.", [TIME]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}, {"name": "get_time", '
+        '"arguments": {}, "id": "VvvODy9mT"}]',
+        "",
+        [WEATHER, TIME],
+    ),
+    ("mistral", 'Yes.[TOOL_CALLS][{"name": "get_time", "arguments": {}}]', "Yes.", [TIME]),
+    ("mistral", '[TOOL_CALLS]{"name": "get_time", "arguments": {}}', "", [TIME]),
+    (
+        "mistral",
+        '[TOOL_CALLS]get_weather[ARGS]{"city": "Zürich", "days": 2}[TOOL_CALLS]get_time[ARGS]{}',
+        "",
+        [WEATHER, TIME],
+    ),
+    ("mistral", "[TOOL_CALLS]get_time[CALL_ID]VvvODy9mT[ARGS]{}", "", [TIME]),
+    ("mistral", '[TOOL_CALLS]get_time{"in": "]["}', "", [("get_time", '{"in": "]["}')]),
+]
+
+NO_CALLS = [
+    ("hermes", "Use <tool_call> tags."),
+    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}\n'),  # never closed
+    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}\n</tool_call>'),  # a bracket too few
+    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}}\n</tool_call>'),  # one too many
+    ("hermes", "<tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call>"),
+    ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'),  # cannot be sent as UTF-8
+    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"x": NaN}}\n</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"x": "two\nlines"}}\n</tool_call>'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", "</tool_call>"),
+    ("hermes", '{"name": "get_time", "arguments": {}}'),
+    ("hermes", "<tool_call>\n<function=get_time>\n</function>\n</tool_call>"),  # another format
+    ("llama3_json", '{"name": "Ada"}'),  # an answer in JSON
+    ("llama3_json", '{"answer": {"name": "f", "parameters": {}}}'),
+    ("llama3_json", 'Here: {"name": "get_time", "parameters": {}}'),
+    ("llama3_json", '<|python_tag|>brave_search.call(query="rain")'),
+    ("llama3_json", '{"name": "get_time", "parameters": {}'),
+    ("llama3_json", '; {"name": "get_time", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS][]"),
+    ("mistral", '[TOOL_CALLS][{"name": "get_time", "arguments": {}}'),  # never closed: none of its calls counts
+    ("mistral", '[TOOL_CALLS][{"name": "get_time", "arguments": {}}, {"na'),
+    ("mistral", "[TOOL_CALLS]get_time"),
+    ("mistral", "[TOOL_CALLS]get_time[ARGS]"),
+    ("mistral", "[TOOL_CALLS]get_time[ARGS][1]"),
+    ("mistral", "[TOOL_CALLS]two words[ARGS]{}"),
+    ("mistral", '[{"name": "get_time", "arguments": {}}]'),
+]
+
+
+def read(name: str, response: str, template: str = "", forced: str = "") -> Message:
+    numbers = itertools.count(1)
+    parser = ChatParser(
+        tool_format(name, template), reasoning=False, forced=forced, digits=lambda count: f"{next(numbers):0{count}x}"
+    )
+    return joined([parser.push(response), parser.finish()])
+
+
+def called(message: Message) -> list[tuple[str, str]]:
+    return [(call.name, call.arguments) for call in message.tool_calls]
+
+
+@pytest.mark.parametrize(("name", "response", "content", "calls"), WELL_FORMED)
+def test_calls_are_read_with_the_text_around_them(
+    name: str, response: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    message = read(name, response)
+    assert (message.content, called(message)) == (content, calls)
+
+
+@pytest.mark.parametrize(("name", "response"), NO_CALLS)
+def test_what_is_no_whole_call_is_content_as_it_stands(name: str, response: str) -> None:
+    assert read(name, response) == Message("assistant", response)
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "content", "calls"),
+    [
+        ("hermes", '<tool_call>{"na <tool_call>{"name": "get_time"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{ <tool_call>{"name": "get_time"}</tool_call>', "<tool_call>{ ", [TIME]),
+        ("hermes", '<tool_call><tool_call>{"name": "get_time"}</tool_call>', "<tool_call>", [TIME]),
+        ("hermes", '<<tool_call>{"name": "get_time"}</tool_call>>', "<>", [TIME]),
+        (
+            "hermes",
+            '<tool_call>{"name": "x\n<tool_call>{"name": "get_time"}</tool_call>',
+            '<tool_call>{"name": "x',
+            [TIME],
+        ),
+        ("mistral", "[TOOL_CALLS][[TOOL_CALLS]get_time{}", "[TOOL_CALLS][", [TIME]),
+        ("llama3_json", '{"name": "get_time", "parameters": {}}; and more', "; and more", [TIME]),
+    ],
+)
+def test_reading_goes_on_where_a_broken_call_broke(
+    name: str, response: str, content: str | None, calls: list[tuple[str, str]]
+) -> None:
+    message = read(name, response)
+    assert (message.content, called(message)) == (response if content is None else content, calls)
+
+
+def test_ids_look_as_the_templates_of_the_format_want_them() -> None:
+    for name, response, _, calls in WELL_FORMED:
+        ids = [call.call_id for call in read(name, response).tool_calls]
+        form = "[0-9a-z]{9}" if name == "mistral" else "call_[0-9a-f]{24}"
+        assert all(re.fullmatch(form, call_id) for call_id in ids)
+        assert len(set(ids)) == len(calls)
+
+
+@pytest.mark.parametrize("length", [9, 24])
+def test_ids_differ_without_an_injected_source(length: int) -> None:
+    ids = set()
+    for _ in range(50):
+        parser = ChatParser(tool_format("mistral" if length == 9 else "hermes", ""), reasoning=False)
+        text = "[TOOL_CALLS]f[ARGS]{}" if length == 9 else '<tool_call>{"name": "f"}</tool_call>'
+        (call,) = parser.push(text).tool_calls
+        ids.add(call.call_id.removeprefix("call_"))
+    assert len(ids) == 50
+    assert all(re.fullmatch(f"[0-9a-f]{{{length}}}", call_id) for call_id in ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "tool", "beginning", "rest"),
+    [
+        ("hermes", "", "get_time", '<tool_call>\n{"name": "get_time", "arguments":', " {}}\n</tool_call>"),
+        ("hermes", "", "", '<tool_call>\n{"name":', ' "get_time", "arguments": {}}\n</tool_call>'),
+        ("llama3_json", "", "get_time", '{"name": "get_time", "parameters":', " {}}"),
+        ("llama3_json", "", "", '{"name":', ' "get_time", "parameters": {}}'),
+        ("mistral", "[TOOL_CALLS] [", "get_time", '[TOOL_CALLS] [{"name": "get_time", "arguments":', " {}}]"),
+        ("mistral", "", "", '[TOOL_CALLS][{"name":', ' "get_time", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS]x[ARGS]", "get_time", "[TOOL_CALLS]get_time[ARGS]", "{}"),
+        ("mistral", "[TOOL_CALLS]x[ARGS]", "", "[TOOL_CALLS]", "get_time[ARGS]{}"),
+    ],
+)
+def test_a_forced_beginning_and_what_the_model_adds_are_one_call(
+    name: str, template: str, tool: str, beginning: str, rest: str
+) -> None:
+    chosen = tool_format(name, template)
+    assert chosen is not None
+    assert chosen.beginning(tool) == beginning
+    message = read(name, rest, template, forced=beginning)
+    assert (message.content, called(message)) == ("", [TIME])
+
+
+def test_a_forced_name_is_written_as_json() -> None:
+    chosen = tool_format("hermes", "")
+    assert chosen is not None
+    assert called(read("hermes", "{}}</tool_call>", forced=chosen.beginning('a"ä'))) == [('a"ä', "{}")]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        # Qwen2.5 and Qwen3
+        (
+            '{{- "<tool_call>\\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}',
+            "hermes",
+        ),
+        # Llama 3.1, Llama 3.2
+        ("{%- if builtin_tools %}{{- '<|python_tag|>' + tool_call.name + '.call(' }}", "llama3_json"),
+        ("""{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""", "llama3_json"),
+        ('{{- \'Respond in the format {"name": function name, "parameters": dictionary}\' }}', "llama3_json"),
+        ('{{- "[TOOL_CALLS] [" }}{%- set out = tool_call.function|tojson %}', "mistral"),
+        ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral"),
+        # formats that are not in the table
+        ("{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n<parameter=' }}", None),
+        ("{{- '<tool_call>' + name + '\\n<arg_key>' }}", None),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
+        ("", None),
+    ],
+)
+def test_the_template_tells_the_format(source: str, name: str | None) -> None:
+    found = guess_format(source)
+    assert (found and found.name) == name
+
+
+def test_formats_are_found_by_name_and_an_unknown_one_is_refused() -> None:
+    for name in TOOL_FORMATS:
+        found = tool_format(name, "")
+        assert found is not None
+        assert found.name == name
+        assert {marker for marker in found.markers if len(marker) > 1} <= set(found.special_tokens)
+    assert tool_format("none", "<tool_call>") is None
+    guessed = tool_format("auto", "<tool_call>")
+    assert guessed is not None
+    assert guessed.name == "hermes"
+    with pytest.raises(NotFound, match="pythonic; allowed: auto, none, hermes, llama3_json, mistral"):
+        tool_format("pythonic", "")

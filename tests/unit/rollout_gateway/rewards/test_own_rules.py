@@ -1,0 +1,325 @@
+"""Users' rules in real child processes: what they print, raise, return, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from paceline.errors import ConfigError, InvalidInput, NotFound, ResourceExhausted, Unavailable
+from rollout_gateway.chat.messages import Message, ToolCall
+from rollout_gateway.config import RewardsConfig
+from rollout_gateway.environments.base import Episode, EpisodeTask
+from rollout_gateway.rewards import RewardRules
+from rollout_gateway.rewards.rules import MAX_OWN
+
+RULES = """
+import asyncio, os, subprocess, sys, time
+
+class Length:
+    def __init__(self):
+        print("built")
+        self.asked = 0
+    def score(self, episode):
+        print("printed", "x" * 100_000)
+        os.write(1, b"written past Python")
+        assert sys.stdin.read() == ""
+        subprocess.run(["echo", "of another program"], check=True)
+        self.asked += 1
+        return len(episode.text) + self.asked / 10
+
+class Later:
+    def __init__(self):
+        self.loop = None
+    async def score(self, episode):
+        await asyncio.sleep(0)
+        same = self.loop in (None, asyncio.get_running_loop())
+        self.loop = asyncio.get_running_loop()
+        return float(same)
+
+class Telling:
+    def score(self, episode):
+        m = episode.messages
+        call = m[0].tool_calls[0]
+        assert (call.name, call.arguments, m[0].reasoning, m[1].tool_call_id) == ("f", '{"a":  1}', "hm", "c1")
+        return float(episode.task.metadata["level"]) if episode.task.answer == "6" else None
+
+class Raises:
+    def score(self, episode):
+        raise KeyError("no such level")
+
+class Quits:
+    def score(self, episode):
+        raise SystemExit("done")
+
+class Dies:
+    def score(self, episode):
+        os._exit(1)
+
+class DiesOnce:
+    def score(self, episode):
+        if not os.path.exists(episode.text):
+            open(episode.text, "w").close()
+            os._exit(1)
+        return 1.0
+
+class Hangs:
+    def score(self, episode):
+        child = subprocess.Popen(["sleep", "1000"])
+        with open(episode.text, "w") as file:
+            file.write(str(child.pid))
+        time.sleep(1000)
+
+class Pid:
+    def score(self, episode):
+        return float(os.getpid())
+
+class Torch:
+    def score(self, episode):
+        return float("torch" in sys.modules or "transformers" in sys.modules)
+
+class Garbles:
+    def score(self, episode):
+        for fd in range(3, 20):
+            try:
+                os.write(fd, b"\\xff" * 64)
+            except OSError:
+                pass
+        return 1.0
+
+class Says:
+    def score(self, episode):
+        return eval(episode.text)
+
+class NoScore:
+    pass
+
+class NeedsArguments:
+    def __init__(self, path):
+        pass
+
+def exits():
+    sys.exit(3)
+"""
+
+
+def episode(text: str = "abc") -> Episode:
+    return Episode(EpisodeTask("t", "p", "6", {"level": "2"}), text, "stop")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("own") / "own_rules.py"
+    file.write_text(RULES)
+    return file
+
+
+@pytest_asyncio.fixture
+async def rules() -> AsyncIterator[RewardRules]:
+    rules = RewardRules(RewardsConfig())
+    yield rules
+    await rules.stop()
+
+
+async def impatient(path: Path, name: str, text: str) -> tuple[float | None, list[int]]:
+    """One score under a short deadline."""
+    rules = RewardRules(RewardsConfig(deadline_s=0.5))
+    try:
+        return await rules.rule(f"{path}:{name}").score(episode(text)), rules.pids
+    finally:
+        await rules.stop()
+
+
+async def test_a_rule_is_built_once_and_may_print_read_and_start_programs(rules: RewardRules, path: Path) -> None:
+    rule = rules.rule(f"{path}:Length")
+    assert await rule.score(episode()) == 3.1
+    assert await rule.score(episode("ab")) == 2.2
+
+
+async def test_a_rule_sees_messages_metadata_and_answer(rules: RewardRules, path: Path) -> None:
+    messages = (
+        Message("assistant", "", "hm", (ToolCall("c1", "f", '{"a":  1}'),)),
+        Message("tool", "ok", tool_call_id="c1"),
+    )
+    rule = rules.rule(f"{path}:Telling")
+    task = EpisodeTask("t", "p", "6", {"level": "2"})
+    assert await rule.score(Episode(task, "", "stop", messages)) == 2.0
+    assert await rule.score(Episode(EpisodeTask("t", "p", ""), "", "stop", messages)) is None
+
+
+async def test_coroutines_of_a_rule_share_one_event_loop(rules: RewardRules, path: Path) -> None:
+    rule = rules.rule(f"{path}:Later")
+    assert [await rule.score(episode()) for _ in range(2)] == [1.0, 1.0]
+
+
+async def test_a_package_path_names_a_rule_and_loads_no_torch(
+    rules: RewardRules, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parent), os.environ.get("PYTHONPATH", "")]))
+    await rules.check("own_rules:Torch")
+    assert await rules.rule("own_rules:Torch").score(episode()) == 0.0
+
+
+@pytest.mark.parametrize(("name", "why"), [("Raises", "no such level"), ("Quits", "SystemExit: done")])
+async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
+    rules: RewardRules, path: Path, name: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pid = await rules.rule(f"{path}:Pid").score(episode())
+    assert await rules.rule(f"{path}:{name}").score(episode()) is None
+    shown = capfd.readouterr()
+    assert why in shown.out + shown.err
+    assert await rules.rule(f"{path}:Pid").score(episode()) == pid  # the same child goes on
+
+
+async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_path: Path) -> None:
+    value, pids = await impatient(path, "Hangs", str(tmp_path / "pid"))
+    assert value is None
+    assert pids == []
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_child_that_dies_is_replaced_once(rules: RewardRules, path: Path, tmp_path: Path) -> None:
+    assert await rules.rule(f"{path}:DiesOnce").score(episode(str(tmp_path / "died"))) == 1.0
+
+
+@pytest.mark.parametrize("name", ["Dies", "Garbles"])
+async def test_children_that_die_again_are_nobodys_zero(rules: RewardRules, path: Path, name: str) -> None:
+    with pytest.raises(Unavailable, match="child process of the rewards"):
+        await rules.rule(f"{path}:{name}").score(episode())
+    assert await rules.rule(f"{path}:Length").score(episode()) == 3.1
+
+
+async def test_a_child_killed_while_idle_is_replaced(rules: RewardRules, path: Path) -> None:
+    rule = rules.rule(f"{path}:Pid")
+    first = await rule.score(episode())
+    assert first is not None
+    os.kill(int(first), signal.SIGKILL)
+    assert await rule.score(episode()) != first
+
+
+@pytest.mark.parametrize("text", ["float('nan')", "float('inf')", "-1e999"])
+async def test_a_score_that_is_not_finite_is_refused_by_the_rules_name(
+    rules: RewardRules, path: Path, text: str
+) -> None:
+    with pytest.raises(InvalidInput, match=r"own_rules\.py:Says"):
+        await rules.rule(f"{path}:Says").score(episode(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1", 1.0),
+        ("True", 1.0),
+        ("None", None),
+        ("__import__('numpy').float32(0.5)", 0.5),
+        ("'1.0'", None),
+        ("[1]", None),
+        ("10**400", None),
+    ],
+)
+async def test_a_score_is_a_number_or_none(rules: RewardRules, path: Path, text: str, value: float | None) -> None:
+    assert await rules.rule(f"{path}:Says").score(episode(text)) == value
+
+
+async def test_children_are_spawned_when_they_are_needed_and_no_more(path: Path) -> None:
+    rules = RewardRules(RewardsConfig(processes=2))
+    rule = rules.rule(f"{path}:Pid")
+    assert rules.pids == []
+    assert len({await rule.score(episode()) for _ in range(3)}) == 1
+    assert len(rules.pids) == 1
+    used = set(await asyncio.gather(*(rule.score(episode()) for _ in range(8))))
+    assert len(used) == len(rules.pids) == 2
+    pids = rules.pids
+    await rules.stop()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(Unavailable, match="stopped"):
+        await rule.score(episode())
+
+
+async def test_a_caller_that_goes_away_leaves_no_child_at_work(path: Path, tmp_path: Path) -> None:
+    rules = RewardRules(RewardsConfig())
+    await rules.check(f"{path}:Hangs")
+    os.mkfifo(told := tmp_path / "pid")
+    asked = asyncio.create_task(rules.rule(f"{path}:Hangs").score(episode(str(told))))
+    started = int(await asyncio.to_thread(told.read_text))
+    pids = rules.pids
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    assert all(gone(pid) for pid in [*pids, started])
+    assert await rules.rule(f"{path}:Length").score(episode()) == 3.1
+    await rules.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("Missing", "Missing"),
+        ("NoScore", "no method score"),
+        ("NeedsArguments", "path"),
+        ("exits", "SystemExit: 3"),
+        ("RULES", "cannot be built"),
+    ],
+)
+async def test_a_wrong_class_fails_the_check(rules: RewardRules, path: Path, name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        await rules.check(f"{path}:{name}")
+
+
+@pytest.mark.parametrize("place", ["no_such_package.module:Rule", "no/such/file.py:Rule", "json:nothing", ".:x"])
+async def test_a_wrong_place_fails_the_check(rules: RewardRules, place: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be built"):
+        await rules.check(place)
+
+
+@pytest.mark.parametrize("name", ["luck", "", ":", "a:", ":b"])
+async def test_an_unknown_rule_names_the_known_ones(rules: RewardRules, name: str) -> None:
+    with pytest.raises(NotFound, match=r"format, math_answer.*package\.module:Class"):
+        await rules.check(name)
+
+
+async def test_rules_of_users_are_limited(rules: RewardRules) -> None:
+    for number in range(MAX_OWN):
+        rules.rule(f"m:c{number}")
+    with pytest.raises(ResourceExhausted):
+        rules.rule("m:one_more")
+
+
+async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
+    given = Episode(EpisodeTask("t", "p", "6"), "#5", "stop", reward=0.25)
+    assert await rules.rule("math_answer").score(given) == 0.25
+
+
+def test_children_end_when_the_gateway_is_killed(path: Path) -> None:
+    program = f"""
+import asyncio, time
+from rollout_gateway.config import RewardsConfig
+from rollout_gateway.environments.base import Episode, EpisodeTask
+from rollout_gateway.rewards import RewardRules
+async def main():
+    rules = RewardRules(RewardsConfig())
+    print(int(await rules.rule("{path}:Pid").score(Episode(EpisodeTask("t", "p", "6"), "x", "stop"))), flush=True)
+    await rules.rule("{path}:Hangs").score(Episode(EpisodeTask("t", "p", "6"), "/dev/null", "stop"))
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as gateway:
+        assert gateway.stdout is not None
+        child = psutil.Process(int(gateway.stdout.readline()))
+        gateway.kill()
+        child.wait(timeout=10)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended or is about to, being a zombie."""
+    try:
+        psutil.Process(pid).wait(timeout=5)
+    except psutil.NoSuchProcess:
+        return True
+    return not psutil.pid_exists(pid)
