@@ -67,9 +67,10 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
     run = await agent.run(QUESTION, model=model, deps=warehouse, model_settings={"seed": sample_index})
     headers = {"authorization": f"Bearer {opened['api_key']}"}
     value = 1.0 if WORTH in run.output else 0.0
-    ended = await http.post("/v1/sessions/current/complete", json={"reward": value}, headers=headers)
-    export = await http.get(f"/v1/sessions/{opened['id']}/export", params={"form": "samples"}, headers=headers)
+    (await http.post("/v1/sessions/current/reward", json={"value": value}, headers=headers)).raise_for_status()
+    export = await http.get("/v1/sessions/current/export", params={"form": "samples"}, headers=headers)
     (sample,) = export.raise_for_status().json()["samples"]
+    ended = await http.post("/v1/sessions/current/complete", headers=headers)
     tokens = run.usage.output_tokens
     return Outcome(run.output, warehouse.asked, tokens, ended.raise_for_status().json(), sample)
 
