@@ -57,6 +57,8 @@ class Agent:
             try:
                 answer = await self._http.post("/v1/sessions", json={"claim": True, "wait_s": WAIT_S})
             except httpx.TransportError:
+                answer = httpx.Response(httpx.codes.SERVICE_UNAVAILABLE)
+            if answer.is_server_error:
                 await asyncio.sleep(1)  # the gateway starts again, or the run is over
                 continue
             if answer.status_code == httpx.codes.NO_CONTENT:

@@ -16,6 +16,7 @@ from rollout_gateway.bench.sglang import demo_folder
 MODEL = "bench-model"
 TEXTS = 8
 LETTERS = "etaoin shrdlu ETAOIN äöß – 数学"
+MAX_BATCH = 1024
 MAX_SEQUENCE_TOKENS = 1 << 16
 EOS = 1
 
@@ -63,7 +64,7 @@ def pieces(text: str, pace: Pace) -> list[str]:
     return [decoder.decode(raw[start : start + pace.tokens_per_round]) for start in starts]
 
 
-def engine_settings(pace: Pace, max_batch: int) -> dict[str, Any]:
+def engine_settings(pace: Pace) -> dict[str, Any]:
     """The scripted engine's settings; rounds take no time at all when round_s is 0."""
     return {
         "replies": [{"pattern": "^<bos>bench ", "texts": texts(pace), "tokens_per_round": pace.tokens_per_round}],
@@ -71,7 +72,7 @@ def engine_settings(pace: Pace, max_batch: int) -> dict[str, Any]:
         "default_cost_s": pace.round_s,
         "costs_s": {},
         "real_time": pace.round_s > 0,
-        "max_batch": max_batch,
+        "max_batch": MAX_BATCH,
         "max_sequence_tokens": MAX_SEQUENCE_TOKENS,
         "eos_token_id": EOS,
     }
