@@ -26,11 +26,10 @@ from rollout_gateway.bench.gateway_direct import direct_worker
 from rollout_gateway.bench.gateway_load import Order
 from rollout_gateway.bench.gateway_measure import Contender, Level, Measurement, Run
 from rollout_gateway.bench.gateway_report import goals, latency_rows, session_row, work_rows
-from rollout_gateway.bench.gateway_script import Pace, engine_settings, write_model
+from rollout_gateway.bench.gateway_script import MAX_BATCH, Pace, engine_settings, write_model
 from rollout_gateway.bench.gateway_sessions import Held, hold_sessions
 
 LOAD, BACKEND = "rollout_gateway.bench.gateway_load", "rollout_gateway.bench.gateway_backend"
-MAX_BATCH = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class Plan:
     @property
     def engine(self) -> dict[str, Any]:
         """Settings of the scripted engine."""
-        return engine_settings(self.pace, MAX_BATCH)
+        return engine_settings(self.pace)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +85,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
     pace = plan.pace
-    title = f"the front door, {pace.tokens} tokens in {pace.chunks} chunks, a round every {1e3 * pace.round_s:g} ms"
+    title = f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every {1e3 * pace.round_s:g} ms"
     result = BenchResult(title, rows, goals(contenders, plan.levels, held))
     if plan.litellm is None:
         return result

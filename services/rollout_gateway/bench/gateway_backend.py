@@ -11,13 +11,15 @@ import contextlib
 import json
 import signal
 import sys
+import time
 from typing import Any
 
 import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from rollout_gateway.bench.gateway_script import MODEL, Pace, pieces, texts
+from rollout_gateway.bench.gateway_script import MODEL, Pace, lengths, pieces, texts
+from rollout_gateway.engines.script import next_beat
 
 
 class Rounds:
@@ -50,8 +52,10 @@ class Rounds:
         await asyncio.shield(self._next)
 
     async def _tick(self) -> None:
+        beat = 0.0
         while self._streams:
-            await asyncio.sleep(self._round_s)
+            beat = next_beat(time.perf_counter(), beat, self._round_s)
+            await asyncio.sleep(beat - time.perf_counter())
             waiting, self._next = self._next, None
             if waiting is not None:
                 waiting.set_result(None)
@@ -64,7 +68,8 @@ class Backend:
     def __init__(self, pace: Pace) -> None:
         self._rounds = Rounds(pace.round_s)
         self._events = [[_event(delta={"content": one}) for one in pieces(text, pace)] for text in texts(pace)]
-        self._ends_in_last_piece = len(self._events[0]) == pace.chunks
+        self._tokens_per_round = pace.tokens_per_round
+        self._lengths = lengths(pace)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -73,12 +78,12 @@ class Backend:
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         with self._rounds.joined():
-            events = self._events[int(body.get("seed", 0)) % len(self._events)]
-            for number, event in enumerate(events):
+            which = int(body.get("seed", 0)) % len(self._events)
+            for number, event in enumerate(self._events[which]):
                 await self._rounds.end_of_round()
                 first = _event(delta={"role": "assistant", "content": ""}) if number == 0 else b""
                 await send({"type": "http.response.body", "body": first + event, "more_body": True})
-            if not self._ends_in_last_piece:  # the end token has a round of its own
+            if self._lengths[which] % self._tokens_per_round == 0:  # the end token has a round of its own
                 await self._rounds.end_of_round()
         await send({"type": "http.response.body", "body": _event(delta={}, finish="stop") + b"data: [DONE]\n\n"})
 

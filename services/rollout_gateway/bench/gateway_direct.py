@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -39,19 +40,20 @@ class DirectWorker:
     async def run(self, order: Order) -> Mapping[str, Any]:
         """`order.streams` loops for `order.seconds`; latencies in milliseconds. Raises InternalError for wrong text."""
         ended: list[_Stream] = []
-        seeds = itertools.count(order.first_seed)
+        seeds, think = itertools.count(order.first_seed), random.Random(order.first_seed)
         until = time.perf_counter() + order.seconds
 
         async def loop() -> None:
             while time.perf_counter() < until:
+                await asyncio.sleep(think.uniform(0, order.think_s))
                 ended.append(await self._one(next(seeds), order))
 
         await asyncio.gather(*(loop() for _ in range(order.streams)))
         return {
             "first_p50_ms": percentile_ms([one.first_s for one in ended], 50),
             "first_p99_ms": percentile_ms([one.first_s for one in ended], 99),
-            "whole_p50_ms": percentile_ms([one.whole_s for one in ended], 50),
-            "whole_p99_ms": percentile_ms([one.whole_s for one in ended], 99),
+            "late_p50_ms": percentile_ms([one.late_s for one in ended], 50),
+            "late_p99_ms": percentile_ms([one.late_s for one in ended], 99),
         }
 
     async def _one(self, seed: int, order: Order) -> _Stream:
@@ -74,7 +76,9 @@ class DirectWorker:
             ) from error
         finally:
             del self._live[number]
-        if self._codec.decode(stream.token_ids) != order.texts[seed % len(order.texts)]:
+        which = seed % len(order.texts)
+        stream.late_s = stream.whole_s - order.paces_s[which]
+        if self._codec.decode(stream.token_ids) != order.texts[which]:
             raise InternalError("the engine said something else than its script", seen=seed)
         return stream
 
@@ -92,6 +96,7 @@ class _Stream:
         self.began = time.perf_counter()
         self.first_s = 0.0
         self.whole_s = 0.0
+        self.late_s = 0.0
         self.token_ids: list[int] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -18,7 +18,7 @@ from paceline.bench.demo_runs import say
 from paceline.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
 from paceline.local.ports import free_port
 from paceline.local.processes import child_environment, last_lines
-from rollout_gateway.bench.gateway_script import MODEL
+from rollout_gateway.bench.gateway_script import MAX_BATCH, MODEL
 
 OURS, LITELLM = "gateway", "LiteLLM"
 START_DEADLINE_S = 120.0
@@ -56,6 +56,7 @@ async def gateway(folder: Path, model: Path, script: Path, settings: Sequence[st
         "engine.kind": "scripted",
         "engine.script": str(script),
         "engine.workers": 1,
+        "engine.max_batch": MAX_BATCH,
         "addresses.gateway": "127.0.0.1:0",
         "addresses.http": f"127.0.0.1:{port}",
         "run.dir": str(folder),

@@ -37,6 +37,8 @@ class Order:
     port: int
     model: str
     texts: Sequence[str]  # of the script; a request's seed picks
+    paces_s: Sequence[float]  # what the backend's rounds take for each text; what comes later is late
+    think_s: float  # a closed loop waits for a random part of this, so that requests do not come in step with rounds
     max_tokens: int
     streams: int = 1
     seconds: float = 1.0
@@ -64,20 +66,22 @@ class Tally:
 
     first_s: list[float] = field(default_factory=list)
     whole_s: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)  # the end, after what the rounds took
     right: int = 0
     wrong: int = 0  # other text than the script's: tokens lost, twice or changed
     failed: int = 0
     chunks: int = 0
     example: str = ""  # of what went wrong
 
-    def take(self, stream: Stream, texts: Sequence[str]) -> None:
+    def take(self, stream: Stream, order: Order) -> None:
         """Check one stream that has ended."""
         if stream.error or stream.status != 200:
             self.failed += 1
             self.example = stream.error or f"{stream.status}: {stream.body[:300]!r}"
             return
         pieces = list(contents(stream.body))
-        text, expected = "".join(pieces), texts[stream.seed % len(texts)]
+        which = stream.seed % len(order.texts)
+        text, expected = "".join(pieces), order.texts[which]
         self.right += text == expected
         if text != expected:
             self.wrong += 1
@@ -85,6 +89,7 @@ class Tally:
         self.chunks += len(pieces)
         self.first_s.append(stream.first_s - stream.due_s)
         self.whole_s.append(stream.end_s - stream.due_s)
+        self.late_s.append(self.whole_s[-1] - order.paces_s[which])
 
 
 class Connection(asyncio.Protocol):
@@ -184,6 +189,7 @@ class Load:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._seeds = itertools.count(order.first_seed)
+        self._think = random.Random(order.first_seed)
         self._idle: list[Connection] = []
         self.tally = Tally()
 
@@ -205,6 +211,7 @@ class Load:
     async def _closed_loop(self, until_s: float) -> None:
         """The next request when the last one has ended."""
         while time.perf_counter() < until_s:
+            await asyncio.sleep(self._think.uniform(0, self._order.think_s))
             await self._one(time.perf_counter())
 
     async def _arrivals(self, began: float) -> None:
@@ -239,7 +246,7 @@ class Load:
         else:
             if connection.usable:
                 self._idle.append(connection)
-        self.tally.take(stream, self._order.texts)
+        self.tally.take(stream, self._order)
 
     async def _connection(self) -> Connection:
         while self._idle:
@@ -284,6 +291,8 @@ def summary(tally: Tally, seconds: float, cpu: float) -> dict[str, Any]:
         "first_p99_ms": percentile_ms(tally.first_s, 99),
         "whole_p50_ms": percentile_ms(tally.whole_s, 50),
         "whole_p99_ms": percentile_ms(tally.whole_s, 99),
+        "late_p50_ms": percentile_ms(tally.late_s, 50),
+        "late_p99_ms": percentile_ms(tally.late_s, 99),
         "load_cpu_share": cpu / seconds,
     }
 

@@ -11,7 +11,7 @@ from paceline.bench.processes import Child, Meter
 from paceline.errors import InternalError
 from rollout_gateway.bench.gateway_fronts import Front
 from rollout_gateway.bench.gateway_load import Order
-from rollout_gateway.bench.gateway_script import MODEL, Pace, texts
+from rollout_gateway.bench.gateway_script import MODEL, Pace, paces_s, texts
 
 WARM_S = 2.0
 WARM_STREAMS = 16
@@ -54,8 +54,7 @@ class Measurement:
 
     def __init__(self, load: Child, pace: Pace, seconds: float) -> None:
         self._load = load
-        self._texts = texts(pace)
-        self._max_tokens = pace.tokens + 1
+        self._pace = pace
         self._seconds = seconds
         self._numbers = itertools.count()
 
@@ -94,8 +93,10 @@ class Measurement:
         return Order(
             port=0,
             model=MODEL,
-            texts=self._texts,
-            max_tokens=self._max_tokens,
+            texts=texts(self._pace),
+            paces_s=paces_s(self._pace),
+            think_s=self._pace.round_s,
+            max_tokens=self._pace.most_tokens,
             streams=level.streams,
             seconds=seconds,
             rate=level.rate,

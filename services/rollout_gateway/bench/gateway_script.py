@@ -16,32 +16,44 @@ from rollout_gateway.bench.sglang import demo_folder
 MODEL = "bench-model"
 TEXTS = 8
 LETTERS = "etaoin shrdlu ETAOIN äöß – 数学"
+MAX_BATCH = 1024
 MAX_SEQUENCE_TOKENS = 1 << 16
 EOS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Tokens of a response, of a chunk, and seconds of a round; a round gives every running request a chunk."""
+    """Mean tokens of a response, tokens of a chunk, seconds of a round; a round gives every running request a chunk."""
 
     tokens: int
     tokens_per_round: int
     round_s: float
 
     @property
-    def chunks(self) -> int:
-        """Rounds of one response, end token included."""
-        return -(-(self.tokens + 1) // self.tokens_per_round)
+    def most_tokens(self) -> int:
+        """Tokens of the longest response, end token included."""
+        return max(lengths(self)) + 1
+
+
+def lengths(pace: Pace) -> list[int]:
+    """Tokens of each response, a half to one and a half of the mean: equal ones would all end in the same round."""
+    middle = (TEXTS - 1) / 2
+    return [max(1, round(pace.tokens * (1 + (number - middle) / (TEXTS - 1)))) for number in range(TEXTS)]
 
 
 def texts(pace: Pace) -> list[str]:
-    """The responses: `pace.tokens` bytes of UTF-8 each, which are as many tokens of the demo's byte tokenizer."""
+    """The responses: as many bytes of UTF-8, and so tokens of the demo's byte tokenizer, as `lengths` says."""
     draw = random.Random(0)
     found = []
-    for _ in range(TEXTS):
-        text = "".join(draw.choices(LETTERS, k=pace.tokens)).encode()[: pace.tokens].decode(errors="ignore")
-        found.append(text + "." * (pace.tokens - len(text.encode())))
+    for size in lengths(pace):
+        text = "".join(draw.choices(LETTERS, k=size)).encode()[:size].decode(errors="ignore")
+        found.append(text + "." * (size - len(text.encode())))
     return found
+
+
+def paces_s(pace: Pace) -> list[float]:
+    """Seconds that the rounds of each response take, the one of the end token included."""
+    return [pace.round_s * -(-(size + 1) // pace.tokens_per_round) for size in lengths(pace)]
 
 
 def pieces(text: str, pace: Pace) -> list[str]:
@@ -52,7 +64,7 @@ def pieces(text: str, pace: Pace) -> list[str]:
     return [decoder.decode(raw[start : start + pace.tokens_per_round]) for start in starts]
 
 
-def engine_settings(pace: Pace, max_batch: int) -> dict[str, Any]:
+def engine_settings(pace: Pace) -> dict[str, Any]:
     """The scripted engine's settings; rounds take no time at all when round_s is 0."""
     return {
         "replies": [{"pattern": "^<bos>bench ", "texts": texts(pace), "tokens_per_round": pace.tokens_per_round}],
@@ -60,7 +72,7 @@ def engine_settings(pace: Pace, max_batch: int) -> dict[str, Any]:
         "default_cost_s": pace.round_s,
         "costs_s": {},
         "real_time": pace.round_s > 0,
-        "max_batch": max_batch,
+        "max_batch": MAX_BATCH,
         "max_sequence_tokens": MAX_SEQUENCE_TOKENS,
         "eos_token_id": EOS,
     }

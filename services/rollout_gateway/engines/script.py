@@ -43,13 +43,27 @@ class VirtualClock:
 
 
 class RealClock:
-    """Spending sleeps; for benches."""
+    """Spending sleeps until the next multiple of the seconds, so that work between two rounds does not slow the pace.
+
+    For benches. A round that begins in the middle of its time ends early; one that was busy for longer skips a beat.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
 
     def now(self) -> float:
         return time.perf_counter()
 
     def spend(self, seconds: float) -> None:
-        time.sleep(seconds)
+        if seconds:
+            self._until = next_beat(self.now(), self._until, seconds)
+            time.sleep(max(self._until - self.now(), 0))
+
+
+def next_beat(now: float, last: float, seconds: float) -> float:
+    """The first multiple of `seconds` after `now` that is not the `last` beat."""
+    beat = (now // seconds + 1) * seconds
+    return beat if beat > last + seconds / 2 else beat + seconds
 
 
 class Line(BaseModel):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.trajectory import VersionSet, VersionSpan
 from rollout_gateway.engines.base import Chunk, Finish, PauseMode, Request, Sampling, Target
 from rollout_gateway.engines.ring import RowRing
-from rollout_gateway.engines.script import ScriptedSpec, scripted_response, scripted_rows
+from rollout_gateway.engines.script import ScriptedSpec, next_beat, scripted_response, scripted_rows
 from rollout_gateway.engines.scripted import ScriptedEngine, build_scripted
 
 SCRIPT = ScriptedSpec(script=[{"prompt": [5, 6], "responses": [[10, 11, 12, 13, 14, 1], [20, 1]]}])  # type: ignore[list-item]
@@ -82,6 +84,18 @@ def pulls(costs: dict[str, dict[int, float]]) -> dict[str, int]:
         engine.enqueue(request(index + 1, prompt=(index + 3,), max_tokens=300))
     run(engine)
     return {report.arm: report.pulls for report in engine.load.arms if report.batch_group == 2}
+
+
+@given(
+    st.floats(min_value=0, max_value=1e6),
+    st.floats(min_value=1e-4, max_value=1.0),
+    st.integers(min_value=0, max_value=9),
+)
+def test_beats_are_a_round_apart_however_late_the_spender_comes(now: float, seconds: float, late: int) -> None:
+    first = next_beat(now, 0.0, seconds)
+    assert now - 1e-9 <= first <= now + 1.5 * seconds + 1e-9
+    second = next_beat(first + late * seconds / 10, first, seconds)
+    assert second - first == pytest.approx(seconds, rel=1e-3)
 
 
 def test_slowing_an_arm_moves_the_shares() -> None:

@@ -1,0 +1,59 @@
+"""Starts what the READMEs of the examples start, as their readers would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+READY_S = 60.0
+Serve = Callable[[str], str]
+"""Starts the gateway of an example and gives its address."""
+
+
+def run_example(script: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """`python examples/<script> ...` from the repository's root."""
+    command = [sys.executable, f"examples/{script}", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@contextmanager
+def background(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`paceline <words>` from the repository's root, ended by Ctrl-C with the block."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("REDIS_URL", None)
+    command = [sys.executable, "-m", "paceline.cli.main", *words]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=output, stderr=output, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(timeout=30)
+        finally:
+            process.kill()
+
+
+def until_it_serves(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait for a gateway's health."""
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.05)
+    pytest.fail(f"no gateway at {url}:\n{log.read_text()}")
