@@ -23,11 +23,12 @@ from rollout_gateway.bandits.regret import regret
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.engine_metrics import describe, describe_rounds
 from rollout_gateway.engines import wire
-from rollout_gateway.environments import environment
+from rollout_gateway.environments import Equipment, environment
 from rollout_gateway.environments.base import ChatTurn, EpisodeTask, Turn
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.generation import Generation
 from rollout_gateway.rewards import reward_rule
+from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.session import FINISH_NAMES, Assignment, Session, check_trainable
 
 MAX_SAMPLES = 65_536
@@ -119,6 +120,7 @@ class TaskRuns:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._equipment = Equipment(Sandbox(gateway.config.rewards.sandbox))
         self._running: dict[str, asyncio.Task[rpb.SampleFinished]] = {}
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
 
@@ -155,7 +157,7 @@ class TaskRuns:
             raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}")
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
-        environment(request.environment)
+        environment(request.environment, self._equipment)
         reward_rule(request.reward, self._gateway.config.rewards.marker)
         if request.purpose == tpb.PURPOSE_TRAIN:
             check_trainable(request.sampling)
@@ -230,7 +232,7 @@ class TaskRuns:
         with span("rollout.session", session=job.session_id, task=task.task_id, step=context.step):
             model = _SessionModel(self._gateway, job, session)
             asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
-            episode = await environment(request.environment).run(asked, model)
+            episode = await environment(request.environment, self._equipment).run(asked, model)
             scored = episode.finish in ("stop", "length")
             if scored:
                 value = await reward_rule(request.reward, self._gateway.config.rewards.marker).score(episode)

@@ -93,7 +93,12 @@ class Sandbox:
         if answer.failed:
             raise Unavailable("the sandbox could not run a program", seen=answer.failed)
         return SandboxResult(
-            answer.stdout, answer.stderr, answer.exit_code, cast("Reason", answer.reason), answer.wall_s, answer.truncated
+            answer.stdout,
+            answer.stderr,
+            answer.exit_code,
+            cast("Reason", answer.reason),
+            answer.wall_s,
+            answer.truncated,
         )
 
     async def _strongest(self) -> tuple[str, ...]:
@@ -121,7 +126,10 @@ class Sandbox:
 
     async def _launch(self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]) -> Answer:
         config = self.config
-        box = tempfile.mkdtemp(prefix="paceline-box-")
+        try:
+            box = tempfile.mkdtemp(prefix="paceline-box-")
+        except OSError as error:
+            return Answer(failed=f"no directory could be made: {error}")
         request = Request(
             parent=os.getpid(),
             box=box,

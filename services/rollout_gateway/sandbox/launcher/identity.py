@@ -41,7 +41,9 @@ def become(user: int | None, *, read_everything: bool) -> None:
     linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_CLEAR_ALL)
     if user is not None:
         linux.prctl(linux.PR_SET_KEEPCAPS, 1)
-        with contextlib.suppress(PermissionError):  # a user namespace made without root forbids it; groups then map to none
+        with contextlib.suppress(
+            PermissionError
+        ):  # a user namespace made without root forbids it; groups then map to none
             os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)

@@ -45,7 +45,9 @@ class _Launcher:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._outputs = {output.reader: output for output in (_Output(request.output_bytes), _Output(request.output_bytes))}
+        self._outputs = {
+            output.reader: output for output in (_Output(request.output_bytes), _Output(request.output_bytes))
+        }
         self._report_reader, self._report_writer = os.pipe()
         self._report = b""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -155,4 +157,3 @@ def main() -> None:
     with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know
         sys.stdout.buffer.write(answer.encode())
         sys.stdout.buffer.flush()
-

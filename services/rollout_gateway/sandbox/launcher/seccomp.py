@@ -65,7 +65,11 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
         refused += syscalls.SHARED_SYSTEM
         if not signals_are_scoped:
             refused += syscalls.SIGNALS
-    filter_ = [(_LOAD, 0, 0, _ARCHITECTURE), (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]), (_RETURN, 0, 0, _KILL_PROCESS)]
+    filter_ = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
+        (_RETURN, 0, 0, _KILL_PROCESS),
+    ]
     filter_ += [(_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         filter_ += [(_JUMP_AT_LEAST, 0, 1, _X32), _return_error(errno.ENOSYS)]

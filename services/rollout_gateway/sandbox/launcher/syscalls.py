@@ -70,7 +70,9 @@ SHARED_SYSTEM = (
 """Refused without namespaces only: Landlock does not govern who may change modes, owners and times of a file that can
 be named, nor what is done to processes of the same user; without a new session one signal reaches all of the code."""
 
-ALWAYS = tuple(name for name in (*_BY_MACHINE, *_NEW_EVERYWHERE) if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM})
+ALWAYS = tuple(
+    name for name in (*_BY_MACHINE, *_NEW_EVERYWHERE) if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM}
+)
 """Refused everywhere: sockets, other processes' memory, mounts, namespaces, kernel modules, the clock, IPC that lasts."""
 
 

@@ -333,7 +333,10 @@ async def test_a_real_listener_is_out_of_reach(walled: Sandbox, tmp_path: Path) 
             attempt("name", lambda: socket.getaddrinfo("example.org", 80))
         """
         outcome = await told(walled, code)
-        outcome = {name: "OSError" if value in ("gaierror", "ConnectionRefusedError") else value for name, value in outcome.items()}
+        outcome = {
+            name: "OSError" if value in ("gaierror", "ConnectionRefusedError") else value
+            for name, value in outcome.items()
+        }
         assert refused(outcome), outcome
         for listener in (tcp, unix):
             listener.settimeout(0)
