@@ -25,7 +25,7 @@ ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
 }
 
 
-def environment(name: str, equipment: Equipment = Equipment()) -> Environment:  # noqa: B008  (frozen)
+def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
     """The environment of that name. Raises NotFound."""
     if name not in ENVIRONMENTS:
         raise NotFound("no such environment", seen=name, allowed=", ".join(sorted(ENVIRONMENTS)))

@@ -45,6 +45,8 @@ def calculate(expression: str) -> str:
         value = _value(tree.body, 0)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise CalculationError("this is not an arithmetic expression") from error
+    except ZeroDivisionError as error:
+        raise CalculationError("division by zero") from error
     except (ArithmeticError, ValueError, TypeError) as error:
         raise CalculationError(str(error)) from error
     return str(value)
@@ -91,10 +93,10 @@ def _binary(operator: ast.operator, left: Number, right: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1:
-        # Bounds the size before the work is done; the sum of two bounded factors needs no such care.
-        if (abs(base).bit_length() - 1) * abs(exponent) > MAX_BITS:
-            raise CalculationError(f"the result has more than {MAX_BITS} bits")
+    # Bounds the size before the work is done; sums and products of bounded numbers need no such care.
+    whole = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
+    if whole and (int(abs(base)).bit_length() - 1) * abs(exponent) > MAX_BITS:
+        raise CalculationError(f"the result has more than {MAX_BITS} bits")
     value = base**exponent
     if isinstance(value, complex):
         raise CalculationError("the result is not a real number")

@@ -52,10 +52,11 @@ class ToolUse:
             if not calls or finish != "stop":
                 return _episode(task, messages, finish)
             if left:
-                try:
-                    messages += await _answers(calls, tools)
-                except Unavailable as error:
-                    log.warning("an episode ends because a tool failed", task=task.task_id, error=str(error))
+                answers = await asyncio.gather(*(_answer(call, index, tools) for index, call in enumerate(calls)))
+                messages += [one for one in answers if isinstance(one, Message)]
+                failures = [str(one) for one in answers if isinstance(one, Unavailable)]
+                if failures:
+                    log.warning("an episode ends because a tool failed", task=task.task_id, error=failures[0])
                     return _episode(task, messages, "error")
         return _episode(task, messages, "length")
 
@@ -74,15 +75,12 @@ def _episode(task: EpisodeTask, messages: Sequence[Message], finish: str) -> Epi
     return Episode(task, spoken[-1], finish, tuple(messages))
 
 
-async def _answers(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> list[Message]:
-    """One message per call, in the order of the calls. Raises Unavailable."""
-    async with asyncio.TaskGroup() as group:
-        answered = [group.create_task(_answer(call, index, tools)) for index, call in enumerate(calls)]
-    return [one.result() for one in answered]
-
-
-async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Message:
-    text = await answer(call, tools) if index < MAX_CALLS else f"error: at most {MAX_CALLS} calls in one message"
+async def _answer(call: ToolCall, index: int, tools: Mapping[str, Tool]) -> Message | Unavailable:
+    """What the tool says; its failure is returned rather than raised, so that no call beside it is left running."""
+    try:
+        text = await answer(call, tools) if index < MAX_CALLS else f"error: at most {MAX_CALLS} calls in one message"
+    except Unavailable as error:
+        return error
     return Message("tool", text, tool_call_id=call.call_id, name=call.name)
 
 

@@ -1,7 +1,7 @@
 """Runs a task's tests against code that may lie. A program for the sandbox: standard library only, read as text.
 
-Two processes. The child loads the code and answers calls; the parent holds the tests, compares and reports. The child is
-forked before the parent reads the tests, has neither its stdin nor its stdout, and cannot attach to it. Between them
+Two processes. The child loads the code and answers calls; the parent holds the tests, compares and reports. The child
+is forked before the parent reads the tests, has neither its stdin nor its stdout, and cannot attach to it. Between them
 go plain values as JSON. So the code cannot see what is expected of it, cannot bring objects that equal everything, and
 ends nothing but itself. Whatever is no plain value stays in the child and is called through a handle.
 """

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import textwrap
 import uuid
 from collections.abc import Iterator
@@ -136,9 +135,9 @@ async def test_the_order_of_a_set_is_the_same_in_every_run(any_kind: Sandbox) ->
 
 async def test_computing_without_end_is_stopped_by_its_seconds(any_kind: Sandbox) -> None:
     quick = Sandbox(any_kind.config.model_copy(update={"cpu_s": 1}))
-    assert (await quick.run("while True: pass")).reason == "cpu"
     stubborn = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"
-    assert (await quick.run(stubborn)).reason == "cpu"
+    ends = await asyncio.gather(*(quick.run(code) for code in ("while True: pass", stubborn)))
+    assert [end.reason for end in ends] == ["cpu", "cpu"]
 
 
 async def test_waiting_without_end_is_stopped_by_the_clock(any_kind: Sandbox, mark: str) -> None:
@@ -251,7 +250,8 @@ async def test_files_of_the_host_cannot_be_read(walled: Sandbox, tmp_path: Path)
     secret.write_text("secret")
     secret.chmod(0o644)
     code = f"""
-        paths = ["/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ", {str(secret)!r},
+        paths = ["/etc/passwd", "/etc/shadow", "/etc/hostname", "/proc/self/environ", "/proc/1/environ",
+                 {str(secret)!r},
                  "/proc/{os.getpid()}/environ", "/proc/self/root/etc/passwd", {__file__!r}, "/box/../etc/passwd"]
         for path in paths:
             attempt(path, lambda: open(path).read())
@@ -280,20 +280,26 @@ async def test_files_of_the_host_cannot_be_read(walled: Sandbox, tmp_path: Path)
     assert refused(outcome), outcome
 
 
-async def test_nothing_outside_its_directory_can_be_written(walled: Sandbox, tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    there = tmp_path / "there"
+def _anybodys_file(folder: Path) -> Path:
+    """A file that every user of the machine may write, where every user may make others."""
+    for above in folder.parents[:2]:
+        above.chmod(0o755)
+    folder.chmod(0o777)
+    there = folder / "there"
     there.write_text("as it was")
     there.chmod(0o666)
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+    return there
+
+
+async def test_nothing_outside_its_directory_can_be_written(walled: Sandbox, tmp_path: Path) -> None:
+    there = _anybodys_file(tmp_path)
     code = f"""
         import sys
         folder, there = {str(tmp_path)!r}, {str(there)!r}
         def write(path, flags=os.O_WRONLY | os.O_CREAT):
             os.write(os.open(path, flags, 0o666), b"changed")
-        for path in [folder + "/new", there, "/tmp/new-file", "/dev/shm/new", "/etc/new", "/new", "/var/tmp/new", os.__file__,
-                     sys.executable, "/dev/null/x", "../new"]:
+        for path in [folder + "/new", there, "/tmp/new-file", "/dev/shm/new", "/etc/new", "/new", "/var/tmp/new",
+                     os.__file__, sys.executable, "/dev/null/x", "../new"]:
             attempt(path, lambda: write(path))
         attempt("truncate", lambda: os.truncate(there, 0))
         attempt("chmod", lambda: os.chmod(there, 0))
@@ -311,7 +317,7 @@ async def test_nothing_outside_its_directory_can_be_written(walled: Sandbox, tmp
     outcome = {name: "OSError" if value == "NotADirectoryError" else value for name, value in outcome.items()}
     assert refused(outcome), outcome
     assert there.read_text() == "as it was"
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert os.listdir(tmp_path) == ["there"]
     assert there.stat().st_mode & 0o777 == 0o666
 
 
@@ -347,16 +353,15 @@ async def test_a_real_listener_is_out_of_reach(walled: Sandbox, tmp_path: Path) 
 async def test_no_other_program_can_be_run(walled: Sandbox) -> None:
     code = """
         import shutil, sys
-        for path in ["/bin/sh", "/bin/ls", "/usr/bin/env", "/usr/bin/python3", "/sbin/init"]:
+        for path in ["/bin/sh", "/bin/ls", "/usr/bin/env", "/sbin/init"]:
             attempt(path, lambda: os.execv(path, [path]))
-        shutil.copyfile(sys.executable, "copy") if os.path.getsize(sys.executable) < 1 << 20 else open("copy", "w").write("#!")
+        if os.path.getsize(sys.executable) < 1 << 20:
+            shutil.copyfile(sys.executable, "copy")
         attempt("copy", lambda: os.execv("./copy", ["copy"]))
         os.symlink("/bin/sh", "sh")
         attempt("linked", lambda: os.execv("./sh", ["sh"]))
     """
     outcome = await told(walled, code)
-    if os.path.realpath("/usr/bin/python3") == os.path.realpath(sys.base_prefix + "/bin/python3"):
-        del outcome["/usr/bin/python3"]
     assert refused(outcome), outcome
 
 
