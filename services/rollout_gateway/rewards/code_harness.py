@@ -8,8 +8,8 @@ ends nothing but itself. Whatever is no plain value stays in the child and is ca
 
 from __future__ import annotations
 
-import ast
 import builtins
+import contextlib
 import ctypes
 import importlib
 import json
@@ -228,11 +228,18 @@ class Master:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
 
-    def names(self) -> dict[str, Any]:
-        """The code's globals. Those that shadow a builtin or a standard module are left out: the tests mean theirs."""
+    def names(self, modules: list[str], entry_point: str) -> dict[str, Any]:
+        """The tests' globals: standard modules, then what the code defines.
+
+        What shadows a builtin or one of the modules is left out, since the tests mean theirs, unless it is the entry
+        point. Raises KeyError when the code lacks that, and what the code raised when it was loaded.
+        """
         found = self._value(self._wire.receive())
-        taken = {*vars(builtins), *sys.stdlib_module_names}
-        return {name: value for name, value in found.items() if isinstance(name, str) and name not in taken}
+        taken = {*vars(builtins), *modules} - {entry_point}
+        own = {name: value for name, value in found.items() if isinstance(name, str) and name not in taken}
+        if entry_point and entry_point not in own:  # a builtin of that name must not take its place
+            raise KeyError(entry_point)
+        return {"__name__": "tests", **_imported(modules), **own}
 
     def ask(self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """One call; lists, dicts and sets among the arguments become what the code made of them."""
@@ -279,52 +286,31 @@ def _raise(name: str, message: str) -> NoReturn:
     raise RuntimeError(f"{name}: {message}")
 
 
-def units(source: str) -> list[tuple[ast.stmt, bool]]:
-    """Top-level statements in order, each with whether it is a test. Raises SyntaxError.
-
-    A test is a function `test...` without arguments, and every statement that is neither a definition nor an import
-    nor an assignment: an assert, a call, a loop over cases.
-    """
-    return [(statement, _is_test(statement)) for statement in ast.parse(source).body]
-
-
-def _is_test(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.FunctionDef):
-        needed = len(statement.args.args) - len(statement.args.defaults)
-        return statement.name.startswith("test") and needed == 0
-    if isinstance(statement, ast.If) and "__name__" in ast.dump(statement.test):
-        return False
-    if isinstance(statement, ast.Expr):
-        return not isinstance(statement.value, ast.Constant)
-    setup = (ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.AugAssign)
-    return not isinstance(statement, (*setup, ast.Pass))
+def _imported(names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(ImportError):  # a module of another system
+            found[name] = importlib.import_module(name)
+    return found
 
 
-def run_tests(source: str, names: dict[str, Any], passed: Callable[[int], None]) -> None:
-    """Run the tests in order and tell the number of each that passed, counted from 0."""
-    space: dict[str, Any] = {"__name__": "tests", **_modules_named(source), **names}
-    number = -1
-    for statement, is_test in units(source):
-        number += is_test
+def run_tests(statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]) -> None:
+    """Run the statements of the tests in order and tell the number of each test that passed."""
+    for statement in statements:
         try:
-            exec(compile(ast.Module([statement], []), "tests.py", "exec"), space)  # noqa: S102
-            if isinstance(statement, ast.FunctionDef) and is_test:
-                space[statement.name]()
-        except BaseException:  # noqa: BLE001, S112  (a test that fails; or a preparation, and then the tests that need it)
+            exec(compile(statement["source"], "tests.py", "exec"), space)  # noqa: S102
+            if statement["function"]:
+                space[statement["function"]]()
+        except BaseException:  # noqa: BLE001, S112  (a test fails; or a preparation, and then the tests that need it)
             continue
-        if is_test:
-            passed(number)
-
-
-def _modules_named(source: str) -> dict[str, Any]:
-    """Standard modules that the tests use, whether they import them or count on the code to have done so."""
-    used = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
-    return {name: importlib.import_module(name) for name in used & sys.stdlib_module_names}
+        if statement["test"] is not None:
+            passed(statement["test"])
 
 
 def main() -> None:
-    """On stdin, as JSON: nonce and tests. On stdout: READY, then a line "nonce number" for every test that passed."""
+    """On stdin, as JSON, what code_tests.py makes of the tests; on stdout READY, then "nonce number" for a test passed."""
     print(READY, flush=True)  # before there is any process of the code that could keep it from being said
+    sys.path.remove(os.getcwd())  # the code can write modules there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     to_child, from_parent = os.pipe()
     to_parent, from_child = os.pipe()
@@ -340,11 +326,12 @@ def main() -> None:
     os.close(from_child)
     sys.set_int_max_str_digits(0)
     asked = json.load(sys.stdin)
+    report, sys.stdout = sys.stdout, sys.stderr  # what tests print is no report
     try:
-        names = Master(Wire(to_parent, from_parent)).names()
+        space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
     except Exception:  # noqa: BLE001  (the code does not load: no test passes)
         return
-    run_tests(asked["tests"], names, lambda number: print(asked["nonce"], number, flush=True))
+    run_tests(asked["statements"], space, lambda number: print(asked["nonce"], number, file=report, flush=True))
 
 
 if __name__ == "__main__":

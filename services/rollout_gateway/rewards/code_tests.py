@@ -2,7 +2,8 @@
 
 metadata["tests"] is Python source that uses what the code defines; metadata["cases"] a JSON list of
 {"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"] is "share" (of the tests and
-cases that passed, the default) or "all" (1.0 when every one did, else 0.0).
+cases that passed, the default) or "all" (1.0 when every one did, else 0.0). Names of builtins and of standard modules
+mean those in tests, whatever the code defines; metadata["entry_point"] names the one that the code has to define.
 
 What code cannot do to be paid for nothing: print or exit its way out, redefine assert, builtins or modules that the
 tests use, return an object that equals or exceeds everything, read the tests or the expected outputs, reach the report.
@@ -10,41 +11,70 @@ Expected outputs never enter the sandbox; tests run in a process of their own th
 a word that the code's process never holds.
 
 What it still can do: answer by heart what it has seen in training or guesses from the arguments; tell tests apart by
-their arguments and their order; decide whether two objects of its own classes are equal, where a test compares those.
+their arguments and their order; decide whether two objects of its own classes are equal, where a test compares those;
+empty a list it was given, where a test then compares with that list.
 What a test cannot do: pass functions to the code, use its classes in isinstance or as base classes, add up or order
 objects of the code's own classes; and unittest's classes are not run.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.errors import ConfigError, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY, units
+from rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
 from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
 _HARNESS = Path(__file__).with_name("code_harness.py")
 _FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
 _REPORT_BYTES = 32  # of one test that passed, and more
+_PREPARATIONS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.Pass,
+)
 _SCORINGS = ("share", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """One top-level statement of the tests."""
+
+    source: str
+    test: int | None  # its number, counted from 0, where it is a test
+    function: str  # to call then; empty: none
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What a task asks of code."""
 
-    tests: str
-    test_count: int
+    statements: tuple[_Statement, ...]  # of the tests, in order
+    modules: tuple[str, ...]  # standard modules the statements count on
+    entry_point: str  # a name the code has to define; empty: none in particular
     cases: tuple[tuple[str, str], ...]  # stdin, stdout
     scoring: str
+
+    @property
+    def test_count(self) -> int:
+        return sum(statement.test is not None for statement in self.statements)
 
 
 class CodeTests:
@@ -85,7 +115,10 @@ class CodeTests:
         if not asked.test_count:
             return 0
         nonce = secrets.token_hex(8)
-        orders = json.dumps({"nonce": nonce, "tests": asked.tests})
+        statements = [asdict(statement) for statement in asked.statements]
+        orders = json.dumps(
+            {"nonce": nonce, "statements": statements, "modules": asked.modules, "entry_point": asked.entry_point}
+        )
         result = await self._sandbox.run(self._harness, stdin=orders, files={CANDIDATE_FILE: code})
         if not result.stdout.startswith(f"{READY}\n"):
             raise Unavailable("the tests' own process did not start", seen=f"{result.reason}: {result.stderr[-300:]}")
@@ -131,16 +164,54 @@ def _lines(output: str) -> Sequence[str]:
 def _asked(task: EpisodeTask) -> _Asked:
     """Raises ValueError or SyntaxError."""
     metadata: Mapping[str, str] = task.metadata
-    tests, scoring = metadata.get("tests", ""), metadata.get("scoring", "share")
+    scoring, entry_point = metadata.get("scoring", "share"), metadata.get("entry_point", "")
     if scoring not in _SCORINGS:
         raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
     cases = json.loads(metadata.get("cases") or "[]")
     if not isinstance(cases, list) or not all(_is_case(case) for case in cases):
         raise ValueError('metadata["cases"] is not a JSON list of {"stdin", "stdout"}')
-    count = sum(is_test for _, is_test in units(tests))
-    if not count and not cases:
+    tree = ast.parse(metadata.get("tests", ""))
+    pairs = tuple((case.get("stdin", ""), case["stdout"]) for case in cases)
+    asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
+    if not asked.test_count and not cases:
         raise ValueError('neither metadata["tests"] nor metadata["cases"] holds a test')
-    return _Asked(tests, count, tuple((case.get("stdin", ""), case["stdout"]) for case in cases), scoring)
+    return asked
+
+
+def _statements(tree: ast.Module) -> tuple[_Statement, ...]:
+    """A test is a function `test...` without arguments, and every statement at the top that is neither a definition
+    nor an import nor an assignment: an assert, a call, a loop over cases."""
+    numbers = itertools.count()
+    found = []
+    for statement in tree.body:
+        function = _test_function(statement)
+        number = next(numbers) if function or _is_bare_test(statement) else None
+        found.append(_Statement(ast.unparse(statement), number, function))
+    return tuple(found)
+
+
+def _test_function(statement: ast.stmt) -> str:
+    """Name of a function that is a test; empty for any other statement."""
+    if not isinstance(statement, ast.FunctionDef) or not statement.name.startswith("test"):
+        return ""
+    return statement.name if len(statement.args.args) == len(statement.args.defaults) else ""
+
+
+def _is_bare_test(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+        return False
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    return not isinstance(statement, _PREPARATIONS)
+
+
+def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
+    """Standard modules whose members the tests use. They may count on the code to have imported them: it must not be
+    the code that says what they are."""
+    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))
 
 
 def _is_case(case: object) -> bool:

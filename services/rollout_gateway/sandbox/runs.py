@@ -102,7 +102,7 @@ class Sandbox:
         )
 
     async def _strongest(self) -> tuple[str, ...]:
-        failures = []
+        failures: list[str] = []
         for layers in _LAYERS[self.config.isolation]:
             failure = await self._trial(layers)
             if not failure:

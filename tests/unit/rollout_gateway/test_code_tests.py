@@ -61,7 +61,7 @@ async def test_the_score_is_the_share_of_tests_passed(rule: CodeTests) -> None:
     "tests",
     [
         "def check(candidate):\n    assert candidate(1, b=2) == 3\ncheck(add)",  # as HumanEval writes them
-        "import math\ndef test_add():\n    assert math.isclose(add(0.1, 0.2), 0.3)",
+        "import math\nprint('x' * 100_000)\ndef test_add():\n    assert math.isclose(add(0.1, 0.2), 0.3)",
         "for a in range(3):\n    assert add(a, a) == 2 * a",
         "assert add((1,), (2,)) == (1, 2)\nassert add([{1}], [None]) == [{1}, None]\nassert add(b'a', b'b') == b'ab'",
         "try:\n    add(1, '')\n    assert False\nexcept TypeError:\n    pass",
@@ -186,6 +186,19 @@ for fd in range(0, 64):
         try: os.write(fd, line)
         except OSError: pass
 def add(a, b): return 99""",
+    "leaves modules for the tests to import": """
+import os
+for name in ("heapq", "math", "statistics", "random", "json"):
+    with open(name + ".py", "w") as file:
+        file.write("import builtins, sys\\n"
+            "isclose = heappush = heappop = lambda *a, **k: True\\n"
+            "builtins.abs = lambda x: 0\\n"
+            "for frame in sys._current_frames().values():\\n"
+            "    while frame:\\n"
+            "        if 'passed' in frame.f_locals:\\n"
+            "            for i in range(9): frame.f_locals['passed'](i)\\n"
+            "        frame = frame.f_back\\n")
+def add(a, b): return 99""",
     "traces the parent": """
 import ctypes, os, signal
 libc = ctypes.CDLL(None, use_errno=True)
@@ -203,8 +216,17 @@ def add(a, b): return 3 * (got == 0) + 99
 
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
-    tests = f"{ADD_TESTS}assert abs(add(2, 2) - 4) < 1e-6\nassert math.isclose(add(2, 5), 7)\nassert add(9, 9) > 100"
-    assert await rule.score(episode(code, tests=tests + "\nassert 8 in [add(4, 4)]")) == 0.0
+    tests = f"import heapq\nfrom statistics import mean\n{ADD_TESTS}assert abs(add(2, 2) - 4) < 1e-6\n"
+    tests += "assert math.isclose(add(2, 5), 7)\nassert add(9, 9) > 100\nassert 8 in [add(4, 4)]"
+    assert await rule.score(episode(code, tests=tests)) == 0.0
+
+
+async def test_a_name_of_python_means_pythons_own_unless_it_is_the_entry_point(rule: CodeTests) -> None:
+    own = "def pow(a, b):\n    return a ** b\ndef select(a):\n    return a"
+    tests = "assert pow(2, 3) == 8\nassert select(1) == 1"
+    assert await rule.score(episode(own, tests=tests, entry_point="pow")) == 1.0
+    assert await rule.score(episode(own.replace("**", "+"), tests=tests, entry_point="pow")) == 0.5
+    assert await rule.score(episode("x = 1", tests=tests, entry_point="pow")) == 0.0
 
 
 async def test_what_passed_before_the_time_was_over_counts(rule: CodeTests) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,9 +115,8 @@ class Confinement:
             path.write_text(text, encoding="utf-8", errors="replace", newline="")  # a model's text may not be text
         user = self._inner_id()
         if user is not None:
-            for folder, _, names in os.walk(box):
-                for path in (folder, *(os.path.join(folder, name) for name in names)):
-                    os.chown(path, user, user)
+            for made in (Path(box), *Path(box).rglob("*")):
+                os.chown(made, user, user)
 
     def _inner_id(self) -> int | None:
         return 1 if self._spaces and self._own_id is not None else self._own_id
@@ -172,7 +171,7 @@ class Confinement:
             resource.setrlimit(kind, (limit, limit + more))
 
 
-def _report(report: int, line: dict[str, object]) -> None:
+def _report(report: int, line: Mapping[str, object]) -> None:
     os.write(report, json.dumps(line).encode() + b"\n")
 
 
