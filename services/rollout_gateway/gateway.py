@@ -28,6 +28,7 @@ from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines import ROW_LAYOUTS, wire
 from rollout_gateway.engines.base import Capability, RowLayout, missing
 from rollout_gateway.engines.ring import RowArray
+from rollout_gateway.environments import Equipment
 from rollout_gateway.fair_queue import FairQueue
 from rollout_gateway.generation import Generation
 from rollout_gateway.ledger import Outbox
@@ -36,6 +37,7 @@ from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.request_checks import check_arm, check_request
 from rollout_gateway.rewards import RewardRules
 from rollout_gateway.router import Router, RowShape
+from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.text import TextCodec
@@ -71,7 +73,9 @@ class Gateway:
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable)
         self.queue = FairQueue(config.queue, config.worker_count * config.engine.max_batch)
-        self.rewards = RewardRules(config.rewards)
+        sandbox = Sandbox(config.rewards.sandbox)
+        self.rewards = RewardRules(config.rewards, sandbox)
+        self.equipment = Equipment(sandbox)
         self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm

@@ -15,11 +15,13 @@ from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Prepares, RewardRule, Unscored
 from rollout_gateway.rewards.child_rule import ChildRule
 from rollout_gateway.rewards.children import Children
+from rollout_gateway.rewards.code_tests import CodeTests
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
 from rollout_gateway.rewards.metrics import RewardMetrics
 from rollout_gateway.rewards.model import ModelReward
 from rollout_gateway.rewards.remote import RemoteReward
+from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
 
@@ -33,6 +35,7 @@ class Parts:
 
     config: RewardsConfig
     children: Children
+    sandbox: Sandbox
     closing: AsyncExitStack  # what a rule wants closed at the end
 
 
@@ -61,7 +64,7 @@ REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
     "format": _format,
     "remote": _remote,
     "model": _model,
-    # "code_tests": over parts.config.sandbox
+    "code_tests": lambda parts: CodeTests(parts.sandbox),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 
@@ -71,11 +74,11 @@ OWN = "package.module:Class, path/to/file.py:Class"
 class RewardRules:
     """All rules of one gateway, each built when it is first named. Nothing runs before a rule needs it."""
 
-    def __init__(self, config: RewardsConfig) -> None:
+    def __init__(self, config: RewardsConfig, sandbox: Sandbox) -> None:
         self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(config, self._children, self._closing)
+        self._parts = Parts(config, self._children, sandbox, self._closing)
         self._metrics = RewardMetrics()
         self._rules: dict[str, MeasuredRule] = {}
 

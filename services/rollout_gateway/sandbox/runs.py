@@ -102,7 +102,7 @@ class Sandbox:
         )
 
     async def _strongest(self) -> tuple[str, ...]:
-        failures = []
+        failures: list[str] = []
         for layers in _LAYERS[self.config.isolation]:
             failure = await self._trial(layers)
             if not failure:
@@ -126,7 +126,10 @@ class Sandbox:
 
     async def _launch(self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]) -> Answer:
         config = self.config
-        box = tempfile.mkdtemp(prefix="paceline-box-")
+        try:
+            box = tempfile.mkdtemp(prefix="paceline-box-")
+        except OSError as error:
+            return Answer(failed=f"no directory could be made: {error}")
         request = Request(
             parent=os.getpid(),
             box=box,

@@ -9,7 +9,7 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from .interpreter import replace_process
 from .request import CODE_FILE, Request
 
 OPEN_FILES = 64
+_COUNTED_BY_NAMESPACE = (5, 14)  # since this Linux a user namespace counts its own processes only
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Confinement:
         self._own_id = identity.own_id()
         self._python = python_files.find()
         self._spaces = "namespaces" in request.layers
+        self._others = self._others_counted()
 
     def start(self) -> int:
         """Fork; the process id of the child whose end is the end of everything. Raises OSError."""
@@ -91,8 +93,8 @@ class Confinement:
         linux.prctl(linux.PR_SET_DUMPABLE, 0)  # nobody of the same user attaches to it
         box, request = self._request.box, self._request
         if self._spaces:
-            inputs = len(request.code.encode()) + sum(len(text.encode()) for text in request.files.values())
-            mounts.build(box, self._python, request.file_bytes, 2 * inputs)
+            characters = len(request.code) + sum(map(len, request.files.values()))
+            mounts.build(box, self._python, request.file_bytes, 4 * characters)
             box = mounts.BOX
         self._fill(box)
         os.setsid()
@@ -110,12 +112,11 @@ class Confinement:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
             path = Path(box, name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="replace", newline="")
+            path.write_text(text, encoding="utf-8", errors="replace", newline="")  # a model's text may not be text
         user = self._inner_id()
         if user is not None:
-            for folder, _, names in os.walk(box):
-                for path in (folder, *(os.path.join(folder, name) for name in names)):
-                    os.chown(path, user, user)
+            for made in (Path(box), *Path(box).rglob("*")):
+                os.chown(made, user, user)
 
     def _inner_id(self) -> int | None:
         return 1 if self._spaces and self._own_id is not None else self._own_id
@@ -145,25 +146,32 @@ class Confinement:
         rules += [(path, landlock.READ_WRITE) for path in python_files.DEVICES]
         return [*rules, (box, landlock.EVERYTHING)]
 
+    def _others_counted(self) -> int:
+        """Processes besides the code's that count for the limit of its user."""
+        if self._own_id is not None:
+            return 0
+        ours = 1 + self._spaces  # guard and broker
+        release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+        if self._spaces and release >= _COUNTED_BY_NAMESPACE:
+            return ours
+        return identity.tasks_of(os.geteuid()) + ours
+
     def _set_limits(self) -> None:
         request = self._request
-        counted = 0
-        if self._own_id is None and not self._spaces:
-            counted = identity.tasks_of(os.geteuid())  # the limit counts the user's other processes too
         for kind, limit, more in (
             (resource.RLIMIT_CORE, 0, 0),
             (resource.RLIMIT_MSGQUEUE, 0, 0),
             (resource.RLIMIT_MEMLOCK, 0, 0),
             (resource.RLIMIT_NOFILE, OPEN_FILES, 0),
             (resource.RLIMIT_FSIZE, request.file_bytes, 0),
-            (resource.RLIMIT_NPROC, request.processes + counted, 0),
+            (resource.RLIMIT_NPROC, request.processes + self._others, 0),
             (resource.RLIMIT_CPU, request.cpu_s, 1),  # first SIGXCPU, a second later SIGKILL
             (resource.RLIMIT_AS, request.memory_bytes, 0),
         ):
             resource.setrlimit(kind, (limit, limit + more))
 
 
-def _report(report: int, line: dict[str, object]) -> None:
+def _report(report: int, line: Mapping[str, object]) -> None:
     os.write(report, json.dumps(line).encode() + b"\n")
 
 

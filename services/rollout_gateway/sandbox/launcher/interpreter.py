@@ -53,4 +53,4 @@ def replace_process() -> None:
         "PYTHONHASHSEED": "0",  # the order of a set is the same in every run, so a score is too
     }
     executable = os.path.realpath(sys.executable)
-    os.execve(executable, [executable, "-S", "-s", "-P", "-B", "-c", _FIRST], environment)
+    os.execve(executable, [executable, "-S", "-s", "-P", "-B", "-c", _FIRST], environment)  # noqa: S606

@@ -64,11 +64,11 @@ class _Launcher:
         with open(stdin, "wb", closefd=False) as file:
             file.write(self._request.stdin.encode("utf-8", "replace"))
         os.lseek(stdin, 0, os.SEEK_SET)
-        writers = [output.writer for output in self._outputs.values()]
-        confinement = Confinement(self._request, Ends(stdin, *writers, self._report_writer))
+        out, err = (output.writer for output in self._outputs.values())
+        confinement = Confinement(self._request, Ends(stdin, out, err, self._report_writer))
         child = confinement.start()
         try:
-            for fd in (stdin, *writers, self._report_writer):
+            for fd in (stdin, out, err, self._report_writer):
                 os.close(fd)
             self._watch(child)
         finally:

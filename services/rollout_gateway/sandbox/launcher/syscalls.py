@@ -73,7 +73,7 @@ be named, nor what is done to processes of the same user; without a new session 
 ALWAYS = tuple(
     name for name in (*_BY_MACHINE, *_NEW_EVERYWHERE) if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM}
 )
-"""Refused everywhere: sockets, other processes' memory, mounts, namespaces, kernel modules, the clock, IPC that lasts."""
+"""Refused everywhere: sockets, memory of other processes, mounts, namespaces, kernel modules, clock, lasting IPC."""
 
 
 def numbers(machine: str) -> dict[str, int]:

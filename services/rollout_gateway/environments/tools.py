@@ -1,0 +1,124 @@
+"""Tools that a model can call in the built-in environment. Owns their schemas, answers and what they call wrong.
+
+A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox that fails is not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rollout_gateway.chat.messages import ToolCall
+from rollout_gateway.environments.calculator import CalculationError, calculate
+from rollout_gateway.sandbox import Sandbox, SandboxResult
+
+MAX_ANSWER_CHARACTERS = 8000
+
+
+class ToolError(Exception):
+    """What the model did wrong, in words for it."""
+
+
+class Tool(Protocol):
+    """One tool; its only argument is a text."""
+
+    name: str
+    description: str
+    argument: str
+    argument_description: str
+
+    async def answer(self, text: str) -> str:
+        """Raises ToolError, or Unavailable when what it needs is away."""
+        ...
+
+
+class Calculator:
+    """Arithmetic."""
+
+    name = "calculator"
+    description = "Evaluates an arithmetic expression and returns its value."
+    argument = "expression"
+    argument_description = "For example (3 + 4) * 2 ** 10 / sqrt(2)"
+
+    async def answer(self, text: str) -> str:
+        try:
+            return calculate(text)
+        except CalculationError as error:
+            raise ToolError(str(error)) from error
+
+
+class Python:
+    """The sandbox; every call is a fresh program."""
+
+    name = "python"
+    description = (
+        "Runs a Python program and returns what it prints. Each call starts anew; there is no network, and no package "
+        "beyond the standard library."
+    )
+    argument = "code"
+    argument_description = "The whole program; print what you want to see"
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def answer(self, text: str) -> str:
+        return shown(await self._sandbox.run(text), self._sandbox.config.wall_s)
+
+
+def shown(result: SandboxResult, wall_s: float) -> str:
+    """A run as the model reads it: output, errors, and why it ended if not by itself."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
+    match result.reason:
+        case "timeout":
+            parts.append(f"[stopped: it ran longer than {wall_s:g} s]")
+        case "cpu":
+            parts.append("[stopped: it used too much CPU time]")
+        case "memory":
+            parts.append("[stopped: it used too much memory]")
+        case "killed":
+            parts.append(f"[ended by signal {-result.exit_code}]")
+        case "exit" if result.exit_code:
+            parts.append(f"[exit code {result.exit_code}]")
+    if result.truncated:
+        parts.append("[output was cut]")
+    return "\n".join(part for part in parts if part) or "[no output]"
+
+
+def schema(tool: Tool) -> dict[str, Any]:
+    """The tool as chat templates and OpenAI's API describe it."""
+    properties = {tool.argument: {"type": "string", "description": tool.argument_description}}
+    parameters = {"type": "object", "properties": properties, "required": [tool.argument]}
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
+    """What a call comes to, at most MAX_ANSWER_CHARACTERS and a note. Raises Unavailable."""
+    try:
+        if call.name not in tools:
+            raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}")
+        tool = tools[call.name]
+        return shortened(await tool.answer(_argument(call.arguments, tool.argument)))
+    except ToolError as error:
+        return shortened(f"error: {error}")
+
+
+def shortened(text: str) -> str:
+    """Beginning and end of a long text: a program's result stands at one of the two."""
+    if len(text) <= MAX_ANSWER_CHARACTERS:
+        return text
+    half = MAX_ANSWER_CHARACTERS // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+
+
+def _argument(arguments: str, name: str) -> str:
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"the arguments are not JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get(name), str):
+        raise ToolError(f"the arguments must be a JSON object with the text {name!r}")
+    return str(values[name])

@@ -1,0 +1,338 @@
+"""Runs a task's tests against code that may lie. A program for the sandbox: standard library only, read as text.
+
+Two processes. The child loads the code and answers calls; the parent holds the tests, compares and reports. The child
+is forked before the parent reads the tests, has neither its stdin nor its stdout, and cannot attach to it. Between them
+go plain values as JSON. So the code cannot see what is expected of it, cannot bring objects that equal everything, and
+ends nothing but itself. Whatever is no plain value stays in the child and is called through a handle.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+CANDIDATE_FILE = "candidate.py"
+READY = "ready"
+MAX_MESSAGE_BYTES = 16 << 20
+_PR_SET_DUMPABLE = 4
+
+
+class Wire:
+    """Messages over two pipes: a length, then JSON."""
+
+    def __init__(self, reader: int, writer: int) -> None:
+        self._reader = os.fdopen(reader, "rb")
+        self._writer = os.fdopen(writer, "wb")
+
+    def send(self, message: object) -> None:
+        raw = json.dumps(message).encode()
+        if len(raw) > MAX_MESSAGE_BYTES:
+            raise ValueError("a value is too large to be passed")
+        self._writer.write(struct.pack("!I", len(raw)) + raw)
+        self._writer.flush()
+
+    def receive(self) -> Any:
+        """Raises EOFError when the other side has ended or sends too much."""
+        head = self._reader.read(4)
+        length = struct.unpack("!I", head)[0] if len(head) == 4 else MAX_MESSAGE_BYTES + 1
+        if length > MAX_MESSAGE_BYTES:
+            raise EOFError("the code has ended")
+        raw = self._reader.read(length)
+        if len(raw) < length:
+            raise EOFError("the code has ended")
+        return json.loads(raw)
+
+
+def pack(value: Any, keep: Callable[[Any], int]) -> Any:
+    """A value as JSON: plain data whole, anything else as the number that `keep` gives it."""
+    if value is None or value is True or value is False:
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": value.hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    for name, kinds in (("list", list), ("tuple", tuple), ("frozenset", frozenset), ("set", set)):
+        if isinstance(value, kinds):
+            return {name: [pack(one, keep) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[pack(key, keep), pack(one, keep)] for key, one in value.items()]}
+    return {"handle": keep(value)}
+
+
+def unpack(packed: Any, find: Callable[[int], Any]) -> Any:
+    """The value; `find` gives what stands for a handle. Raises ValueError for what `pack` does not write."""
+    if not isinstance(packed, dict):
+        if isinstance(packed, list):
+            raise ValueError("not a packed value")
+        return packed
+    [(kind, content)] = packed.items()
+    if kind == "dict":
+        return {unpack(key, find): unpack(one, find) for key, one in content}
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return getattr(builtins, kind)(unpack(one, find) for one in content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "handle" and isinstance(content, int):
+        return find(content)
+    raise ValueError("not a packed value")
+
+
+# ---- the child: the code
+
+
+class Servant:
+    """Answers calls on the code's own objects."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._kept: list[Any] = []
+
+    def run(self) -> None:
+        """Load the code, name its globals, answer until the parent has had enough."""
+        sys.set_int_max_str_digits(0)
+        try:
+            module = types.ModuleType("candidate")
+            module.__file__ = CANDIDATE_FILE
+            sys.modules["candidate"] = module
+            with open(CANDIDATE_FILE, encoding="utf-8") as file:
+                exec(compile(file.read(), CANDIDATE_FILE, "exec"), module.__dict__)  # noqa: S102
+        except BaseException as error:  # noqa: BLE001  (whatever the code raises: the tests decide what it is worth)
+            self._wire.send({"error": [type(error).__name__, str(error)]})
+            return
+        public = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        self._wire.send({"value": pack(public, self._keep)})
+        while True:
+            try:
+                message = self._wire.receive()
+            except EOFError:
+                return
+            self._wire.send(self._answer(message))
+
+    def _keep(self, value: Any) -> int:
+        self._kept.append(value)
+        return len(self._kept) - 1
+
+    def _answer(self, message: Any) -> dict[str, Any]:
+        try:
+            target = self._kept[message["handle"]]
+            arguments = [unpack(one, self._kept.__getitem__) for one in message["arguments"]]
+            named = {key: unpack(one, self._kept.__getitem__) for key, one in message["named"].items()}
+            value = _ACTIONS[message["action"]](target, *arguments, **named)
+            return {"value": pack(value, self._keep), "arguments": [pack(one, self._keep) for one in arguments]}
+        except BaseException as error:  # noqa: BLE001  (also SystemExit: the code may not end the tests)
+            return {"error": [type(error).__name__, str(error)[:2000]]}
+
+
+_ACTIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda target, *arguments, **named: target(*arguments, **named),
+    "getattr": getattr,
+    "setattr": setattr,
+    "getitem": lambda target, key: target[key],
+    "setitem": lambda target, key, value: target.__setitem__(key, value),
+    "delitem": lambda target, key: target.__delitem__(key),
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "bool": bool,
+    "iter": iter,
+    "next": next,
+    "eq": lambda target, other: bool(target == other),
+}
+
+
+# ---- the parent: the tests
+
+
+class Handle:
+    """An object of the code. It has no order, no arithmetic, and equals no plain value: those could be made to lie."""
+
+    def __init__(self, master: Master, number: int) -> None:
+        object.__setattr__(self, "_of", (master, number))
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _ask(self, "call", *arguments, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # Python itself asks for those, e.g. to copy or to print
+        return _ask(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _ask(self, "getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _ask(self, "setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        _ask(self, "delitem", key)
+
+    def __len__(self) -> int:
+        return int(_ask(self, "len"))
+
+    def __str__(self) -> str:
+        return str(_ask(self, "str"))
+
+    def __repr__(self) -> str:
+        return str(_ask(self, "repr"))
+
+    def __bool__(self) -> bool:
+        return _ask(self, "bool") is True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter_of(_ask(self, "iter"))
+
+    def __next__(self) -> Any:
+        return _ask(self, "next")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and _ask(self, "eq", other) is True
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_of")[1])
+
+
+def iter_of(handle: Any) -> Iterator[Any]:
+    """The items of an iterator of the code."""
+    while True:
+        try:
+            yield next(handle)
+        except StopIteration:
+            return
+
+
+def _ask(handle: Handle, action: str, *arguments: Any, **named: Any) -> Any:
+    master, number = object.__getattribute__(handle, "_of")
+    return master.ask(number, action, arguments, named)
+
+
+class Master:
+    """The code as the tests see it."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def names(self, modules: list[str], entry_point: str) -> dict[str, Any]:
+        """The tests' globals: standard modules, then what the code defines.
+
+        What shadows a builtin or one of the modules is left out, since the tests mean theirs, unless it is the entry
+        point. Raises KeyError when the code lacks that, and what the code raised when it was loaded.
+        """
+        found = self._value(self._wire.receive())
+        taken = {*vars(builtins), *modules} - {entry_point}
+        own = {name: value for name, value in found.items() if isinstance(name, str) and name not in taken}
+        if entry_point and entry_point not in own:  # a builtin of that name must not take its place
+            raise KeyError(entry_point)
+        return {"__name__": "tests", **_imported(modules), **own}
+
+    def ask(self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """One call; lists, dicts and sets among the arguments become what the code made of them."""
+        packed = [pack(one, _number_of) for one in arguments]
+        more = {key: pack(one, _number_of) for key, one in named.items()}
+        self._wire.send({"handle": number, "action": action, "arguments": packed, "named": more})
+        reply = self._wire.receive()
+        value = self._value(reply)
+        for mine, theirs in zip(arguments, reply["arguments"], strict=True):
+            _update(mine, unpack(theirs, self._handle))
+        return value
+
+    def _value(self, reply: Any) -> Any:
+        if "error" in reply:
+            _raise(*reply["error"])
+        return unpack(reply["value"], self._handle)
+
+    def _handle(self, number: int) -> Handle:
+        return Handle(self, number)
+
+
+def _number_of(value: Any) -> int:
+    if not isinstance(value, Handle):
+        raise TypeError(f"a test can pass plain values and what the code returned, not {type(value).__name__}")
+    return int(object.__getattribute__(value, "_of")[1])
+
+
+def _update(mine: Any, theirs: Any) -> None:
+    if type(mine) is list and type(theirs) is list:
+        mine[:] = theirs
+    elif type(mine) in (dict, set) and type(theirs) is type(mine):
+        mine.clear()
+        mine.update(theirs)
+
+
+def _raise(name: str, message: str) -> NoReturn:
+    kind = getattr(builtins, str(name), None)
+    if isinstance(kind, type) and issubclass(kind, Exception):
+        try:
+            error = kind(message)
+        except TypeError:  # a few need more than a text
+            error = RuntimeError(f"{name}: {message}")
+        raise error
+    raise RuntimeError(f"{name}: {message}")
+
+
+def _imported(names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(ImportError):  # a module of another system
+            found[name] = importlib.import_module(name)
+    return found
+
+
+def run_tests(statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]) -> None:
+    """Run the statements of the tests in order and tell the number of each test that passed."""
+    for statement in statements:
+        try:
+            exec(compile(statement["source"], "tests.py", "exec"), space)  # noqa: S102
+            if statement["function"]:
+                space[statement["function"]]()
+        except BaseException:  # noqa: BLE001, S112  (a test fails; or a preparation, and then the tests that need it)
+            continue
+        if statement["test"] is not None:
+            passed(statement["test"])
+
+
+def main() -> None:
+    """On stdin, as JSON, what code_tests.py makes of the tests; on stdout READY, then "nonce number" for a test passed."""
+    print(READY, flush=True)  # before there is any process of the code that could keep it from being said
+    sys.path.remove(os.getcwd())  # the code can write modules there
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    to_child, from_parent = os.pipe()
+    to_parent, from_child = os.pipe()
+    if os.fork() == 0:
+        for fd in (from_parent, to_parent):
+            os.close(fd)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, 0)
+        os.dup2(nowhere, 1)
+        Servant(Wire(to_child, from_child)).run()
+        os._exit(0)
+    os.close(to_child)
+    os.close(from_child)
+    sys.set_int_max_str_digits(0)
+    asked = json.load(sys.stdin)
+    report, sys.stdout = sys.stdout, sys.stderr  # what tests print is no report
+    try:
+        space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
+    except Exception:  # noqa: BLE001  (the code does not load: no test passes)
+        return
+    run_tests(asked["statements"], space, lambda number: print(asked["nonce"], number, file=report, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Does the code of a response pass its task's tests? Owns finding the code, running it and counting; not the sandbox.
+
+metadata["tests"] is Python source that uses what the code defines; metadata["cases"] a JSON list of
+{"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"] is "share" (of the tests and
+cases that passed, the default) or "all" (1.0 when every one did, else 0.0). Names of builtins and of standard modules
+mean those in tests, whatever the code defines; metadata["entry_point"] names the one that the code has to define.
+
+What code cannot do to be paid for nothing: print or exit its way out, redefine assert, builtins or modules that the
+tests use, return an object that equals or exceeds everything, read the tests or the expected outputs, reach the report.
+Expected outputs never enter the sandbox; tests run in a process of their own there (code_harness.py) and report under
+a word that the code's process never holds.
+
+What it still can do: answer by heart what it has seen in training or guesses from the arguments; tell tests apart by
+their arguments and their order; decide whether two objects of its own classes are equal, where a test compares those;
+empty a list it was given, where a test then compares with that list.
+What a test cannot do: pass functions to the code, use its classes in isinstance or as base classes, add up or order
+objects of the code's own classes; and unittest's classes are not run.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError, Unavailable
+from paceline.telemetry import get_logger
+from rollout_gateway.environments.base import Episode, EpisodeTask
+from rollout_gateway.rewards.code_harness import CANDIDATE_FILE, READY
+from rollout_gateway.sandbox import Sandbox
+
+log = get_logger(__name__)
+_HARNESS = Path(__file__).with_name("code_harness.py")
+_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})(.*)")
+_REPORT_BYTES = 32  # of one test that passed, and more
+_PREPARATIONS = (
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.Import,
+    ast.ImportFrom,
+    ast.Assign,
+    ast.AnnAssign,
+    ast.AugAssign,
+    ast.Pass,
+)
+_SCORINGS = ("share", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class _Statement:
+    """One top-level statement of the tests."""
+
+    source: str
+    test: int | None  # its number, counted from 0, where it is a test
+    function: str  # to call then; empty: none
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a task asks of code."""
+
+    statements: tuple[_Statement, ...]  # of the tests, in order
+    modules: tuple[str, ...]  # standard modules the statements count on
+    entry_point: str  # a name the code has to define; empty: none in particular
+    cases: tuple[tuple[str, str], ...]  # stdin, stdout
+    scoring: str
+
+    @property
+    def test_count(self) -> int:
+        return sum(statement.test is not None for statement in self.statements)
+
+
+class CodeTests:
+    """Share of the tests that the response's last fenced code block passes; without one, the whole text is the code.
+
+    A response cut by its length is scored like any other: a block that is whole still counts, one that is not will
+    seldom run. A task whose tests cannot be read, or that has none, leaves the sample unscored.
+    """
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        """Raises ConfigError when the sandbox allows a single process: tests and code need one each."""
+        if sandbox.config.processes < 2:
+            raise ConfigError("rewards.sandbox.processes", seen=sandbox.config.processes, allowed="2 or more")
+        self._sandbox = sandbox
+        self._harness = _HARNESS.read_text(encoding="utf-8")
+
+    async def score(self, episode: Episode) -> float | None:
+        """Raises Unavailable when the sandbox fails."""
+        if episode.finish in ("abort", "error"):
+            return None
+        try:
+            asked = _asked(episode.task)
+            self._check_room(asked)
+        except (ValueError, SyntaxError) as error:
+            log.warning("tests of a task cannot be used", task=episode.task.task_id, error=str(error))
+            return None
+        code = last_code_block(episode.text)
+        passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
+        total = asked.test_count + len(asked.cases)
+        return float(passed == total) if asked.scoring == "all" else passed / total
+
+    def _check_room(self, asked: _Asked) -> None:
+        room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
+        if asked.test_count > room:
+            raise ValueError(f"{asked.test_count} tests; rewards.sandbox.output_bytes has room for reports of {room}")
+
+    async def _tests_passed(self, code: str, asked: _Asked) -> int:
+        if not asked.test_count:
+            return 0
+        nonce = secrets.token_hex(8)
+        statements = [asdict(statement) for statement in asked.statements]
+        orders = json.dumps(
+            {"nonce": nonce, "statements": statements, "modules": asked.modules, "entry_point": asked.entry_point}
+        )
+        result = await self._sandbox.run(self._harness, stdin=orders, files={CANDIDATE_FILE: code})
+        if not result.stdout.startswith(f"{READY}\n"):
+            raise Unavailable("the tests' own process did not start", seen=f"{result.reason}: {result.stderr[-300:]}")
+        reported = {line for line in result.stdout.splitlines() if line.startswith(f"{nonce} ")}
+        return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
+
+    async def _cases_passed(self, code: str, asked: _Asked) -> int:
+        """One after the other; the first that runs out of time ends it, since the rest would too and time is dear."""
+        passed = 0
+        for stdin, expected in asked.cases:
+            result = await self._sandbox.run(code, stdin=stdin)
+            if result.reason in ("timeout", "cpu"):
+                break
+            ended = result.reason == "exit" and result.exit_code == 0 and not result.truncated
+            right = ended and _lines(result.stdout) == _lines(expected)
+            passed += right
+            if asked.scoring == "all" and not right:
+                break
+        return passed
+
+
+def last_code_block(text: str) -> str:
+    """Content of the last fenced block (``` or ~~~), also of one that is not closed; the whole text without any."""
+    fence, block, last = "", list[str](), None
+    for line in text.splitlines(keepends=True):
+        mark = _FENCE.fullmatch(line.rstrip("\r\n"))
+        if fence and mark and mark[1].startswith(fence) and not mark[2].strip():
+            fence, last = "", "".join(block)
+        elif fence:
+            block.append(line)
+        elif mark and "`" not in mark[2]:
+            fence, block = mark[1], []
+    if fence:
+        return "".join(block)
+    return text if last is None else last
+
+
+def _lines(output: str) -> Sequence[str]:
+    """Without what no judge of programs looks at: space at the ends of lines, empty lines at the end."""
+    return [line.rstrip() for line in output.rstrip().splitlines()]
+
+
+def _asked(task: EpisodeTask) -> _Asked:
+    """Raises ValueError or SyntaxError."""
+    metadata: Mapping[str, str] = task.metadata
+    scoring, entry_point = metadata.get("scoring", "share"), metadata.get("entry_point", "")
+    if scoring not in _SCORINGS:
+        raise ValueError(f'metadata["scoring"] is {scoring!r}, not one of {", ".join(_SCORINGS)}')
+    cases = json.loads(metadata.get("cases") or "[]")
+    if not isinstance(cases, list) or not all(_is_case(case) for case in cases):
+        raise ValueError('metadata["cases"] is not a JSON list of {"stdin", "stdout"}')
+    tree = ast.parse(metadata.get("tests", ""))
+    pairs = tuple((case.get("stdin", ""), case["stdout"]) for case in cases)
+    asked = _Asked(_statements(tree), _modules(tree, entry_point), entry_point, pairs, scoring)
+    if not asked.test_count and not cases:
+        raise ValueError('neither metadata["tests"] nor metadata["cases"] holds a test')
+    return asked
+
+
+def _statements(tree: ast.Module) -> tuple[_Statement, ...]:
+    """A test is a function `test...` without arguments, and every statement at the top that is neither a definition
+    nor an import nor an assignment: an assert, a call, a loop over cases."""
+    numbers = itertools.count()
+    found = []
+    for statement in tree.body:
+        function = _test_function(statement)
+        number = next(numbers) if function or _is_bare_test(statement) else None
+        found.append(_Statement(ast.unparse(statement), number, function))
+    return tuple(found)
+
+
+def _test_function(statement: ast.stmt) -> str:
+    """Name of a function that is a test; empty for any other statement."""
+    if not isinstance(statement, ast.FunctionDef) or not statement.name.startswith("test"):
+        return ""
+    return statement.name if len(statement.args.args) == len(statement.args.defaults) else ""
+
+
+def _is_bare_test(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+        return False
+    if isinstance(statement, ast.Expr):
+        return not isinstance(statement.value, ast.Constant)
+    return not isinstance(statement, _PREPARATIONS)
+
+
+def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
+    """Standard modules whose members the tests use. They may count on the code to have imported them: it must not be
+    the code that says what they are."""
+    owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
+    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))
+
+
+def _is_case(case: object) -> bool:
+    return isinstance(case, dict) and isinstance(case.get("stdout"), str) and isinstance(case.get("stdin", ""), str)

@@ -1,0 +1,224 @@
+"""Runs side by side, cancelled runs, lost launchers and gateways, and what cannot be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import uvloop
+
+from paceline.errors import InvalidInput, Unavailable
+from rollout_gateway.config import SandboxConfig
+from rollout_gateway.sandbox import Sandbox
+from rollout_gateway.sandbox.launcher.request import Answer, Request
+from rollout_gateway.sandbox.removal import remove_tree
+
+SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"
+SLEEP = """
+import subprocess, sys
+open("begun", "w").close()
+one = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(99)", {word!r}])
+print("begun", flush=True)
+one.wait()
+"""
+
+
+def bearers(word: str) -> list[psutil.Process]:
+    """Processes with the word in their command line."""
+    return [one for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or [])]
+
+
+async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
+    """The processes of a program that has begun; the deadline is the test's."""
+    while not (found := bearers(word)):
+        assert not still.done(), still.result()
+        await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
+async def test_a_cancelled_run_leaves_nothing(isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sandbox = Sandbox(SandboxConfig.model_validate({"isolation": isolation, "wall_s": 60}))
+    await _layers(sandbox)
+    word = uuid.uuid4().hex
+    run = asyncio.create_task(sandbox.run(SLEEP.format(word=word)))
+    found = await begun(word, run)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    psutil.wait_procs(found, timeout=10)
+    assert bearers(word) == []
+    assert os.listdir(tmp_path) == []
+    assert (await sandbox.run("print(1)")).stdout == "1\n"
+
+
+@pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
+async def test_a_program_ends_with_its_gateway(isolation: str) -> None:
+    word = uuid.uuid4().hex
+    gateway = f"""
+        import asyncio
+        from rollout_gateway.config import SandboxConfig
+        from rollout_gateway.sandbox import Sandbox
+        sandbox = Sandbox(SandboxConfig(isolation={isolation!r}, wall_s=60))
+        asyncio.run(sandbox.run({SLEEP.format(word=word)!r}))
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", textwrap.dedent(gateway), env=environment, stderr=subprocess.PIPE
+    )
+    waiting = asyncio.create_task(process.wait())
+    while not [one for one in bearers(word) if one.cmdline()[-1] == word]:
+        if waiting.done():
+            pytest.skip((await process.stderr.read()).decode()[-200:] if process.stderr else "")
+        await asyncio.sleep(0.02)
+    found = [one for one in bearers(word) if one.pid != process.pid]
+    process.send_signal(signal.SIGKILL)
+    await waiting
+    _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
+    assert alive == []
+
+
+async def test_no_more_run_at_once_than_allowed() -> None:
+    sandbox = Sandbox(SandboxConfig(parallel=2, isolation="limits"))
+    await sandbox.layers()
+    code = "import time\nbegan = time.monotonic()\ntime.sleep(0.2)\nprint(began, time.monotonic())"
+    results = await asyncio.gather(*(sandbox.run(code) for _ in range(6)))
+    spans = [tuple(map(float, result.stdout.split())) for result in results]
+    assert all(sum(start <= moment < end for start, end in spans) <= 2 for moment, _ in spans)
+
+
+def test_it_runs_under_uvloop_from_many_tasks() -> None:
+    async def many() -> list[str]:
+        sandbox = Sandbox(SandboxConfig(parallel=4))
+        results = await asyncio.gather(*(sandbox.run(f"print({number})") for number in range(8)))
+        return [result.stdout.strip() for result in results]
+
+    assert uvloop.run(many()) == [str(number) for number in range(8)]
+
+
+def test_code_inherits_no_descriptor_even_when_the_gateway_leaks_one(tmp_path: Path) -> None:
+    async def listed() -> str:
+        with (tmp_path / "secret").open("w") as file:
+            os.set_inheritable(file.fileno(), True)
+            code = """
+                import os
+                for fd in range(256):
+                    try:
+                        print(fd, oct(os.fstat(fd).st_mode >> 12), file=sys.stderr)
+                    except OSError:
+                        pass
+            """
+            return (await Sandbox(SandboxConfig()).run("import sys\n" + textwrap.dedent(code))).stderr
+
+    for run in (asyncio.run, uvloop.run):
+        assert run(listed()) == "0 0o10\n1 0o1\n2 0o1\n"  # stdin is a file in memory, the others are pipes
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "", ".", "main.py", "a/../../x", "a\0b"])
+async def test_files_outside_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="relative paths"):
+        await Sandbox(SandboxConfig()).run("", files={name: ""})
+
+
+async def test_odd_texts_arrive_as_they_can() -> None:
+    sandbox = Sandbox(SandboxConfig())
+    result = await sandbox.run("import sys\nprint(ascii(sys.stdin.read()))", stdin="ü\r\n\0\ud800")
+    assert result.stdout == "'\\xfc\\r\\n\\x00?'\n"
+    assert (await sandbox.run("print('\ud800')")).reason == "exit"
+    assert (await sandbox.run("x = 1\0")).exit_code == 1
+    raw = await sandbox.run("import os\nos.write(1, b'\\xff\\xfe')")
+    assert raw.stdout == "\ufffd\ufffd"
+
+
+async def test_an_isolation_that_cannot_be_had_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    with pytest.raises(Unavailable, match="no sandbox of the kind 'auto'"):
+        await Sandbox(SandboxConfig()).run("print(1)")
+
+
+async def test_a_launcher_that_is_killed_is_no_result() -> None:
+    sandbox = Sandbox(SandboxConfig(wall_s=60))
+    await sandbox.layers()
+    word = uuid.uuid4().hex
+    run = asyncio.create_task(sandbox.run(SLEEP.format(word=word)))
+    found = await begun(word, run)
+    [launcher] = [one for one in psutil.Process().children() if "launcher.main" in " ".join(one.cmdline())]
+    launcher.kill()
+    with pytest.raises(Unavailable, match="launcher ended with -9"):
+        await run
+    _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
+    assert alive == [] or "namespaces" not in await sandbox.layers()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without privileges then")
+@pytest.mark.parametrize("layers", [(), ("landlock", "seccomp"), ("namespaces", "landlock", "seccomp")])
+def test_a_gateway_without_privileges_can_shut_code_in_too(layers: tuple[str, ...]) -> None:
+    python = Path("/usr/bin/python3")
+    if (
+        not python.exists()
+        or not os.access(SANDBOX, os.X_OK)
+        or subprocess.run([python, "-c", ""], user=4711).returncode
+    ):
+        pytest.skip("no Python that another user can run")
+    box = tempfile.mkdtemp()
+    os.chown(box, 4711, 4711)
+    code = """
+import os, signal
+alive = 1
+try:
+    while os.fork():
+        alive += 1
+    signal.pause()
+except BlockingIOError:
+    print(alive)
+print(open("/etc/passwd").read()[:4])
+"""
+    request = Request(parent=os.getpid(), box=box, layers=layers, code=code, stdin="", processes=8)
+    start = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
+    command = [python, "-I", "-S", "-B", "-c", start, SANDBOX]
+    done = subprocess.run(command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[])
+    remove_tree(box)
+    answer = Answer.decode(done.stdout)
+    if answer.failed and layers:
+        pytest.skip(answer.failed)
+    assert 6 <= int(answer.stdout.split()[0]) <= 8  # the user may have begun another process meanwhile
+    assert ("root" in answer.stdout) == (not layers)
+
+
+def test_a_directory_of_any_depth_and_mode_is_removed(tmp_path: Path) -> None:
+    top = tmp_path / "box"
+    top.mkdir()
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (top / "link").symlink_to(outside)
+    (top / "folder").symlink_to(tmp_path)
+    here = os.getcwd()
+    os.chdir(top)
+    for _ in range(1200):
+        os.mkdir("d")
+        os.chdir("d")
+    Path("file").touch()
+    os.mkdir("closed", 0)
+    os.chdir(here)
+    began = time.monotonic()
+    remove_tree(str(top))
+    assert os.listdir(tmp_path) == ["outside"]
+    assert time.monotonic() - began < 30
+
+
+async def _layers(sandbox: Sandbox) -> None:
+    try:
+        await sandbox.layers()
+    except Unavailable as error:
+        pytest.skip(str(error))
