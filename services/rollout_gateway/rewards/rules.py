@@ -74,11 +74,12 @@ OWN = "package.module:Class, path/to/file.py:Class"
 class RewardRules:
     """All rules of one gateway, each built when it is first named. Nothing runs before a rule needs it."""
 
-    def __init__(self, config: RewardsConfig, sandbox: Sandbox) -> None:
+    def __init__(self, config: RewardsConfig, sandbox: Sandbox | None = None) -> None:
+        """`sandbox`: where code is run; one of its own when None."""
         self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(config, self._children, sandbox, self._closing)
+        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox), self._closing)
         self._metrics = RewardMetrics()
         self._rules: dict[str, MeasuredRule] = {}
 
