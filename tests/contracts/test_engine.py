@@ -494,6 +494,26 @@ def test_penalties_out_of_range_are_refused_by_name(case: Case, asked: dict[str,
     assert not engine.has_work
 
 
+def test_a_json_schema_is_followed_or_refused_by_capability_and_setting(case: Case) -> None:
+    from tokenizers import Tokenizer
+
+    engine = case.build(None)
+    asked = request(0, json_schema='{"enum": ["ab", 7]}', ignore_eos=False, max_tokens=40)
+    if Capability.JSON_SCHEMA not in engine.info.capabilities:
+        with pytest.raises(MissingCapability, match=r"the \w+ engine lacks the capability json_schema; .*engine\.kind"):
+            engine.enqueue(asked)
+        assert not engine.has_work
+        return
+    engine.enqueue(asked)
+    (chunk,) = drain(engine)[0]
+    assert chunk.finish is Finish.STOP
+    assert Tokenizer.from_file(str(TOKENIZER)).decode(list(chunk.token_ids)) in ('"ab"', "7")
+    for bad in ("nonsense", '{"type": "nothing"}'):
+        with pytest.raises(InvalidInput, match="response_format"):
+            engine.enqueue(replace(asked, sampling=replace(asked.sampling, json_schema=bad)))
+    assert not engine.has_work
+
+
 def test_speculation_statistics_add_up(case: Case) -> None:
     engine = case.build(None)
     engine.force_arm("eagle:3_1_4")

@@ -8,7 +8,6 @@ engine the same time once more and no longer.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import select
 import subprocess
@@ -17,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.local.processes import child_environment, die_with_parent
 from rollout_gateway.engines.json_schema import GrammarFault, build_matcher, load_tokenizer
 
 BUILD_DEADLINE_S = 2.0
@@ -47,7 +47,9 @@ class GrammarJudge:
             fault = None
         if fault is None:
             self.close()
-            raise GrammarFault(f"its grammar was not built within {BUILD_DEADLINE_S:g} s")
+            raise GrammarFault(
+                f"its grammar was not built within {BUILD_DEADLINE_S:g} s and {MAX_ADDRESS_BYTES >> 30} GiB"
+            )
         if fault:
             raise GrammarFault(fault)
 
@@ -59,9 +61,10 @@ class GrammarJudge:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_gateway.engines.grammar_judge", str(os.getpid()), *self._arguments],
+            [sys.executable, "-m", "rollout_gateway.engines.grammar_judge", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=child_environment(),
         )
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         if self._answer(process, START_DEADLINE_S) is None:
@@ -84,11 +87,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Process entry: parent, tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with each out."""
-    from rollout_gateway.engines.worker import die_with_parent
-
-    parent, path, vocab_size, eos_token_ids = sys.argv[1:]
-    die_with_parent(int(parent))
+    """Process entry: tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with each out."""
+    path, vocab_size, eos_token_ids = sys.argv[1:]
+    die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
     tokenizer = load_tokenizer(Path(path), int(vocab_size), json.loads(eos_token_ids))
     print(json.dumps(""), flush=True)

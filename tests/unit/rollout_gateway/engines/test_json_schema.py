@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,8 @@ def test_tokens_and_logprobs_are_those_of_the_masked_distribution(engine: Embedd
         for index, (token, logprob) in enumerate(zip(tokens, chunk.behavior_logprobs, strict=True)):
             masked = masked_by_hand(logits[len(prompt) + index - 1], tokens[:index], texts)
             drawn, expected = gumbel_oracle.draw(masked, 0.7, request.sampling.seed, len(prompt) + index)
-            assert (token, logprob) == (drawn, pytest.approx(expected, abs=2e-4)), (request.request_id, index)
+            assert token == drawn, (request.request_id, index)
+            assert logprob == pytest.approx(expected, abs=2e-4), (request.request_id, index)
 
 
 def masked_by_hand(logits: Any, before: Sequence[int], texts: Sequence[str]) -> Any:
@@ -188,7 +189,8 @@ def masked_by_hand(logits: Any, before: Sequence[int], texts: Sequence[str]) -> 
     if len(firsts) == 1:  # one text alone: the token the tokenizer takes for it
         allowed = TOKENIZER.encode(firsts.pop(), add_special_tokens=False).ids
     masked = np.full_like(logits, -np.inf)
-    masked[[*allowed, EOS] if "" in rest else allowed] = logits[[*allowed, EOS] if "" in rest else allowed]
+    allowed = [*allowed, EOS] if "" in rest else allowed
+    masked[allowed] = logits[allowed]
     return masked
 
 
@@ -215,8 +217,9 @@ def test_every_arm_gives_the_tokens_of_plain_decoding(arm: str, plain: list[Chun
 
 
 def test_verifying_every_draft_and_rebuilding_the_cache_change_no_token(plain: list[Chunk]) -> None:
-    assert said(run(build(verify_budget=False), every_schema(), "eagle:4_2_8")) == said(plain)
-    assert said(run(build(), every_schema(), "eagle:4_2_8", retract=True)) == said(plain)
+    some = every_schema()[::3]
+    assert said(run(build(verify_budget=False), some, "eagle:4_2_8")) == said(plain[::3])
+    assert said(run(build(), some, "eagle:4_2_8", retract=True)) == said(plain[::3])
 
 
 @pytest.mark.parametrize("arm", ["off", "eagle:4_2_8", "ngram:4_1_5"])
@@ -263,19 +266,33 @@ def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
 # ---- masks of draft trees
 
 
-def followed(grammars: Grammars, schema: object, tokens: Sequence[int]) -> RunningSequence:
-    request = ask(1, schema)
-    grammars.check(request.sampling)
-    sequence = RunningSequence(request, frozenset({EOS}), 280, tokens=list(tokens))
+@pytest.fixture(scope="module")
+def grammars() -> Iterator[Grammars]:
+    grammars = Grammars(read_config(POLICY), POLICY)
+    yield grammars
+    grammars.close()
+
+
+def masked(
+    grammars: Grammars, schema: object, said: Sequence[int], tokens: Sequence[int] = (0,), parents: Sequence[int] = (0,)
+) -> torch.Tensor:
+    """Zeros where a token may follow a node of the tree, [Q, V]; nodes that are not reached are all zeros."""
+    sequence = RunningSequence(ask(1, schema), frozenset({EOS}), 280, tokens=list(said))
     grammars.advance([sequence])
     assert not sequence.error
-    return sequence
+    logits = torch.zeros(len(tokens), TOKENIZER.get_vocab_size())
+    nodes = Nodes(torch.tensor([tokens]), torch.tensor([parents]))
+    grammars.mask_([sequence], nodes, logits)
+    assert nodes.tokens.tolist() == [list(tokens)]
+    grammars.drop([sequence])
+    return logits
 
 
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(data: st.DataObject, plain: list[Chunk]) -> None:
-    grammars = Grammars(read_config(POLICY), POLICY)
+def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(
+    data: st.DataObject, plain: list[Chunk], grammars: Grammars
+) -> None:
     place = data.draw(st.integers(0, len(plain) - 1))
     whole, schema = plain[place].token_ids, json.loads(every_schema()[place].sampling.json_schema)
     start = data.draw(st.integers(0, len(whole) - 1))
@@ -287,34 +304,23 @@ def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(data: st.Dat
     # Drafts that the grammar takes come from the response itself; others are any token, or none.
     right = [whole[min(start + depth - 1, len(whole) - 1)] for depth in depths]
     tokens = [0, *(data.draw(st.sampled_from([right[node], right[node], 5, EOS, -1])) for node in range(1, width))]
-    sequence = followed(grammars, schema, whole[:start])
-    logits = torch.zeros(width, TOKENIZER.get_vocab_size())
-    nodes = Nodes(torch.tensor([tokens]), torch.tensor([parents]))
-    grammars.mask_([sequence], nodes, logits)
+    logits = masked(grammars, schema, whole[:start], tokens, parents)
     for node in range(width):
-        path = [*whole[:start], *path_of(node, tokens, parents)]
-        if -1 not in path and EOS not in path and allowed_one_by_one(schema, path):
-            other = torch.zeros(1, logits.shape[1])
-            grammars.mask_([followed(grammars, schema, path)], Nodes(torch.tensor([[0]])), other)
-            assert torch.equal(logits[node], other[0])
+        path = path_of(node, tokens, parents)
+        if -1 not in path and EOS not in path and may_be_said(grammars, schema, whole[:start], path):
+            assert torch.equal(logits[node], masked(grammars, schema, [*whole[:start], *path])[0])
         else:
             assert bool((logits[node] == 0).all())
-    assert nodes.tokens.tolist() == [tokens]
 
 
 def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     return [] if node == 0 else [*path_of(parents[node], tokens, parents), tokens[node]]
 
 
-def allowed_one_by_one(schema: object, path: Sequence[int]) -> bool:
-    """By masks of responses alone."""
-    grammars = Grammars(read_config(POLICY), POLICY)
-    for index, token in enumerate(path):
-        logits = torch.zeros(1, TOKENIZER.get_vocab_size())
-        grammars.mask_([followed(grammars, schema, path[:index])], Nodes(torch.tensor([[0]])), logits)
-        if logits[0, token] != 0:
-            return False
-    return True
+def may_be_said(grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]) -> bool:
+    """By masks without trees."""
+    steps = ((masked(grammars, schema, [*said, *path[:index]])[0], token) for index, token in enumerate(path))
+    return all(mask[token] == 0 for mask, token in steps)
 
 
 # ---- refusals and faults
@@ -395,7 +401,7 @@ def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
         descend(self, matcher, tokens, children, node, masks)
 
     monkeypatch.setattr(Grammars, "_descend", break_off)
-    assert said(run(build(verify_budget=False), every_schema(), arm)) == said(plain)
+    assert said(run(build(verify_budget=False), every_schema()[::2], arm)) == said(plain[::2])
     assert faults
 
 
