@@ -1,0 +1,193 @@
+"""One sample of a task: its session from the assignment to the reward. Owns who leads it and how it is scored."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.telemetry import span
+from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls import FINISH_NAMES, Piece, Plan
+from rollout_gateway.chat.messages import ChatRequest, Message
+from rollout_gateway.engines import wire
+from rollout_gateway.environments import environment
+from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, Turn
+from rollout_gateway.gateway import Gateway
+from rollout_gateway.planning import Caller
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.session import Grant, Session
+
+EXTERNAL = "external"
+"""The environment in which agents from outside claim the tasks."""
+AGENT = "agent"
+"""The reward that the agent posts itself."""
+FINISH_VALUES = {name: value for value, name in FINISH_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sample to run."""
+
+    request: rpb.RunTasksRequest
+    task: rpb.TaskSpec
+    sample_index: int
+    worker_index: int
+    settings: str  # digest of what is asked of every sample
+
+    @property
+    def session_id(self) -> str:
+        """Fixed by what is asked, so that a repeated call means the same branch."""
+        return f"{self.request.context.step}-{self.task.task_id}-{self.sample_index}"
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.request.purpose == tpb.PURPOSE_TRAIN)
+
+    @property
+    def key(self) -> str:
+        """Identity. Evaluations with other settings, e.g. another arm, are other samples."""
+        run = self.request.context.run_id
+        return f"train/{run}/{self.session_id}" if self.trains else f"{self.settings}/{self.session_id}"
+
+
+def settings_digest(request: rpb.RunTasksRequest) -> str:
+    """Digest of what is asked of every sample."""
+    rest = rpb.RunTasksRequest()
+    rest.CopyFrom(request)
+    del rest.tasks[:]
+    rest.context.epoch = 0
+    return hashlib.sha256(rest.SerializeToString(deterministic=True)).hexdigest()
+
+
+class _SessionModel:
+    """The model as one sample's environment sees it."""
+
+    def __init__(self, gateway: Gateway, job: Job, session: Session) -> None:
+        self._gateway = gateway
+        self._job = job
+        self._session = session
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return self._gateway.codec.encode(text)
+
+    async def generate(self, prompt: tuple[int, ...]) -> Turn:
+        caller = Caller(self._session)
+        (plan,) = self._gateway.planner.completions(caller, [prompt], self._sampling, count=1, completion_id=self._name)
+        piece = await self._run(plan)
+        return Turn(tuple(piece.chunk.token_ids), piece.text, piece.finish)
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
+        request = ChatRequest(tuple(messages), tuple(tools))
+        caller = Caller(self._session)
+        (plan,) = self._gateway.planner.chat(caller, request, self._sampling, count=1, completion_id=self._name)
+        piece = await self._run(plan)
+        return ChatTurn(piece.message or Message("assistant", piece.text), piece.finish)
+
+    @property
+    def _name(self) -> str:
+        return f"{self._session.session_id}.{self._session.generations}"
+
+    def _sampling(self, index: int, room: int) -> tpb.SamplingParams:
+        sampling = tpb.SamplingParams()
+        sampling.CopyFrom(self._job.request.sampling)
+        sampling.ClearField("seed")  # the session's
+        return sampling
+
+    async def _run(self, plan: Plan) -> Piece:
+        job = self._job
+        return await self._gateway.call(
+            replace(plan, worker=job.worker_index, forced_arm=job.request.forced_arm, queue_key=None)
+        ).whole()
+
+
+class Samples:
+    """Runs samples of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def run(self, job: Job) -> rpb.SampleFinished:
+        """From task to outcome."""
+        task = job.task
+        asked = EpisodeTask(task.task_id, task.prompt, task.answer, dict(task.metadata))
+        about = _assignment(job, self._gateway.captures)
+        with span("rollout.session", session=job.session_id, task=task.task_id, step=about.step):
+            if job.request.environment == EXTERNAL:
+                session, episode = await self._led_by_agent(job, asked, about)
+            else:
+                session = Session(job.session_id, about, self._gateway.config.sessions)
+                model = _SessionModel(self._gateway, job, session)
+                episode = await environment(job.request.environment, self._gateway.equipment).run(asked, model)
+            await self._score(job, session, episode)
+        return sample_finished(session, job.worker_index, job.request.reward, episode.finish)
+
+    async def _led_by_agent(self, job: Job, asked: EpisodeTask, about: Assignment) -> tuple[Session, Episode]:
+        """An agent from outside claims the task and leads its session to an end."""
+        session = await self._gateway.agents.offers.lead(asked, about, job.session_id, job.worker_index)
+        turns = session.tree.turns
+        text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
+        messages = tuple(turn.message for turn in turns if turn.message is not None)
+        ended = session.state not in (State.OPEN, State.FINAL, State.UNSCORED)
+        finish = "abort" if ended or not turns else turns[-1].finish
+        return session, Episode(asked, text, finish, messages, session.reward)
+
+    async def _score(self, job: Job, session: Session, episode: Episode) -> None:
+        """Ends the session with its reward; a reward that is away is a machine's fault, never a 0."""
+        scored = episode.finish in ("stop", "length", "tool_calls")
+        try:
+            if scored and not session.scored and session.state is State.OPEN and job.request.reward != AGENT:
+                value = await self._gateway.rewards.rule(job.request.reward).score(episode)
+                if value is not None:
+                    session.score(Grant(value))
+        except PacelineError as error:
+            away = isinstance(error, Unavailable | DeadlineExceeded)
+            self._gateway.agents.finish(
+                session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error)
+            )
+        else:
+            self._gateway.agents.finish(session, abort=not scored)
+
+
+def _assignment(job: Job, captures: Callable[[int], bool]) -> Assignment:
+    request, task = job.request, job.task
+    seed = request_seed(request.run_seed, request.context.step, task.task_id, job.sample_index)
+    return Assignment(
+        run_id=request.context.run_id,
+        step=request.context.step,
+        task_id=task.task_id,
+        group_id=task.group_id,
+        group_size=request.samples_per_task,
+        task_index=task.task_index,
+        sample_index=job.sample_index,
+        trainable=job.trains,
+        seed=seed,
+        capture=request.capture and job.trains and captures(seed),
+    )
+
+
+def sample_finished(session: Session, worker_index: int, source: str, finish: str) -> rpb.SampleFinished:
+    """The outcome of a session."""
+    turns, about = session.tree.turns, session.assignment
+    response = [token for turn in turns for token in turn.response_ids]
+    stats = sum((turn.speculation for turn in turns), SpeculationStats())
+    rewards = [one.reward for one in session.trajectories() if one.reward is not None]
+    final = session.state is State.FINAL
+    return rpb.SampleFinished(
+        task_id=about.task_id,
+        group_id=about.group_id or session.session_id,
+        sample_index=about.sample_index,
+        worker_index=worker_index,
+        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source) if final and rewards else None,
+        prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
+        response_tokens=len(response),
+        finish_reason=FINISH_VALUES["stop" if finish == "tool_calls" else finish],
+        speculation=wire.stats_to(stats),
+        smallest_gap=min((turn.smallest_gap for turn in turns), default=0.0),
+        tokens_hash=tokens_hash(response),
+        session_id=session.session_id,
+    )

@@ -1,0 +1,156 @@
+"""RunTasks: tasks of the built-in environments, sample by sample. Owns which samples run and what they answered.
+
+Idempotent by (run, step, purpose, task, sample): a running sample is joined, a finished training sample is answered
+from memory or from the ledger. A caller that goes away does not stop its samples; the next one takes over the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from paceline.errors import InvalidInput
+from paceline.telemetry import span
+from paceline.trajectory import BranchKey
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engine_metrics import describe_rounds
+from rollout_gateway.environments import environment
+from rollout_gateway.gateway import Gateway
+from rollout_gateway.runs.open import OpenRuns
+from rollout_gateway.runs.sample import AGENT, EXTERNAL, FINISH_VALUES, Job, Samples, settings_digest
+from rollout_gateway.runs.totals import Totals
+from rollout_gateway.sessions.trainable import check_trainable
+
+MAX_SAMPLES = 65_536
+ANSWERS_REMEMBERED = 16_384
+
+
+class TaskRuns:
+    """All RunTasks calls of one gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._samples = Samples(gateway)
+        self._open = OpenRuns(gateway)
+        self._running: dict[str, asyncio.Task[rpb.SampleFinished]] = {}
+        self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()
+
+    async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
+        """Samples as they end, each worker's end of its share, then the totals.
+
+        Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while trajectories pile up.
+        """
+        if request.open_groups and not request.tasks:
+            async with aclosing(self._open.run(request)) as news:
+                async for response in news:
+                    yield response
+            return
+        await self._check(request)
+        self._gateway.admit()
+        started = asyncio.get_running_loop().time()
+        metrics = self._gateway.router.metrics
+        split = metrics.split
+        with span("rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task) as current:
+            jobs = self._jobs(request)
+            records = await self._records(jobs)
+            groups = [job.task.group_id for job in jobs if job.trains]
+            totals = Totals([job.worker_index for job in jobs], groups, self._gateway.router.count, started)
+            for share in totals.idle_shares():
+                yield rpb.RunTasksResponse(share=share)
+            async for sample in self._outcomes(jobs, records):
+                yield rpb.RunTasksResponse(sample=sample)
+                ended = totals.add(sample)
+                if ended is not None:
+                    yield rpb.RunTasksResponse(share=ended)
+            finished = await totals.closing(self._gateway)
+            describe_rounds(current, finished, metrics.split - split)
+            yield rpb.RunTasksResponse(finished=finished)
+
+    async def _check(self, request: rpb.RunTasksRequest) -> None:
+        if request.purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):
+            raise InvalidInput("purpose is not set", seen=int(request.purpose), allowed="PURPOSE_TRAIN, PURPOSE_EVAL")
+        samples = len(request.tasks) * request.samples_per_task
+        if not 1 <= samples <= MAX_SAMPLES:
+            raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}")
+        if len({task.task_id for task in request.tasks}) != len(request.tasks):
+            raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
+        if request.environment != EXTERNAL:
+            environment(request.environment, self._gateway.equipment)
+        if request.reward != AGENT:
+            await self._gateway.rewards.check(request.reward)
+        if request.purpose == tpb.PURPOSE_TRAIN:
+            check_trainable(request.sampling)
+
+    def _jobs(self, request: rpb.RunTasksRequest) -> list[Job]:
+        """Sample j of task i goes to worker (i * samples + j) mod workers: equal shares, the same on every repeat."""
+        size, workers = request.samples_per_task, self._gateway.router.count
+        settings = settings_digest(request)
+        return [
+            Job(request, task, sample, (index * size + sample) % workers, settings)
+            for index, task in enumerate(request.tasks)
+            for sample in range(size)
+        ]
+
+    async def _records(self, jobs: list[Job]) -> Mapping[str, dict[str, Any]]:
+        """Ledger records of the step, if any of the samples is not known here."""
+        known = all(job.key in self._running or job.key in self._answers for job in jobs)
+        if known or not jobs[0].trains:
+            return {}
+        context = jobs[0].request.context
+        return await self._gateway.outbox.finals(context.run_id, context.step)
+
+    async def _outcomes(
+        self, jobs: list[Job], records: Mapping[str, dict[str, Any]]
+    ) -> AsyncIterator[rpb.SampleFinished]:
+        """Every job's outcome, in the order of their ends."""
+        ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = asyncio.Queue()
+        for job in jobs:
+            key = str(BranchKey(job.request.context.run_id, job.session_id))
+            if job.key in self._answers:
+                ended.put_nowait(self._answers[job.key])
+            elif key in records:
+                ended.put_nowait(_from_record(job, records[key]))
+            else:
+                self._begin(job).add_done_callback(ended.put_nowait)
+        for _ in jobs:
+            outcome = await ended.get()
+            yield outcome.result() if isinstance(outcome, asyncio.Task) else outcome
+
+    def _begin(self, job: Job) -> asyncio.Task[rpb.SampleFinished]:
+        """The task that runs a sample, now or since an earlier call."""
+        task = self._running.get(job.key)
+        if task is None:
+            task = self._running[job.key] = asyncio.create_task(self._samples.run(job))
+            task.add_done_callback(lambda done: self._ended(job, done))
+        return task
+
+    def _ended(self, job: Job, task: asyncio.Task[rpb.SampleFinished]) -> None:
+        del self._running[job.key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        answer = task.result()
+        if job.trains and answer.HasField("reward"):  # evaluations run again: the weights may have moved
+            self._answers[job.key] = answer
+            if len(self._answers) > ANSWERS_REMEMBERED:
+                self._answers.popitem(last=False)
+
+
+def _from_record(job: Job, record: dict[str, Any]) -> rpb.SampleFinished:
+    """An outcome as the ledger knows it; its counters are gone."""
+    return rpb.SampleFinished(
+        task_id=job.task.task_id,
+        group_id=job.task.group_id,
+        sample_index=job.sample_index,
+        worker_index=job.worker_index,
+        reward=tpb.Reward(value=record["reward"], source=job.request.reward),
+        prompt_tokens=record["tokens"] - record["trained_tokens"],
+        response_tokens=record["trained_tokens"],
+        finish_reason=FINISH_VALUES[record["finish_reason"]],
+        smallest_gap=float("inf"),
+        tokens_hash=record.get("response_hash", ""),
+        session_id=job.session_id,
+    )

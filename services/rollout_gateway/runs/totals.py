@@ -1,0 +1,80 @@
+"""What a RunTasks call has counted so far. Owns shares, totals and the sum of the workers' statistics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable
+
+from paceline.trajectory import SpeculationStats
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import rollout_pb2 as rpb
+from rollout_gateway.bandits.regret import regret
+from rollout_gateway.engines import wire
+from rollout_gateway.gateway import Gateway
+
+
+class Totals:
+    """Counts outcomes by worker and in all."""
+
+    def __init__(self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float) -> None:
+        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: s of the event loop's clock."""
+        self._left = Counter(shares)
+        self._workers = workers
+        self._started = started
+        self._shares = [rpb.ShareDone(worker_index=index) for index in range(workers)]
+        self._stats = SpeculationStats()
+        self._scored = dict.fromkeys(groups, 0)  # sessions by group
+        self.finished = rpb.TasksFinished()
+
+    def idle_shares(self) -> list[rpb.ShareDone]:
+        """Workers that have nothing to do in this call."""
+        return [share for share in self._shares if not self._left[share.worker_index]]
+
+    def add(self, sample: rpb.SampleFinished) -> rpb.ShareDone | None:
+        """Count a sample; the share it completes, if it does."""
+        share, finished = self._shares[sample.worker_index], self.finished
+        share.samples += 1
+        share.response_tokens += sample.response_tokens
+        finished.response_tokens += sample.response_tokens
+        finished.scored += sample.HasField("reward")
+        finished.unscored += not sample.HasField("reward")
+        if sample.group_id in self._scored:
+            self._scored[sample.group_id] += sample.HasField("reward")
+        self._stats += wire.stats_from(sample.speculation)
+        finished.speculation.CopyFrom(wire.stats_to(self._stats))
+        finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
+        self._left[sample.worker_index] -= 1
+        return None if self._left[sample.worker_index] else share
+
+    def expect(self, group_id: str) -> None:
+        """One more group is to be trained."""
+        self._scored.setdefault(group_id, 0)
+
+    async def closing(self, gateway: Gateway) -> rpb.TasksFinished:
+        """The last message of the call."""
+        finished = self.finished
+        finished.versions.CopyFrom(wire.versions_to(gateway.weights.versions))
+        finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
+        finished.regret = regret(finished.arms)
+        finished.closed_groups.extend(
+            rpb.ClosedGroup(group_id=group, scored_sessions=count) for group, count in self._scored.items()
+        )
+        return finished
+
+
+def merge_arms(healths: list[pb.WorkerHealth]) -> list[pb.ArmStats]:
+    """Bandit statistics of several workers: counts summed, means weighted by pulls."""
+    merged: dict[tuple[str, int], pb.ArmStats] = {}
+    for stats in (stats for health in healths for stats in health.arms):
+        into = merged.setdefault(
+            (stats.arm, stats.batch_group), pb.ArmStats(arm=stats.arm, batch_group=stats.batch_group)
+        )
+        pulls = into.pulls + stats.pulls
+        for name in ("mean_tokens_per_s", "mean_accept_length"):
+            total = getattr(into, name) * into.pulls + getattr(stats, name) * stats.pulls
+            setattr(into, name, total / pulls if pulls else 0.0)
+        into.pulls = pulls
+        into.explorations += stats.explorations
+        into.drafter_deaths += stats.drafter_deaths
+    return [merged[key] for key in sorted(merged)]
