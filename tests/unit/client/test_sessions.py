@@ -138,12 +138,15 @@ async def test_an_end_whose_answer_was_lost_is_taken_from_the_sessions_state(
         gateway.then(close, ENDED, reply(200, {**SESSION, "state": state}))
         assert (await getattr(session, name)()).state == state
         assert session.ended
-    for steps in ([ENDED], [close, ENDED, reply(200, {**SESSION, "state": "aborted"})]):
+    lost_and_aborted = [close, ENDED, reply(200, {**SESSION, "state": "aborted"})]
+    for steps, asked in (([ENDED], 1), (lost_and_aborted, 3)):
         session = await client.session()
+        before = len(gateway.seen)
         gateway.then(*steps)
         with pytest.raises(FailedPrecondition):
             await session.complete()
         assert not session.ended
+        assert len(gateway.seen) == before + asked
 
 
 async def test_what_left_the_block_is_not_hidden_by_a_gateway_that_is_away(connect: Connect) -> None:
