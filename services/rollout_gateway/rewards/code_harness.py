@@ -308,7 +308,7 @@ def run_tests(statements: list[dict[str, Any]], space: dict[str, Any], passed: C
 
 
 def main() -> None:
-    """On stdin, as JSON, what code_tests.py makes of the tests; on stdout READY, then "nonce number" for each passed."""
+    """Stdin: what code_tests.py makes of the tests, as JSON. Stdout: READY, then "nonce number" for a test passed."""
     print(READY, flush=True)  # before there is any process of the code that could keep it from being said
     sys.path.remove(os.getcwd())  # the code can write modules there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -60,6 +60,8 @@ class SandboxResult:
 class Sandbox:
     """Runs Python programs; each in a fresh process and an empty directory, both gone afterwards.
 
+    CPU time and memory are limited for each process of a program, and the number of processes, so a program can use
+    the product. Without namespaces its directory lies on the host's disk and only each file is limited.
     Safe for concurrent use within one event loop.
     """
 
@@ -116,10 +118,12 @@ class Sandbox:
         )
 
     async def _trial(self, layers: tuple[str, ...]) -> str:
-        """Why a trivial program does not run with these layers; empty when it does."""
+        """Why a trivial program does not run with these layers; empty when it does. Raises Unavailable."""
         word = secrets.token_hex(8)
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
+        if answer.reason in ("timeout", "cpu"):  # a busy machine is no reason to take weaker walls
+            raise Unavailable("the sandbox is too slow to be tried out", seen=f"{answer.reason}, {answer.wall_s:.1f} s")
         if not answer.failed and answer.stdout.strip() != word:
             return f"a trivial program ended with {answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
         return answer.failed
@@ -129,7 +133,7 @@ class Sandbox:
         try:
             box = tempfile.mkdtemp(prefix="paceline-box-")
         except OSError as error:
-            return Answer(failed=f"no directory could be made: {error}")
+            raise Unavailable("no directory could be made for a sandbox", seen=error) from error
         request = Request(
             parent=os.getpid(),
             box=box,
@@ -151,7 +155,7 @@ class Sandbox:
 
 
 async def _ask_launcher(request: Request) -> Answer:
-    """Start a launcher and wait for its answer; however this ends, the launcher has ended too."""
+    """Start a launcher and wait for its answer; however this ends, the launcher has ended too. Raises Unavailable."""
     try:
         process = await asyncio.create_subprocess_exec(
             _python(),
@@ -167,16 +171,17 @@ async def _ask_launcher(request: Request) -> Answer:
             start_new_session=True,
         )
     except OSError as error:
-        return Answer(failed=f"no process could be started: {error}")
+        raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
     try:
         async with asyncio.timeout(request.wall_s + START_S):
             out, err = await process.communicate(request.encode())
-    except TimeoutError:
-        return Answer(failed=f"no answer within {request.wall_s + START_S} s")
+    except TimeoutError as error:
+        raise Unavailable("a sandbox's launcher does not answer", seen=f"{request.wall_s + START_S} s") from error
     finally:
         await asyncio.shield(_stop(process))
     if process.returncode != 0 or not out:
-        return Answer(failed=f"the launcher ended with {process.returncode}: {err[-500:].decode(errors='replace')}")
+        last_words = err[-500:].decode(errors="replace")
+        raise Unavailable("a sandbox's launcher was lost", seen=f"exit code {process.returncode} {last_words}".strip())
     return Answer.decode(out)
 
 
@@ -208,6 +213,6 @@ def _checked_files(files: Mapping[str, str]) -> dict[str, str]:
 
 def _tell(layers: tuple[str, ...], failures: list[str]) -> None:
     if layers:
-        log.info("code of models is shut in", by="+".join(layers))
+        log.info("code of models is shut in", by="+".join(layers), not_to_be_had=failures)
     else:
         log.warning("code of models runs with limits alone: it can read files and open sockets", tried=failures)

@@ -141,10 +141,21 @@ async def test_odd_texts_arrive_as_they_can() -> None:
     assert raw.stdout == "\ufffd\ufffd"
 
 
-async def test_an_isolation_that_cannot_be_had_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_sandbox_without_a_place_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    with pytest.raises(Unavailable, match="no sandbox of the kind 'auto'"):
+    with pytest.raises(Unavailable, match="no directory could be made"):
         await Sandbox(SandboxConfig()).run("print(1)")
+
+
+async def test_an_isolation_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = tmp_path / "python"  # an interpreter that ends before it runs anything: no kind of isolation works
+    other.write_text('#!/bin/sh\ncat >/dev/null; echo \'{"failed": "PermissionError: unshare"}\'\n')
+    other.chmod(0o755)
+    monkeypatch.setattr(sys, "_base_executable", str(other))
+    for kind in ("auto", "namespaces", "landlock", "limits"):
+        sandbox = Sandbox(SandboxConfig.model_validate({"isolation": kind}))
+        with pytest.raises(Unavailable, match=f"no sandbox of the kind '{kind}'.*PermissionError: unshare"):
+            await sandbox.run("print(1)")
 
 
 async def test_a_launcher_that_is_killed_is_no_result() -> None:
@@ -155,7 +166,7 @@ async def test_a_launcher_that_is_killed_is_no_result() -> None:
     found = await begun(word, run)
     [launcher] = [one for one in psutil.Process().children() if "launcher.main" in " ".join(one.cmdline())]
     launcher.kill()
-    with pytest.raises(Unavailable, match="launcher ended with -9"):
+    with pytest.raises(Unavailable, match="launcher was lost; seen: exit code -9"):
         await run
     _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
     assert alive == [] or "namespaces" not in await sandbox.layers()
