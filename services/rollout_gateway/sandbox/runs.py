@@ -20,8 +20,8 @@ from typing import Literal, cast
 from paceline.errors import InvalidInput, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
+from rollout_gateway.sandbox.launcher.removal import remove_tree
 from rollout_gateway.sandbox.launcher.request import CODE_FILE, Answer, Request
-from rollout_gateway.sandbox.removal import remove_tree
 
 log = get_logger(__name__)
 Reason = Literal["exit", "timeout", "cpu", "memory", "killed"]
@@ -151,7 +151,7 @@ class Sandbox:
         try:
             return await _ask_launcher(request)
         finally:
-            await asyncio.shield(asyncio.to_thread(remove_tree, box))
+            await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
 async def _ask_launcher(request: Request) -> Answer:
@@ -196,6 +196,15 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def _remove(box: str) -> None:
+    """Remove what the launcher, which does so at its end, has left."""
+    if os.path.exists(box):
+        try:
+            remove_tree(box)
+        except OSError as error:
+            log.warning("a sandbox's directory could not be removed", path=box, error=str(error))
 
 
 def _python() -> str:

@@ -12,6 +12,7 @@ import time
 
 from . import linux, reaping
 from .confine import Confinement, Ends
+from .removal import remove_tree
 from .request import MEMORY_EXIT, Answer, Request
 
 _PIECE = 1 << 16
@@ -154,6 +155,8 @@ def main() -> None:
         answer = _Launcher(request).run()
     except OSError as error:
         answer = Answer(failed=f"{type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):  # the gateway, if it is still there, tries again and tells
+        remove_tree(request.box)
     with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know
         sys.stdout.buffer.write(answer.encode())
         sys.stdout.buffer.flush()

@@ -20,8 +20,8 @@ import uvloop
 from paceline.errors import InvalidInput, Unavailable
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
+from rollout_gateway.sandbox.launcher.removal import remove_tree
 from rollout_gateway.sandbox.launcher.request import Answer, Request
-from rollout_gateway.sandbox.removal import remove_tree
 
 SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"
 SLEEP = """
@@ -36,6 +36,11 @@ one.wait()
 def bearers(word: str) -> list[psutil.Process]:
     """Processes with the word in their command line."""
     return [one for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or [])]
+
+
+def launchers_of(gateway: int) -> list[psutil.Process]:
+    """The launchers of a gateway."""
+    return [one for one in psutil.Process(gateway).children() if "launcher.main" in " ".join(one.cmdline())]
 
 
 async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
@@ -64,7 +69,7 @@ async def test_a_cancelled_run_leaves_nothing(isolation: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
-async def test_a_program_ends_with_its_gateway(isolation: str) -> None:
+async def test_a_program_ends_with_its_gateway(isolation: str, tmp_path: Path) -> None:
     word = uuid.uuid4().hex
     gateway = f"""
         import asyncio
@@ -73,7 +78,7 @@ async def test_a_program_ends_with_its_gateway(isolation: str) -> None:
         sandbox = Sandbox(SandboxConfig(isolation={isolation!r}, wall_s=60))
         asyncio.run(sandbox.run({SLEEP.format(word=word)!r}))
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", textwrap.dedent(gateway), env=environment, stderr=subprocess.PIPE
     )
@@ -83,10 +88,12 @@ async def test_a_program_ends_with_its_gateway(isolation: str) -> None:
             pytest.skip((await process.stderr.read()).decode()[-200:] if process.stderr else "")
         await asyncio.sleep(0.02)
     found = [one for one in bearers(word) if one.pid != process.pid]
+    found += launchers_of(process.pid)
     process.send_signal(signal.SIGKILL)
     await waiting
     _, alive = await asyncio.to_thread(psutil.wait_procs, found, 10)
     assert alive == []
+    assert os.listdir(tmp_path) == []
 
 
 async def test_no_more_run_at_once_than_allowed() -> None:
@@ -164,7 +171,7 @@ async def test_a_launcher_that_is_killed_is_no_result() -> None:
     word = uuid.uuid4().hex
     run = asyncio.create_task(sandbox.run(SLEEP.format(word=word)))
     found = await begun(word, run)
-    [launcher] = [one for one in psutil.Process().children() if "launcher.main" in " ".join(one.cmdline())]
+    [launcher] = launchers_of(os.getpid())
     launcher.kill()
     with pytest.raises(Unavailable, match="launcher was lost; seen: exit code -9"):
         await run
@@ -199,7 +206,7 @@ print(open("/etc/passwd").read()[:4])
     start = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
     command = [python, "-I", "-S", "-B", "-c", start, SANDBOX]
     done = subprocess.run(command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[])
-    remove_tree(box)
+    assert not os.path.exists(box)
     answer = Answer.decode(done.stdout)
     if answer.failed and layers:
         pytest.skip(answer.failed)
