@@ -81,9 +81,12 @@ class Agents:
         await self._recorded(session)
         return session
 
-    async def claim(self, wait_s: float) -> tuple[Session, EpisodeTask] | None:
-        """A task of the run in a session of its own; None when none came within the wait."""
-        claimed = await self.offers.claim(wait_s)
+    async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
+        """A task of the run in a session of its own; None when none came within the wait.
+
+        `timeout_s`: silence after which the task is offered to others; 0: the setting.
+        """
+        claimed = await self.offers.claim(wait_s, timeout_s)
         if claimed is not None:
             await self._recorded(claimed[0])
         return claimed

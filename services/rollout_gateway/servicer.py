@@ -88,7 +88,7 @@ class RolloutServicer(RolloutServiceServicer):
         if not 0 <= request.wait_s <= MAX_WAIT_S:
             raise InvalidInput("wait_s is out of range", seen=request.wait_s, allowed=f"0 to {MAX_WAIT_S:g} s")
         self._gateway.admit()
-        claimed = await self._gateway.agents.claim(request.wait_s)
+        claimed = await self._gateway.agents.claim(request.wait_s, request.timeout_s)
         if claimed is None:
             return rpb.OpenSessionResponse()
         session, task = claimed

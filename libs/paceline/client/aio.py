@@ -49,7 +49,7 @@ class AsyncChatStream:
 
 
 class AsyncSession(SessionCalls):
-    """`Session`, awaitable. Cancelling the task inside its block aborts it, as KeyboardInterrupt does."""
+    """`Session`, awaitable. Cancelling the task inside its block ends it as KeyboardInterrupt does."""
 
     def __init__(self, wire: AsyncWire, settings: Settings, opened: OpenedSession) -> None:
         super().__init__(settings, opened)

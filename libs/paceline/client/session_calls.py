@@ -122,7 +122,9 @@ class SessionCalls:
 
     def _verdict(self, error: BaseException) -> tuple[Call[SessionInfo], tuple[str, ...]]:
         if not isinstance(error, Exception):  # KeyboardInterrupt, CancelledError, SystemExit: nobody's fault
-            return calls.abort(self.id, self._key), ("aborted",)
+            if self.task is None:
+                return calls.abort(self.id, self._key), ("aborted",)
+            return calls.fail(self.id, "infra", type(error).__name__, self._key), ("failed",)  # others may claim it
         reason: Literal["infra", "data"] = "infra" if any(isinstance(one, _INFRA) for one in _causes(error)) else "data"
         return calls.fail(self.id, reason, f"{type(error).__name__}: {error}", self._key), ("failed",)
 

@@ -101,7 +101,7 @@ class SessionsApi:
         gateway = self._gateway
         if body.claim:
             gateway.admit()
-            claimed = await gateway.agents.claim(body.wait_s)
+            claimed = await gateway.agents.claim(body.wait_s, body.timeout_s)
             return Response(status_code=204) if claimed is None else _opened(claimed[0], claimed[1])
         about = Assignment(
             run_id=gateway.config.run.id,
@@ -182,6 +182,7 @@ def ended_json(ended: Ended) -> dict[str, Any]:
         "object": "session",
         "state": str(ended.state),
         "fail_reason": None if ended.reason is None else str(ended.reason),
+        **ended.shown,
     }
 
 

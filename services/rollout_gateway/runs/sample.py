@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
@@ -121,10 +121,18 @@ class Samples:
                 session, episode = await self._led_by_agent(job, asked, about)
             else:
                 session = Session(job.session_id, about, self._gateway.config.sessions)
-                model = _SessionModel(self._gateway, job, session)
-                episode = await environment(job.request.environment, self._gateway.equipment).run(asked, model)
+                episode = await self._led_here(job, asked, session)
             await self._score(job, session, episode)
         return sample_finished(session, job.worker_index, job.request.reward, episode.finish)
+
+    async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
+        """A built-in environment leads the session. What is wrong with one task ends that sample alone."""
+        model = _SessionModel(self._gateway, job, session)
+        try:
+            return await environment(job.request.environment, self._gateway.equipment).run(asked, model)
+        except InvalidInput as error:
+            self._gateway.agents.finish(session, fail=FailReason.DATA, message=str(error))
+            return Episode(asked, "", "error")
 
     async def _led_by_agent(self, job: Job, asked: EpisodeTask, about: Assignment) -> tuple[Session, Episode]:
         """An agent from outside claims the task and leads its session to an end."""
@@ -146,9 +154,7 @@ class Samples:
                     session.score(Grant(value))
         except PacelineError as error:
             away = isinstance(error, Unavailable | DeadlineExceeded)
-            self._gateway.agents.finish(
-                session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error)
-            )
+            self._gateway.agents.finish(session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error))
         else:
             self._gateway.agents.finish(session, abort=not scored)
 

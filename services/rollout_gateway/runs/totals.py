@@ -18,7 +18,7 @@ class Totals:
     """Counts outcomes by worker and in all."""
 
     def __init__(self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float) -> None:
-        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: s of the event loop's clock."""
+        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: by the loop's clock."""
         self._left = Counter(shares)
         self._workers = workers
         self._started = started

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import EpisodeTask
@@ -53,7 +53,7 @@ class TaskOffers:
                 self._waiting.remove(offer)
             self._led.pop(session_id, None)
 
-    async def claim(self, wait_s: float) -> tuple[Session, EpisodeTask] | None:
+    async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
         """The longest waiting task in a session of its own; None when none came within the wait."""
         try:
             async with asyncio.timeout(wait_s):
@@ -64,7 +64,7 @@ class TaskOffers:
             return None
         offer = self._waiting.popleft()
         try:
-            session = self._open(offer.assignment, offer.session_id)
+            session = self._open(replace(offer.assignment, timeout_s=timeout_s), offer.session_id)
         except BaseException:
             self._waiting.appendleft(offer)
             raise

@@ -8,14 +8,16 @@ import secrets
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
 from rollout_gateway.sessions.session import Session, ended_error
 from rollout_gateway.sessions.tree import Turn
+from rollout_gateway.sessions.view import session_json
 
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096
@@ -29,6 +31,7 @@ class Ended:
     session_id: str
     state: State
     reason: FailReason | None = None
+    shown: Mapping[str, Any] = field(default_factory=dict)  # as it was at its end; nothing of a former process's
 
     def error(self) -> FailedPrecondition:
         """What a call on it gets."""
@@ -125,7 +128,7 @@ class Sessions:
             if self._conversations.get(turn.digest) is session:
                 del self._conversations[turn.digest]
         if not session.assignment.implicit:
-            ended = Ended(session.session_id, session.state, session.fail_reason)
+            ended = Ended(session.session_id, session.state, session.fail_reason, session_json(session))
             self.note_ended(ended, key_hash(session.api_key) if session.api_key else "")
 
     def note_ended(self, ended: Ended, hashed_key: str) -> None:

@@ -74,15 +74,20 @@ class Session:
                     "a session to be trained keeps one temperature", seen=sampling.temperature, allowed=min(used)
                 )
         limits = self._limits
-        self._refuse_above("requests of one session are under way", self._active, limits.max_parallel)
-        self._refuse_above("generations in one session", len(self.tree.turns) + self._active, limits.max_turns)
-        self._refuse_above("tokens in one session", self.tree.tokens + self._active_tokens, limits.max_tokens)
+        if self._active >= limits.max_parallel:
+            raise ResourceExhausted(
+                "too many requests of one session are under way", seen=self._active, allowed=limits.max_parallel
+            )
+        if len(self.tree.turns) + self._active >= limits.max_turns:
+            raise self._spent("generations", limits.max_turns)
+        if self.tree.tokens + self._active_tokens >= limits.max_tokens:
+            raise self._spent("tokens", limits.max_tokens)
 
     def begin(self, sampling: tpb.SamplingParams, prompt_tokens: int) -> None:
         """A generation starts; call `end` once afterwards.
 
-        Raises FailedPrecondition when the session has ended, TrainabilityError for sampling that cannot be trained,
-        ResourceExhausted above a quota.
+        Raises FailedPrecondition when the session has ended or has used up a quota, TrainabilityError for sampling that
+        cannot be trained, ResourceExhausted when too many run at once.
         """
         self.check(sampling)
         self._active += 1
@@ -170,10 +175,10 @@ class Session:
         message = f"session {self.session_id} has another reward"
         return FailedPrecondition(message, reason="REWARD_CONFLICT", seen=seen, allowed=allowed)
 
-    @staticmethod
-    def _refuse_above(what: str, seen: int, limit: int) -> None:
-        if seen >= limit:
-            raise ResourceExhausted(f"too many {what}", seen=seen, allowed=limit)
+    def _spent(self, what: str, limit: int) -> FailedPrecondition:
+        """A quota that no waiting renews."""
+        message = f"session {self.session_id} has used up its {what}"
+        return FailedPrecondition(message, reason="SESSION_QUOTA", seen=limit, allowed=f"up to {limit} {what}")
 
 
 def ended_error(session_id: str, state: State, reason: FailReason | None = None) -> FailedPrecondition:
