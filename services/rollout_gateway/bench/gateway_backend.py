@@ -108,6 +108,7 @@ async def serve(pace: Pace) -> None:
     config = uvicorn.Config(Backend(pace), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     listening = config.bind_socket()
+    listening.listen(config.backlog)  # whoever reads the port may connect at once
     serving = asyncio.create_task(server.serve([listening]))
     sys.stdout.write(json.dumps({"port": listening.getsockname()[1]}) + "\n")
     sys.stdout.flush()
