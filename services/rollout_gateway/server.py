@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -60,6 +61,8 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
         http, http_task, http_port = await _start_http(gateway)
         try:
             port = await server.start()
+            gc.collect()
+            gc.freeze()  # what lives as long as the process need not be looked through while streams wait
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
             yield port, http_port
         finally:
@@ -85,6 +88,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         log_config=None,
         access_log=False,
         lifespan="off",
+        http="httptools",
         timeout_graceful_shutdown=int(STOP_GRACE_S),
         ssl_certfile=security.tls_cert or None,
         ssl_keyfile=security.tls_key or None,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
+import orjson
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.errors import InternalError, PacelineError, Unavailable
@@ -82,14 +82,42 @@ class Answers(Protocol):
         ...
 
 
-class EventStream(StreamingResponse):
+class EventStream(Response):
     """Server-sent events that end their source when the client goes away."""
 
     media_type = "text/event-stream"
+    charset = "utf-8"
+
+    def __init__(self, source: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(cast("AsyncIterator[str]", self.body_iterator)):  # type: ignore[type-var]
-            await super().__call__(scope, receive, send)
+        # One task, not a group of them: a chunk passes here some hundred times a request.
+        sending = asyncio.current_task()
+        assert sending is not None
+        gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
+        try:
+            async with aclosing(self._source) as source:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for data in source:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            if not gone.done():
+                raise
+            sending.uncancel()
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+
+    @staticmethod
+    async def _cancel_when_gone(receive: Receive, sending: asyncio.Task[None]) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sending.cancel()
 
 
 class Running:
@@ -102,7 +130,7 @@ class Running:
         """Everything at once, or event by event."""
         headers = {"x-request-id": plans[0].completion_id.partition(":")[0]}
         if stream:
-            return EventStream(self._events(plans, answers), headers={"cache-control": "no-cache", **headers})
+            return EventStream(self._events(plans, answers), headers)
         choices = await unless_gone(request, lambda: asyncio.gather(*(self._whole(plan) for plan in plans)))
         return JSONResponse(answers.whole(list(choices)), headers=headers)
 
@@ -111,7 +139,7 @@ class Running:
         choice.add(await self._gateway.call(plan).whole())
         return choice
 
-    async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncIterator[str]:
+    async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncGenerator[bytes]:
         choices = [Choice(len(plan.prompt)) for plan in plans]
         try:
             for event in answers.first():
@@ -123,7 +151,7 @@ class Running:
                         yield framed(event)
             for event in answers.last(choices):
                 yield framed(event)
-            yield answers.end
+            yield answers.end.encode()
         except PacelineError as error:
             for event in answers.failed(error):
                 yield framed(event)
@@ -161,11 +189,11 @@ class Running:
             await queue.put((index, error))
 
 
-def framed(event: Event) -> str:
+def framed(event: Event) -> bytes:
     """An event as server-sent events spell it."""
     name, body = event
-    data = f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-    return f"event: {name}\n{data}" if name else data
+    data = b"data: %b\n\n" % orjson.dumps(body)
+    return b"event: %b\n%b" % (name.encode(), data) if name else data
 
 
 async def unless_gone(request: Request, start: Callable[[], Awaitable[list[Choice]]]) -> list[Choice]:
