@@ -72,7 +72,8 @@ class Gateway:
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable)
-        self.queue = FairQueue(config.queue, config.worker_count * config.engine.max_batch)
+        # One more than fits into each engine: it is there when a place comes free, and no round runs short.
+        self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
         sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, sandbox)
         self.equipment = Equipment(sandbox)
