@@ -18,10 +18,12 @@ from paceline import telemetry
 from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.http import bodies, errors
+from rollout_gateway.http.anthropic import AnthropicApi
 from rollout_gateway.http.keys import caller_of, require_token
 from rollout_gateway.http.observed import Observed
 from rollout_gateway.http.openai_answers import ChatAnswers, CompletionAnswers
 from rollout_gateway.http.openai_schema import ChatBody, CompletionBody
+from rollout_gateway.http.responses import ResponsesApi
 from rollout_gateway.http.running import Running
 from rollout_gateway.http.sessions import SessionsApi
 
@@ -96,6 +98,8 @@ def build_app(gateway: Gateway) -> Observed:
         Route("/v1/models/{name}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        *ResponsesApi(gateway).routes(),
+        *AnthropicApi(gateway).routes(),
         *sessions.routes(),
     ]
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
