@@ -17,7 +17,7 @@ from starlette.routing import Route
 from paceline import telemetry
 from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.http import bodies, errors
+from rollout_gateway.http import bodies, errors, openapi
 from rollout_gateway.http.anthropic import AnthropicApi
 from rollout_gateway.http.keys import caller_of, require_token
 from rollout_gateway.http.observed import Observed
@@ -94,6 +94,7 @@ def build_app(gateway: Gateway) -> Observed:
     routes = [
         Route("/health", api.health),
         Route("/metrics", api.metrics),
+        openapi.route(),
         Route("/v1/models", api.models),
         Route("/v1/models/{name}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),

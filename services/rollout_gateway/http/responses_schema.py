@@ -149,7 +149,7 @@ class ResponsesBody(Shape):
     top_p: TopP | None = None
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)  # extension
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None  # extension
     seed: int | None = Field(None, ge=0, lt=2**63)  # extension
     background: JsonValue = None
     conversation: JsonValue = None
