@@ -11,6 +11,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 from rollout_gateway.engines.base import MAX_BIASED_TOKENS
 from rollout_gateway.http.bodies import FieldError
+from rollout_gateway.http.shapes import Content, JsonObject, joined_text
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -142,18 +143,18 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
-    def message(self, index: int) -> Message:
-        """As the gateway knows it. Raises FieldError for parts that are no text."""
+    def message(self) -> Message:
+        """As the gateway knows it."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         return Message(
             cast("Role", role),
-            text_of(self.content, f"messages[{index}].content"),
+            joined_text(self.content),
             self.reasoning_content or "",
             tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or ()),
             self.tool_call_id or "",
@@ -166,7 +167,7 @@ class FunctionTool(BaseModel):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class ToolBody(BaseModel):
@@ -196,7 +197,7 @@ class NamedTool(BaseModel):
 class SchemaBody(BaseModel):
     """A schema with a name, as response_format carries it."""
 
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: JsonObject | None = Field(None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -241,17 +242,7 @@ class ChatBody(GenerationBody):
         else:
             asked = ToolChoice(choice or "auto")
         return ChatRequest(
-            tuple(message.message(index) for index, message in enumerate(self.messages)),
+            tuple(message.message() for message in self.messages),
             tuple(tool.shown() for tool in self.tools or ()),
             asked,
         )
-
-
-def text_of(content: str | list[dict[str, Any]] | None, field: str) -> str:
-    """Text parts joined. Raises FieldError for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise FieldError(field, "only text parts are served", seen=str(part.get("type")), allowed="text")
-    return "".join(part["text"] for part in content)

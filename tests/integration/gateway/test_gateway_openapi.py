@@ -31,7 +31,7 @@ CHECKS = [
 ]
 EXAMPLES = 12
 """Requests of each kind by operation."""
-TOKEN = "secret"  # noqa: S105
+TOKEN = "secret"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
