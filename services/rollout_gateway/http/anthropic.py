@@ -40,7 +40,7 @@ class AnthropicApi:
         name = f"msg_{uuid.uuid4().hex}"
         plans = self._gateway.planner.chat(caller, asked, body.sampling, count=1, completion_id=name)
         answers = AnthropicAnswers(self._gateway.model, name, len(plans[0].prompt))
-        answer = await self._running.answer(request, plans, answers, stream=bool(body.stream))
+        answer = await self._running.answer(request, plans, answers, stream=body.stream)
         answer.headers["request-id"] = name
         return answer
 

@@ -20,6 +20,8 @@ from rollout_gateway.http.shapes import (
     TEXT_OR_LIST,
     JsonObject,
     JsonValue,
+    NullIs,
+    Off,
     Shape,
     Temperature,
     TopP,
@@ -72,7 +74,7 @@ class ToolResultBlock(Shape):
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)
     content: Texts | None = None
-    is_error: bool | None = None
+    is_error: Off = False
 
     def message(self) -> Message:
         """As the gateway knows it."""
@@ -186,10 +188,10 @@ class MessagesBody(ConversationBody):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, lt=2**31)
-    stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    stream: Off = False
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31), NullIs(0)] = 0
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)  # extension
@@ -198,9 +200,9 @@ class MessagesBody(ConversationBody):
         """How to draw the message; `index` is 0, there is one, and it has a limit of its own."""
         form = self.output_config.format if self.output_config is not None else None
         params = tpb.SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
-            top_k=self.top_k or 0,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or [],
             json_schema="" if form is None else json.dumps(form.json_schema),

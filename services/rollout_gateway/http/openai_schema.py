@@ -11,12 +11,12 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 from rollout_gateway.engines.base import MAX_BIASED_TOKENS
 from rollout_gateway.http.bodies import FieldError
-from rollout_gateway.http.shapes import Content, JsonObject, joined_text
+from rollout_gateway.http.shapes import Content, JsonObject, NullIs, Off, Temperature, TopP, joined_text
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullIs(0.0)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -25,7 +25,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    include_usage: bool = False
+    include_usage: Off = False
 
 
 class GenerationBody(BaseModel):
@@ -34,10 +34,10 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str = ""
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     presence_penalty: Penalty = 0.0
@@ -46,7 +46,7 @@ class GenerationBody(BaseModel):
     logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)  # JSON spells the ids as text
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stream: bool = False
+    stream: Off = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # extension: go on after an end token
     return_token_ids: bool = False  # extension: token_ids in each choice
@@ -96,7 +96,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
+    echo: Off = False
     suffix: str | None = None
     best_of: int | None = None
 
@@ -219,7 +219,7 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: bool = False
+    logprobs: Off = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None

@@ -49,11 +49,11 @@ class ResponsesApi:
         plans = self._gateway.planner.chat(caller, body.request(before), body.sampling, count=1, completion_id=name)
 
         def finished(response: dict[str, Any], said: Message) -> None:
-            if body.store is not False:
+            if body.store:
                 self._past.put(response, (*before, *body.messages(), said), caller)
 
         answers = ResponsesAnswers(self._gateway.model, body, name, finished)
-        return await self._running.answer(request, plans, answers, stream=bool(body.stream))
+        return await self._running.answer(request, plans, answers, stream=body.stream)
 
     async def show(self, request: Request) -> Response:
         """A stored response."""

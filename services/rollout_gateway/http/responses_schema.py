@@ -22,6 +22,8 @@ from rollout_gateway.http.shapes import (
     Content,
     JsonObject,
     JsonValue,
+    Off,
+    On,
     Shape,
     Temperature,
     TopP,
@@ -132,8 +134,8 @@ class ResponsesBody(Shape):
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
-    stream: bool | None = None
+    store: On = True
+    stream: Off = False
     tools: list[FlatTool] | None = None
     tool_choice: (
         Annotated[
@@ -143,10 +145,10 @@ class ResponsesBody(Shape):
         ]
         | None
     ) = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: On = True
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None  # extension
@@ -164,8 +166,8 @@ class ResponsesBody(Shape):
     def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
         """How to draw the response; `index` is 0, there is one."""
         params = tpb.SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=self.top_p or 1.0,
+            temperature=self.temperature,
+            top_p=self.top_p,
             max_tokens=self.max_output_tokens or default_limit,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             json_schema=self.json_schema(),

@@ -7,10 +7,11 @@ value, so that an error is that of the branch the client meant. Tags are no iden
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import PydanticCustomError, core_schema
 
 MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other at most, in values that go on to templates and back to clients."""
@@ -20,6 +21,20 @@ class Shape(BaseModel):
     """Strict about the types of known fields; others are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NullIs:
+    """Marks a type whose null counts as a value: clients send null for what their users left open."""
+
+    value: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        inner = core_schema.nullable_schema(handler(source))
+        return core_schema.no_info_after_validator_function(self._given, inner)
+
+    def _given(self, value: Any) -> Any:
+        return self.value if value is None else value
 
 
 def by_type(default: str = "") -> Discriminator:
@@ -99,8 +114,10 @@ Content = Annotated[
     TEXT_OR_LIST,
 ]
 """Text, or parts of it."""
-Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]
-TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False), NullIs(1.0)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullIs(1.0)]
+Off = Annotated[bool, NullIs(False)]
+On = Annotated[bool, NullIs(True)]
 
 
 def joined_text(content: str | list[Any] | None) -> str:

@@ -242,6 +242,14 @@ async def test_unknown_fields_are_ignored(conversations: Any) -> None:
         assert answer.status_code == 200, answer.text
 
 
+async def test_null_counts_as_left_out(conversations: Any) -> None:
+    open_ = ("temperature", "top_p", "stream", "stop", "seed", "tools", "tool_choice", "metadata", "n")
+    async with conversations() as served:
+        for path in SPEAKING:
+            answer = await served.http.post(path, json={**GOOD[path], **dict.fromkeys(open_)})
+            assert answer.status_code == 200, (path, answer.text)
+
+
 async def test_paths_and_methods_that_are_not_served_answer_in_shape(conversations: Any) -> None:
     async with conversations() as served:
         for path in ("/v1/nothing", "/v1/messages/batches"):
