@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+_LARGEST_EXACT = 2**53
+"""Whole numbers up to this one are the same as int and as float."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,19 @@ def joined(deltas: Sequence[Delta]) -> Message:
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments: Any = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = call.arguments
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _canonical(arguments: str) -> str:
+    """Equal for equal JSON values; 1.0 and 1 are equal, for JavaScript writes both as 1."""
     try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+        return json.dumps(json.loads(arguments, parse_float=_number), sort_keys=True)
+    except (ValueError, RecursionError):
         return arguments
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if abs(value) <= _LARGEST_EXACT and value.is_integer() else value

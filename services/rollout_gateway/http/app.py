@@ -17,11 +17,13 @@ from starlette.routing import Route
 from paceline import telemetry
 from paceline.errors import InternalError, InvalidInput, NotFound, PacelineError
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.http import bodies, errors
+from rollout_gateway.http import bodies, errors, openapi
+from rollout_gateway.http.anthropic import AnthropicApi
 from rollout_gateway.http.keys import caller_of, require_token
 from rollout_gateway.http.observed import Observed
 from rollout_gateway.http.openai_answers import ChatAnswers, CompletionAnswers
 from rollout_gateway.http.openai_schema import ChatBody, CompletionBody
+from rollout_gateway.http.responses import ResponsesApi
 from rollout_gateway.http.running import Running
 from rollout_gateway.http.sessions import SessionsApi
 
@@ -92,10 +94,13 @@ def build_app(gateway: Gateway) -> Observed:
     routes = [
         Route("/health", api.health),
         Route("/metrics", api.metrics),
+        openapi.route(),
         Route("/v1/models", api.models),
         Route("/v1/models/{name}", api.model),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat, methods=["POST"]),
+        *ResponsesApi(gateway).routes(),
+        *AnthropicApi(gateway).routes(),
         *sessions.routes(),
     ]
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -38,8 +38,10 @@ def parse(kind: type[B], raw: bytes) -> B:
 
 
 def _spelled(loc: tuple[Any, ...]) -> str:
-    """messages[0].content; the branch of a union that pydantic tried is left out."""
+    """messages[0].content; the branch of a union that pydantic tried is left out, and so is a wrong key."""
     text = ""
+    if loc[-1:] == ("[key]",):
+        loc = loc[:-2]
     for part in loc:
         if isinstance(part, int):
             text += f"[{part}]"

@@ -11,11 +11,12 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 from rollout_gateway.engines.base import MAX_BIASED_TOKENS
 from rollout_gateway.http.bodies import FieldError
+from rollout_gateway.http.shapes import Content, JsonObject, NullIs, Off, Temperature, TopP, joined_text
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullIs(0.0)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -24,7 +25,7 @@ class StreamOptions(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    include_usage: bool = False
+    include_usage: Off = False
 
 
 class GenerationBody(BaseModel):
@@ -33,19 +34,19 @@ class GenerationBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str = ""
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
-    temperature: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
     top_k: int = Field(0, ge=0, lt=2**31)
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = 1.0  # extension
     logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)  # JSON spells the ids as text
-    stop: str | list[str] | None = Field(None, max_length=MAX_STOPS)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
-    stream: bool = False
+    stream: Off = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # extension: go on after an end token
     return_token_ids: bool = False  # extension: token_ids in each choice
@@ -95,7 +96,7 @@ class CompletionBody(GenerationBody):
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     max_tokens: int | None = Field(16, ge=1, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool = False
+    echo: Off = False
     suffix: str | None = None
     best_of: int | None = None
 
@@ -142,18 +143,18 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[dict[str, Any]] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
     tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
-    def message(self, index: int) -> Message:
-        """As the gateway knows it. Raises FieldError for parts that are no text."""
+    def message(self) -> Message:
+        """As the gateway knows it."""
         role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
         return Message(
             cast("Role", role),
-            text_of(self.content, f"messages[{index}].content"),
+            joined_text(self.content),
             self.reasoning_content or "",
             tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or ()),
             self.tool_call_id or "",
@@ -166,7 +167,7 @@ class FunctionTool(BaseModel):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class ToolBody(BaseModel):
@@ -196,7 +197,7 @@ class NamedTool(BaseModel):
 class SchemaBody(BaseModel):
     """A schema with a name, as response_format carries it."""
 
-    json_schema: dict[str, Any] | None = Field(None, alias="schema")
+    json_schema: JsonObject | None = Field(None, alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -218,7 +219,7 @@ class ChatBody(GenerationBody):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: bool = False
+    logprobs: Off = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
@@ -241,17 +242,7 @@ class ChatBody(GenerationBody):
         else:
             asked = ToolChoice(choice or "auto")
         return ChatRequest(
-            tuple(message.message(index) for index, message in enumerate(self.messages)),
+            tuple(message.message() for message in self.messages),
             tuple(tool.shown() for tool in self.tools or ()),
             asked,
         )
-
-
-def text_of(content: str | list[dict[str, Any]] | None, field: str) -> str:
-    """Text parts joined. Raises FieldError for other parts."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.get("type") not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
-            raise FieldError(field, "only text parts are served", seen=str(part.get("type")), allowed="text")
-    return "".join(part["text"] for part in content)

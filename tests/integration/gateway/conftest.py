@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from integration.gateway.conversations import teach
 
 from paceline.config import SecurityConfig
 from paceline.rpc import channel
@@ -102,5 +103,17 @@ def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> Se
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as http:
                 yield Served(config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir))
             await connection.close()
+
+    return serve
+
+
+@pytest.fixture
+def conversations(model_dir: Path, script: dict[str, Any], serve_gateway: ServeGateway) -> ServeGateway:
+    """`serve_gateway` over a model that holds conversations and calls tools (conversations.py)."""
+    teach(model_dir, script)
+
+    def serve(**keys: Any) -> AbstractAsyncContextManager[Served]:
+        engine = {"workers": 1, "max_sequence_tokens": 4096, **keys.pop("engine", {})}
+        return serve_gateway(engine=engine, **keys)
 
     return serve

@@ -1,0 +1,127 @@
+"""What bodies of several APIs share: unions that say which field is wrong, JSON values, text parts. Owns no body.
+
+A union of plain types would try every branch and report the errors of all of them. These decide by one look at the
+value, so that an error is that of the branch the client meant. Tags are no identifiers: error paths leave them out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import PydanticCustomError, core_schema
+
+MAX_JSON_DEPTH = 64
+"""Objects and arrays inside each other at most, in values that go on to templates and back to clients."""
+
+
+class Shape(BaseModel):
+    """Strict about the types of known fields; others are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NullIs:
+    """Marks a type whose null counts as a value: clients send null for what their users left open."""
+
+    value: Any
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        inner = core_schema.nullable_schema(handler(source))
+        return core_schema.no_info_after_validator_function(self._given, inner)
+
+    def _given(self, value: Any) -> Any:
+        return self.value if value is None else value
+
+
+def by_type(default: str = "") -> Discriminator:
+    """Chooses the branch tagged `<type>` by the value's field `type`; `default` where it has none."""
+
+    def tag(value: Any) -> str:
+        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        return f"<{found}>"
+
+    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message="a type that is not served")
+
+
+def _text_or_list(value: Any) -> str:
+    return "<text>" if isinstance(value, str) else "<list>"
+
+
+TEXT_OR_LIST = Discriminator(_text_or_list)
+"""Chooses between the branches tagged `<text>` and `<list>`."""
+
+
+def _word_or_object(value: Any) -> str:
+    return "<word>" if isinstance(value, str) else "<object>"
+
+
+WORD_OR_OBJECT = Discriminator(_word_or_object)
+"""Chooses between the branches tagged `<word>` and `<object>`."""
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if depth > MAX_JSON_DEPTH:
+        raise PydanticCustomError("json_depth", f"more than {MAX_JSON_DEPTH} objects and arrays inside each other")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PydanticCustomError("json_number", "NaN and Infinity are no JSON")
+    if isinstance(value, dict):
+        for one in value.values():
+            _plain(one, depth + 1)
+    elif isinstance(value, list):
+        for one in value:
+            _plain(one, depth + 1)
+    return value
+
+
+JsonValue = Annotated[Any, AfterValidator(_plain)]
+"""Any JSON value that can be written again."""
+JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""A JSON object that can be written again."""
+
+
+class TextPart(Shape):
+    """A part of a content: text."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class RefusalPart(Shape):
+    """What a model said to refuse; counts as text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+def _refusal_or_text(value: Any) -> str:
+    refused = isinstance(value, RefusalPart) or (isinstance(value, dict) and value.get("type") == "refusal")
+    return "<refusal>" if refused else "<text>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_refusal_or_text)
+]
+Content = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    TEXT_OR_LIST,
+]
+"""Text, or parts of it."""
+Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False), NullIs(1.0)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullIs(1.0)]
+Off = Annotated[bool, NullIs(False)]
+On = Annotated[bool, NullIs(True)]
+
+
+def joined_text(content: str | list[Any] | None) -> str:
+    """Parts one after the other, with nothing between them."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)

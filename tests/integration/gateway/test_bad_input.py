@@ -1,0 +1,299 @@
+"""What clients get wrong is told in their API's shape, by field, and never breaks the gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout_gateway.http.bodies import MAX_BODY_BYTES
+
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT, SESSIONS, REWARDS = "/v1/messages/count_tokens", "/v1/sessions", "/v1/rewards"
+HI = [{"role": "user", "content": "Hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Hi"},
+    CHAT: {"messages": HI},
+    RESPONSES: {"input": "Hi"},
+    MESSAGES: {"messages": HI, "max_tokens": 4},
+    COUNT: {"messages": HI},
+    SESSIONS: {},
+    REWARDS: {"completion_id": "x", "value": 1},
+}
+"""The least that each path takes."""
+SPEAKING = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+CHATTING = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", COUNT: "messages"}
+"""Paths that take a conversation, and in which field."""
+
+
+def told(path: str, answer: httpx.Response, status: int = 400) -> dict[str, Any]:
+    """The error, in the shape of the path's API."""
+    assert answer.status_code == status, (path, answer.status_code, answer.text[:500])
+    body = answer.json()
+    error = dict(body["error"])
+    if path.startswith(MESSAGES):
+        assert body["type"] == "error"
+        assert set(error) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+async def refused(http: httpx.AsyncClient, path: str, field: str, body: dict[str, Any]) -> None:
+    """A 400 that names the field."""
+    error = told(path, await http.post(path, json={**GOOD[path], **body}))
+    if path.startswith(MESSAGES):
+        assert error["message"].startswith(field), (path, body, error)
+    else:
+        assert error["param"] == field, (path, body, error)
+    assert error["type"] == "invalid_request_error"
+
+
+@asynccontextmanager
+async def still_well(served: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The gateway answers good requests afterwards."""
+    yield served.http
+    for path in SPEAKING:
+        answer = await served.http.post(path, json=GOOD[path])
+        assert answer.status_code == 200, (path, answer.text)
+
+
+async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        for path, good in GOOD.items():
+            deep = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
+            for raw in (b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', deep):
+                told(path, await http.post(path, content=raw))
+            whole = json.dumps({**good, "model": "x" * MAX_BODY_BYTES}).encode()
+            assert told(path, await http.post(path, content=whole), 413)["message"]
+
+
+async def test_a_body_without_a_length_is_cut_off_at_the_limit(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+
+        async def endless() -> AsyncIterator[bytes]:
+            yield b'{"model": "'
+            for _ in range(2 * MAX_BODY_BYTES // 65_536):
+                yield b"x" * 65_536
+
+        for path in (CHAT, MESSAGES):
+            told(path, await http.post(path, content=endless()), 413)
+
+
+async def test_a_prompt_longer_than_the_model_reads_is_refused(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        long = "word " * 2000
+        for path, body in {
+            COMPLETIONS: {"prompt": long},
+            CHAT: {"messages": [{"role": "user", "content": long}]},
+            RESPONSES: {"input": long},
+            MESSAGES: {"messages": [{"role": "user", "content": long}]},
+        }.items():
+            for stream in (False, True):
+                answer = await http.post(path, json={**GOOD[path], **body, "stream": stream})
+                assert "4095 tokens" in told(path, answer)["message"]
+
+
+async def test_sampling_out_of_range_is_told_by_field(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        for path in SPEAKING:
+            limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            for wrong in (-1, 0, 2**31, 1.5, "many", [3]):
+                await refused(http, path, limit, {limit: wrong})
+            for wrong in (-0.1, 10.1, "hot", True, {}):
+                await refused(http, path, "temperature", {"temperature": wrong})
+            for wrong in (0, 1.1, "all"):
+                await refused(http, path, "top_p", {"top_p": wrong})
+            for number in ("NaN", "Infinity", "-Infinity", "1e999"):
+                good = json.dumps(GOOD[path])[:-1]
+                answer = await http.post(path, content=f'{good}, "temperature": {number}}}'.encode())
+                assert "temperature" in told(path, answer)["message"]
+        for path in (COMPLETIONS, CHAT):
+            for count in (0, -1, 129, 10**30, "two"):
+                await refused(http, path, "n", {"n": count})
+            await refused(http, path, "logit_bias", {"logit_bias": {"320": 1}})
+            await refused(http, path, "logit_bias", {"logit_bias": {"five": 1}})
+            await refused(http, path, "stop", {"stop": [""]})
+        await refused(http, MESSAGES, "stop_sequences", {"stop_sequences": ["x"] * 17})
+        await refused(http, MESSAGES, "top_k", {"top_k": -1})
+        told(COMPLETIONS, await http.post(COMPLETIONS, json={"prompt": ["a", "b", "c"], "n": 128}))
+
+
+WRONG_MESSAGES: list[tuple[Any, str]] = [
+    ([], ""),
+    ({"role": "user"}, ""),
+    ([5], "[0]"),
+    ([{"content": "x"}], "[0].role"),
+    ([{"role": "robot", "content": "x"}], "[0].role"),
+    ([{"role": "user", "content": 5}], "[0].content"),
+    ([{"role": "user", "content": [5]}], "[0].content[0]"),
+    ([{"role": "user", "content": "x"}, {"role": "user", "content": {"text": "x"}}], "[1].content"),
+]
+
+
+async def test_wrong_messages_are_told_by_path(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        for path, field in CHATTING.items():
+            for wrong, where in WRONG_MESSAGES:
+                await refused(http, path, field + where, {field: wrong})
+            for missing in (None, 5, True):
+                await refused(http, path, field, {field: missing})
+            image = {"type": "input_image" if path == RESPONSES else "image", "image_url": "data:"}
+            answer = await http.post(path, json={**GOOD[path], field: [{"role": "user", "content": [image]}]})
+            assert f"{field}[0].content" in told(path, answer)["message"]
+
+
+async def test_wrong_items_of_responses_are_told_by_path(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+        for field, body in [
+            ("input[0]", {"input": [{"type": "web_search_call", "id": "x"}]}),
+            ("input[0]", {"input": [{"type": ["message"]}]}),
+            ("input[0].arguments", {"input": [{**call, "arguments": {"a": 1}}]}),
+            ("input[0].call_id", {"input": [{**call, "call_id": ""}]}),
+            ("input[0].output", {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}),
+            ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+            ("tools[0].name", {"tools": [{"type": "function"}]}),
+            ("tools[0].parameters", {"tools": [{"type": "function", "name": "f", "parameters": []}]}),
+            ("tool_choice", {"tool_choice": "often"}),
+            ("text.format.type", {"text": {"format": {"type": "xml"}}}),
+            ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
+            ("metadata.k", {"metadata": {"k": 1}}),
+            ("background", {"background": True}),
+            ("conversation", {"conversation": "conv_1"}),
+        ]:
+            await refused(http, RESPONSES, field, body)
+        for known in (RESPONSES + "/resp_x", RESPONSES + "/%00"):
+            assert told(known, await http.get(known), 404)["type"] == "not_found_error"
+            told(known, await http.delete(known), 404)
+        answer = await http.post(RESPONSES, json={"input": "Hi", "previous_response_id": "resp_x"})
+        assert told(RESPONSES, answer, 404)["param"] == "previous_response_id"
+
+
+async def test_wrong_blocks_of_anthropic_are_told_by_path(conversations: Any) -> None:
+    async with conversations() as served, still_well(served) as http:
+        use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+        first = "messages[0].content[0]"
+
+        def said(role: str, *blocks: dict[str, Any]) -> dict[str, Any]:
+            return {"messages": [{"role": role, "content": list(blocks)}, *HI]}
+
+        for field, body in [
+            (f"{first}.type", said("user", use)),
+            (f"{first}.type", said("assistant", result)),
+            (f"{first}.tool_use_id", said("user", {"type": "tool_result"})),
+            (f"{first}.content[0]", said("user", {**result, "content": [{"type": "image"}]})),
+            (f"{first}.input", said("assistant", {"type": "tool_use", "id": "t", "name": "f"})),
+            (f"{first}.text", said("user", {"type": "text", "text": None})),
+            ("messages[1].content", {"messages": [*HI, {"role": "assistant", "content": [use]}]}),
+            ("messages: ", {"messages": [{"role": "assistant", "content": "alone"}]}),
+            ("system[0]", {"system": [{"type": "image"}]}),
+            ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
+            ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "w", "input_schema": {}}]}),
+            ("tool_choice.name", {"tool_choice": {"type": "tool"}}),
+            ("tool_choice.type", {"tool_choice": {"type": "often"}}),
+            ("tool_choice ", {"tool_choice": {"type": "any"}}),
+        ]:
+            await refused(http, MESSAGES, field, body)
+        error = told(MESSAGES, await http.post(MESSAGES, json={"messages": HI}))
+        assert error["message"].startswith("max_tokens: Field required")
+
+
+async def test_json_inside_the_body_may_be_hostile(conversations: Any) -> None:
+    deep = "[" * 50_000
+    async with conversations() as served, still_well(served) as http:
+        call = {"id": "c", "function": {"name": "f", "arguments": deep}}
+        history = [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]
+        for arguments in (deep, "{", '"\\ud800"', "1" * 5000, "NaN"):
+            call["function"] = {"name": "f", "arguments": arguments}
+            answer = await http.post(CHAT, json={"messages": history})
+            assert answer.status_code in (200, 400), (arguments[:20], answer.text)
+            item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+            answer = await http.post(RESPONSES, json={"input": [*HI, item, *HI]})
+            assert answer.status_code in (200, 400), (arguments[:20], answer.text)
+        nested: Any = {}
+        for _ in range(100):
+            nested = {"x": nested}
+        for number in ("NaN", "1e999", json.dumps(nested)):
+            flat = f'"type": "function", "name": "f", "parameters": {{"a": {number}}}'
+            for path, tool in {
+                RESPONSES: flat,
+                CHAT: f'"type": "function", "function": {{{flat}}}',
+                MESSAGES: f'"name": "f", "input_schema": {{"a": {number}}}',
+            }.items():
+                body = f'{json.dumps(GOOD[path])[:-1]}, "tools": [{{{tool}}}]}}'
+                assert "tools[0]" in told(path, await http.post(path, content=body.encode()))["message"]
+
+
+async def test_unknown_fields_are_ignored(conversations: Any) -> None:
+    async with conversations() as served:
+        for path in SPEAKING:
+            answer = await served.http.post(path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"})
+            assert answer.status_code == 200, (path, answer.text)
+        message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
+        answer = await served.http.post(MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]})
+        assert answer.status_code == 200, answer.text
+
+
+async def test_null_counts_as_left_out(conversations: Any) -> None:
+    open_ = ("temperature", "top_p", "stream", "stop", "seed", "tools", "tool_choice", "metadata", "n")
+    async with conversations() as served:
+        for path in SPEAKING:
+            answer = await served.http.post(path, json={**GOOD[path], **dict.fromkeys(open_)})
+            assert answer.status_code == 200, (path, answer.text)
+
+
+async def test_paths_and_methods_that_are_not_served_answer_in_shape(conversations: Any) -> None:
+    async with conversations() as served:
+        for path in ("/v1/nothing", "/v1/messages/batches"):
+            assert told(path, await served.http.get(path), 404)["type"] == "not_found_error"
+        for path in SPEAKING:
+            told(path, await served.http.get(path), 405)
+            told(path, await served.http.put(path, json={}), 405)
+
+
+async def test_keys_open_their_own_session_only(conversations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    async with conversations() as served:
+        http = served.http
+        token = {"authorization": "Bearer secret"}
+        one, other = [(await http.post(SESSIONS, json={}, headers=token)).json() for _ in range(2)]
+        key = {"authorization": f"Bearer {one['api_key']}"}
+        for path, good in GOOD.items():
+            for wrong in (
+                {},
+                {"authorization": "Bearer sk-pl-x"},
+                {"authorization": "Basic secret"},
+                {"x-api-key": "é"},
+            ):
+                headers = {name: value.encode() for name, value in wrong.items()}
+                told(path, await http.post(path, json=good, headers=headers), 401)
+        told(SESSIONS, await http.post(SESSIONS, json={}, headers=key), 403)
+        for path, method in {
+            "": "GET",
+            "/export": "GET",
+            "/reward": "POST",
+            "/complete": "POST",
+            "/abort": "POST",
+        }.items():
+            theirs = f"{SESSIONS}/{other['id']}{path}"
+            told(theirs, await http.request(method, theirs, headers=key, json={"value": 1}), 403)
+            unknown = f"{SESSIONS}/nobody{path}"
+            told(unknown, await http.request(method, unknown, headers=token, json={"value": 1}), 404)
+            current = f"{SESSIONS}/current{path}"
+            told(current, await http.request(method, current, headers=token, json={"value": 1}), 400)
+        assert (
+            await http.post(MESSAGES, json=GOOD[MESSAGES], headers={"x-api-key": one["api_key"]})
+        ).status_code == 200
+        assert (await http.post(f"{SESSIONS}/current/complete", headers=key)).status_code == 200
+        for path in SPEAKING:
+            error = told(path, await http.post(path, json=GOOD[path], headers=key), 409)
+            assert "unscored" in error["message"]
+        told(SESSIONS, await http.post(f"{SESSIONS}/{one['id']}/reward", json={"value": 1}, headers=token), 409)

@@ -1,0 +1,122 @@
+"""The published document holds: generated requests, right and wrong ones, get the answers it promises."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import APIOperation, Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from rollout_gateway.http.app import build_app
+from rollout_gateway.http.openapi import OPERATIONS, document
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+EXAMPLES = 12
+"""Requests of each kind by operation."""
+TOKEN = "secret"
+HEADERS = {"authorization": f"Bearer {TOKEN}"}
+
+
+class Generated:
+    """Generated requests to one gateway; right ones name what exists, so that they reach more than a 404."""
+
+    def __init__(self, url: str) -> None:
+        self.statuses: Counter[tuple[str, int]] = Counter()  # of right requests
+        self._http = httpx.Client(base_url=url, headers=HEADERS, timeout=20)
+        self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+
+    def run(self) -> None:
+        """Every operation. Raises what does not hold."""
+        with self._http:
+            for found in self._schema.get_all_operations():
+                operation = found.ok()
+                self._hold(operation, GenerationMode.POSITIVE, self._known(operation.path))
+                if operation.path_parameters or operation.body or operation.query:
+                    self._hold(operation, GenerationMode.NEGATIVE, {})
+
+    def _known(self, path: str) -> dict[str, str]:
+        """Names of what exists."""
+        if "sessions/{id}" in path:
+            return {"id": self._post("/v1/sessions", {})["id"]}
+        if path == "/v1/rewards" or "responses/{id}" in path:
+            name = self._post("/v1/responses", {"input": "Hi"})["id"]
+            return {"id": name, "completion_id": name}
+        return {"name": "tiny-model"}
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = self._http.post(path, json=body)
+        assert answer.is_success, answer.text
+        return dict(answer.json())
+
+    def _hold(self, operation: APIOperation, mode: GenerationMode, known: dict[str, str]) -> None:
+        @settings(
+            max_examples=EXAMPLES,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            phases=(Phase.generate,),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(generation_mode=mode))
+        def check(case: Case) -> None:
+            for name in set(case.path_parameters) & set(known):
+                case.path_parameters[name] = known[name]
+            if isinstance(case.body, dict):
+                if "completion_id" in known:
+                    case.body["completion_id"] = known["completion_id"]
+                if case.body.get("claim") is True:
+                    case.body["wait_s"] = 0  # nobody offers tasks here
+            answer = case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=20)
+            if mode is GenerationMode.POSITIVE:
+                self.statuses[operation.label, answer.status_code] += 1
+
+        check()
+
+
+def run(url: str) -> Counter[tuple[str, int]]:
+    """Statuses of the right requests; called from a thread, because the gateway runs on the test's event loop."""
+    generated = Generated(url)
+    generated.run()
+    return generated.statuses
+
+
+async def test_generated_requests_get_the_answers_of_the_document(
+    conversations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
+    async with conversations() as served:
+        statuses = await asyncio.to_thread(run, str(served.http.base_url).rstrip("/"))
+        served_well = {label for label, status in statuses if status < 300}
+        assert served_well == {f"{one.method.upper()} {one.path}" for one in OPERATIONS}
+
+
+def test_the_document_has_every_route_that_speaks_json() -> None:
+    class NoGateway:
+        """Routes are made without asking it anything."""
+
+    def methods(route: Any) -> set[str]:
+        return set(route.methods or ()) - {"HEAD"}
+
+    app: Any = build_app(NoGateway())._app  # type: ignore[arg-type]
+    routed = {(method.lower(), route.path) for route in app.routes for method in methods(route)}
+    published = {(method, path) for path, about in document()["paths"].items() for method in about}
+    assert routed - published == {("get", "/metrics"), ("get", "/openapi.json")}
+    assert published <= routed
