@@ -107,7 +107,7 @@ class QueueConfig(Config):
 
     limit: int = Field(default=1024, ge=1)  # waiting at once; more are refused
     per_key: int = Field(default=256, ge=1)  # of one key
-    running: int = Field(default=0, ge=0)  # requests inside the engine at once; 0: engine.max_batch and one more for each worker
+    running: int = Field(default=0, ge=0)  # inside at once; 0: engine.max_batch and one more a worker
     wait_s: float = Field(default=120, gt=0)  # longest wait of a request, then it is refused
 
 
