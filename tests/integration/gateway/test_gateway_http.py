@@ -94,7 +94,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "1", "frequency_penalty": "much"}, "frequency_penalty"),
     ({"prompt": "1", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "1", "logit_bias": {"5": 101}}, "logit_bias"),
-    ({"prompt": "1", "logit_bias": {"five": 1}}, "logit_bias.five"),
+    ({"prompt": "1", "logit_bias": {"five": 1}}, "logit_bias"),
     ({"prompt": "1", "logit_bias": {"320": 1}}, "logit_bias"),
     ({"prompt": "1", "logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias"),
     ({}, "prompt"),
