@@ -101,7 +101,9 @@ class EventStream(Response):
         gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
         try:
             async with aclosing(self._source) as source:
+                first = await anext(source)  # what fails before there is anything to say gets a status of its own
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for data in source:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -141,18 +143,22 @@ class Running:
 
     async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncGenerator[bytes]:
         choices = [Choice(len(plan.prompt)) for plan in plans]
+        began = False
         try:
-            for event in answers.first():
-                yield framed(event)
             async with aclosing(self._pieces(plans)) as pieces:  # type: ignore[type-var]
                 async for index, piece in pieces:
                     choices[index].add(piece)
+                    for event in () if began else answers.first():
+                        yield framed(event)
+                    began = True
                     for event in answers.piece(index, choices[index], piece):
                         yield framed(event)
             for event in answers.last(choices):
                 yield framed(event)
             yield answers.end.encode()
         except PacelineError as error:
+            if not began:
+                raise
             for event in answers.failed(error):
                 yield framed(event)
 

@@ -352,7 +352,7 @@ async def test_a_reward_may_name_a_response_or_a_message(conversations: Any) -> 
 
 async def test_errors_become_the_clients_own(conversations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
-    async with conversations(sessions={"max_turns": 1}) as served:
+    async with conversations(queue={"running": 1, "limit": 1, "wait_s": 0.01}) as served:
         async with clients(served, "wrong") as who:
             hello: Any = [{"role": "user", "content": "Hi"}]
             with pytest.raises(openai.AuthenticationError):

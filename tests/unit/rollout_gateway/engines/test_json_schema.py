@@ -19,7 +19,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from random_models import save_random
-from rollout_gateway.session import check_trainable
+from rollout_gateway.sessions.trainable import check_trainable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 

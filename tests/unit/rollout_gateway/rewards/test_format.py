@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import FormatRule
+from rollout_gateway.rewards.format import FormatRule
 
 
 def episode(text: str, *, finish: str = "stop", **metadata: str) -> Episode:
