@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -23,6 +23,9 @@ STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; more wait merged inside their generation."""
 Event = tuple[str, dict[str, Any]]
 """(name of the event, or "" where the API names none; body)"""
+Pieces = AsyncGenerator[tuple[int, Piece]]
+"""(choice, its next piece)"""
+T = TypeVar("T")
 
 
 @dataclass
@@ -87,8 +90,12 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
+    def __init__(self, events: AsyncGenerator[str], pieces: Pieces, headers: Mapping[str, str]) -> None:
+        super().__init__(events, headers=headers)
+        self._events, self._pieces = events, pieces
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(cast("AsyncIterator[str]", self.body_iterator)):  # type: ignore[type-var]
+        async with aclosing(self._pieces), aclosing(self._events):
             await super().__call__(scope, receive, send)
 
 
@@ -101,26 +108,44 @@ class Running:
     async def answer(self, request: Request, plans: Sequence[Plan], answers: Answers, *, stream: bool) -> Response:
         """Everything at once, or event by event."""
         headers = {"x-request-id": plans[0].completion_id.partition(":")[0]}
-        if stream:
-            return EventStream(self._events(plans, answers), headers={"cache-control": "no-cache", **headers})
-        choices = await unless_gone(request, lambda: asyncio.gather(*(self._whole(plan) for plan in plans)))
-        return JSONResponse(answers.whole(list(choices)), headers=headers)
+        if not stream:
+            choices = await unless_gone(request, self._all(plans))
+            return JSONResponse(answers.whole(choices), headers=headers)
+        pieces = self._pieces(plans)
+        try:  # whatever is refused before the first token is refused by status
+            first = await unless_gone(request, anext(pieces))
+        except BaseException:
+            await pieces.aclose()
+            raise
+        events = self._events(plans, answers, first, pieces)
+        return EventStream(events, pieces, headers={"cache-control": "no-cache", **headers})
+
+    async def _all(self, plans: Sequence[Plan]) -> list[Choice]:
+        """Every choice; when one fails the others end."""
+        tasks = [asyncio.create_task(self._whole(plan)) for plan in plans]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _whole(self, plan: Plan) -> Choice:
         choice = Choice(len(plan.prompt))
         choice.add(await self._gateway.call(plan).whole())
         return choice
 
-    async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncIterator[str]:
+    async def _events(
+        self, plans: Sequence[Plan], answers: Answers, first: tuple[int, Piece], pieces: Pieces
+    ) -> AsyncGenerator[str]:
         choices = [Choice(len(plan.prompt)) for plan in plans]
         try:
             for event in answers.first():
                 yield framed(event)
-            async with aclosing(self._pieces(plans)) as pieces:  # type: ignore[type-var]
-                async for index, piece in pieces:
-                    choices[index].add(piece)
-                    for event in answers.piece(index, choices[index], piece):
-                        yield framed(event)
+            async for index, piece in _chained(first, pieces):
+                choices[index].add(piece)
+                for event in answers.piece(index, choices[index], piece):
+                    yield framed(event)
             for event in answers.last(choices):
                 yield framed(event)
             yield answers.end
@@ -128,16 +153,8 @@ class Running:
             for event in answers.failed(error):
                 yield framed(event)
 
-    def _pieces(self, plans: Sequence[Plan]) -> AsyncIterator[tuple[int, Piece]]:
-        return self._one(plans[0]) if len(plans) == 1 else self._several(plans)
-
-    async def _one(self, plan: Plan) -> AsyncIterator[tuple[int, Piece]]:
-        async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-
-    async def _several(self, plans: Sequence[Plan]) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of all choices as they come."""
+    async def _pieces(self, plans: Sequence[Plan]) -> Pieces:
+        """Pieces of all choices as they come. Each is drawn in a task of its own, whoever reads the stream."""
         queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
         tasks = [asyncio.create_task(self._feed(queue, index, plan)) for index, plan in enumerate(plans)]
         left = len(plans)
@@ -155,8 +172,9 @@ class Running:
 
     async def _feed(self, queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, plan: Plan) -> None:
         try:
-            async for _, piece in self._one(plan):
-                await queue.put((index, piece))
+            async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
+                async for piece in pieces:
+                    await queue.put((index, piece))
         except PacelineError as error:
             await queue.put((index, error))
 
@@ -168,9 +186,15 @@ def framed(event: Event) -> str:
     return f"event: {name}\n{data}" if name else data
 
 
-async def unless_gone(request: Request, start: Callable[[], Awaitable[list[Choice]]]) -> list[Choice]:
+async def _chained(first: tuple[int, Piece], rest: Pieces) -> AsyncIterator[tuple[int, Piece]]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
     """Run until done; cancelled when the client goes away."""
-    work = asyncio.ensure_future(start())
+    work = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the disconnect
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

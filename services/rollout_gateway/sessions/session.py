@@ -63,8 +63,8 @@ class Session:
         """True when a reward was given, to the session or to a turn."""
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
-    def check(self, sampling: tpb.SamplingParams) -> None:
-        """Raises what `begin` would raise for this sampling."""
+    def check(self, sampling: tpb.SamplingParams, ahead: int = 0) -> None:
+        """Raises what `begin` would raise for this sampling after `ahead` others had begun."""
         self.require_open()
         if self.assignment.trainable:
             check_trainable(sampling)
@@ -74,8 +74,9 @@ class Session:
                     "a session to be trained keeps one temperature", seen=sampling.temperature, allowed=min(used)
                 )
         limits = self._limits
-        self._refuse_above("requests of one session are under way", self._active, limits.max_parallel)
-        self._refuse_above("generations in one session", len(self.tree.turns) + self._active, limits.max_turns)
+        active = self._active + ahead
+        self._refuse_above("requests of one session are under way", active, limits.max_parallel)
+        self._refuse_above("generations in one session", len(self.tree.turns) + active, limits.max_turns)
         self._refuse_above("tokens in one session", self.tree.tokens + self._active_tokens, limits.max_tokens)
 
     def begin(self, sampling: tpb.SamplingParams, prompt_tokens: int) -> None:
