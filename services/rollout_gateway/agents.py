@@ -9,6 +9,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import redis.asyncio
@@ -84,11 +85,16 @@ class Agents:
     async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
         """A task of the run in a session of its own; None when none came within the wait.
 
-        `timeout_s`: silence after which the task is offered to others; 0: the setting.
+        `timeout_s`: of silence; 0 is the gateway's setting. A caller that goes away gives its task back.
         """
         claimed = await self.offers.claim(wait_s, timeout_s)
-        if claimed is not None:
+        if claimed is None:
+            return None
+        try:
             await self._recorded(claimed[0])
+        except BaseException:
+            self.finish(claimed[0], fail=FailReason.INFRA, message="nobody waited for the claimed task")
+            raise
         return claimed
 
     async def caller(self, api_key: str) -> Caller:
@@ -129,13 +135,13 @@ class Agents:
         about = session.assignment
         if fail is not None:
             log.warning("session failed", session=session.session_id, reason=fail, message=message)
-        waits = about.trainable and about.open_group and self._config.trajectories
-        if not waits:
+        self.sessions.remove(session)
+        if self.offers.ended(session):  # the ledger hears of the next attempt
+            self._records.ended(session.session_id)
+        elif not (about.trainable and about.open_group and self._config.trajectories):
             self.put(session, session.trajectories())
         elif not self.groups.add(session):
             self.put(session, session.trajectories(), dropped="late")
-        self.sessions.remove(session)
-        self.offers.ended(session)
 
     def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
         """The samples of an ended session to ledger and stream; those that are not trained leave a note.
@@ -161,7 +167,8 @@ class Agents:
         self._unsent[session_id] -= 1
         if not self._unsent[session_id]:
             del self._unsent[session_id]
-            self._records.ended(session_id)
+            if session_id not in self.sessions:  # a later attempt under the same id has a record of its own by now
+                self._records.ended(session_id)
 
     async def _recorded(self, session: Session) -> None:
         about = session.assignment
@@ -189,7 +196,9 @@ class Agents:
 
     async def _expire(self) -> None:
         while True:
-            await asyncio.sleep(self.sessions.next_expiry_s())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.sessions.sooner.wait(), self.sessions.next_expiry_s())
+            self.sessions.sooner.clear()
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
                 claimed = self.offers.leads(session)

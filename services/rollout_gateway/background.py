@@ -1,4 +1,4 @@
-"""Tasks that live as long as the gateway. Owns that none of them ends unseen."""
+"""Tasks beside the one that runs. Owns that none of them ends unseen or is left behind."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ async def cancel(*tasks: asyncio.Task[None] | None) -> None:
 def _tell_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("a task of the gateway failed", task=task.get_name(), exc_info=task.exception())
+
+
+async def first_of(*waits: Coroutine[Any, Any, None]) -> None:
+    """Returns when one of these has; the others are cancelled, so none of them may take anything out."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel(*tasks)

@@ -122,8 +122,8 @@ class Planner:
         """The plans as part of a session, if there is one or is to be one."""
         if session is not None:
             try:
-                for plan in plans:
-                    session.check(plan.sampling)
+                for number, plan in enumerate(plans):
+                    session.check(plan.sampling, number)
             except TrainabilityError:
                 if not implicit:
                     raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -35,6 +36,7 @@ STATES = {
 }
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 MAX_WAIT_S = 60.0
+MAX_NAME = 200
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -65,10 +67,15 @@ class RolloutServicer(RolloutServiceServicer):
         gateway = self._gateway
         if request.context.run_id:
             self._guard.check(request.context)
+        if not 0 <= request.timeout_s < math.inf:  # false for NaN too
+            raise InvalidInput("timeout_s is out of range", seen=request.timeout_s, allowed="0 s or more")
         if request.claim:
             return await self._claim(request)
         if not 0 <= request.turn_discount <= 1:
             raise InvalidInput("turn_discount is out of range", seen=request.turn_discount, allowed="0 to 1")
+        for name in (request.task_id, request.group_id):
+            if len(name) > MAX_NAME:
+                raise InvalidInput("a name is too long", seen=len(name), allowed=f"{MAX_NAME} characters")
         assignment = Assignment(
             run_id=request.context.run_id or gateway.config.run.id,
             step=request.context.step,
@@ -116,6 +123,8 @@ class RolloutServicer(RolloutServiceServicer):
         if ended is not None:
             return rpb.CloseSessionResponse(state=STATES[ended.state])
         session = self._gateway.agents.sessions.get(request.session_id)
+        if request.fail_reason not in FAILURES and request.fail_reason:
+            raise InvalidInput("no such reason of a failure", seen=request.fail_reason, allowed="infra, data")
         if request.fail_reason:
             self._gateway.agents.finish(session, fail=FAILURES[request.fail_reason], message=request.message)
         elif request.abort:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -23,6 +23,9 @@ STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; more wait merged inside their generation."""
 Event = tuple[str, dict[str, Any]]
 """(name of the event, or "" where the API names none; body)"""
+Pieces = AsyncGenerator[tuple[int, Piece]]
+"""(choice, its next piece)"""
+T = TypeVar("T")
 
 
 @dataclass
@@ -133,8 +136,18 @@ class Running:
         headers = {"x-request-id": plans[0].completion_id.partition(":")[0]}
         if stream:
             return EventStream(self._events(plans, answers), headers)
-        choices = await unless_gone(request, lambda: asyncio.gather(*(self._whole(plan) for plan in plans)))
-        return JSONResponse(answers.whole(list(choices)), headers=headers)
+        choices = await unless_gone(request, self._all(plans))
+        return JSONResponse(answers.whole(choices), headers=headers)
+
+    async def _all(self, plans: Sequence[Plan]) -> list[Choice]:
+        """Every choice; when one fails the others end."""
+        tasks = [asyncio.create_task(self._whole(plan)) for plan in plans]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _whole(self, plan: Plan) -> Choice:
         choice = Choice(len(plan.prompt))
@@ -145,7 +158,7 @@ class Running:
         choices = [Choice(len(plan.prompt)) for plan in plans]
         began = False
         try:
-            async with aclosing(self._pieces(plans)) as pieces:  # type: ignore[type-var]
+            async with aclosing(self._pieces(plans)) as pieces:
                 async for index, piece in pieces:
                     choices[index].add(piece)
                     for event in () if began else answers.first():
@@ -162,16 +175,16 @@ class Running:
             for event in answers.failed(error):
                 yield framed(event)
 
-    def _pieces(self, plans: Sequence[Plan]) -> AsyncIterator[tuple[int, Piece]]:
+    def _pieces(self, plans: Sequence[Plan]) -> Pieces:
         return self._one(plans[0]) if len(plans) == 1 else self._several(plans)
 
-    async def _one(self, plan: Plan) -> AsyncIterator[tuple[int, Piece]]:
+    async def _one(self, plan: Plan) -> Pieces:
         async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
             async for piece in pieces:
                 yield 0, piece
 
-    async def _several(self, plans: Sequence[Plan]) -> AsyncIterator[tuple[int, Piece]]:
-        """Pieces of all choices as they come."""
+    async def _several(self, plans: Sequence[Plan]) -> Pieces:
+        """Pieces of all choices as they come, each drawn in a task of its own."""
         queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
         tasks = [asyncio.create_task(self._feed(queue, index, plan)) for index, plan in enumerate(plans)]
         left = len(plans)
@@ -189,8 +202,9 @@ class Running:
 
     async def _feed(self, queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, plan: Plan) -> None:
         try:
-            async for _, piece in self._one(plan):
-                await queue.put((index, piece))
+            async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
+                async for piece in pieces:
+                    await queue.put((index, piece))
         except PacelineError as error:
             await queue.put((index, error))
 
@@ -202,9 +216,9 @@ def framed(event: Event) -> bytes:
     return b"event: %b\n%b" % (name.encode(), data) if name else data
 
 
-async def unless_gone(request: Request, start: Callable[[], Awaitable[list[Choice]]]) -> list[Choice]:
+async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
     """Run until done; cancelled when the client goes away."""
-    work = asyncio.ensure_future(start())
+    work = asyncio.ensure_future(awaited)
     gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the disconnect
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)

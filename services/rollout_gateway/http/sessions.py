@@ -14,6 +14,7 @@ from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.http import bodies
 from rollout_gateway.http.keys import caller_of, require_token, session_of
+from rollout_gateway.http.running import unless_gone
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.registry import Ended
 from rollout_gateway.sessions.session import Grant, Session
@@ -101,7 +102,7 @@ class SessionsApi:
         gateway = self._gateway
         if body.claim:
             gateway.admit()
-            claimed = await gateway.agents.claim(body.wait_s, body.timeout_s)
+            claimed = await unless_gone(request, gateway.agents.claim(body.wait_s, body.timeout_s))
             return Response(status_code=204) if claimed is None else _opened(claimed[0], claimed[1])
         about = Assignment(
             run_id=gateway.config.run.id,

@@ -15,7 +15,9 @@ from typing import Any
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.background import first_of
 from rollout_gateway.gateway import Gateway
+from rollout_gateway.runs.idle import IdleWorkers
 from rollout_gateway.runs.sample import AGENT, sample_finished
 from rollout_gateway.runs.totals import Totals
 from rollout_gateway.sessions.open_groups import OpenGroup
@@ -48,29 +50,35 @@ class OpenRuns:
         totals = Totals((), (), gateway.router.count, asyncio.get_running_loop().time())
         taken = await self._taken(request)
         async with taken.turn:  # a caller that came back waits until the call before has let go
-            for group_id, samples in taken.groups.items():
-                totals.expect(group_id)
-                for sample in samples:
-                    totals.add(sample)
+            for group_id, samples in list(taken.groups.items()):
+                for sample in totals.group(group_id, samples):
                     yield rpb.RunTasksResponse(sample=sample)
-            while len(taken.groups) < request.open_groups:
-                group = await gateway.agents.groups.take()
-                samples = self._stamp(group, step)
-                if not group.scored:
-                    log.info("a group closed without a reward", group=group.group_id, sessions=len(group.members))
-                    continue
-                taken.groups[group.group_id] = samples
-                totals.expect(group.group_id)
-                for sample in samples:
-                    totals.add(sample)
-                    yield rpb.RunTasksResponse(sample=sample)
+            async with IdleWorkers(gateway.router, gateway.config.release_after_s) as idle:
+                while len(taken.groups) < request.open_groups:
+                    await first_of(agents.groups.closed(), idle.lent())
+                    while (worker := idle.pop()) is not None:
+                        yield rpb.RunTasksResponse(share=totals.share(worker))
+                    group = agents.groups.pop()
+                    for sample in () if group is None else totals.group(group.group_id, self._take(taken, group, step)):
+                        yield rpb.RunTasksResponse(sample=sample)
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
+
+    def _take(self, taken: _Taken, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
+        """The samples of a group that the step now has; none of one that earned nothing."""
+        samples = self._stamp(group, step)
+        if not group.scored:
+            log.info("a group closed without a reward", group=group.group_id, sessions=len(group.members))
+            return []
+        taken.groups[group.group_id] = samples
+        return samples
 
     def _stamp(self, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
         """The group's samples go to the stream as those of this step."""
         for member in group.members:
             self._gateway.agents.put(member.session, [restamped(one, step) for one in member.samples])
-        return [sample_finished(member.session, 0, AGENT, "stop") for member in group.members]
+        return [
+            sample_finished(member.session, member.session.worker_index or 0, AGENT, "stop") for member in group.members
+        ]
 
     async def _taken(self, request: rpb.RunTasksRequest) -> _Taken:
         key = (request.context.run_id, request.context.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
@@ -47,9 +47,19 @@ class Totals:
         self._left[sample.worker_index] -= 1
         return None if self._left[sample.worker_index] else share
 
-    def expect(self, group_id: str) -> None:
-        """One more group is to be trained."""
-        self._scored.setdefault(group_id, 0)
+    def group(self, group_id: str, samples: Sequence[rpb.SampleFinished]) -> Sequence[rpb.SampleFinished]:
+        """Count the sessions of one more group that is to be trained; without any nothing of it is."""
+        if samples:
+            self._scored.setdefault(group_id, 0)
+        for sample in samples:
+            self.add(sample)
+        return samples
+
+    def share(self, worker: int) -> rpb.ShareDone:
+        """What a worker whose slot is given away had done until now."""
+        share = self._shares[worker]
+        share.elapsed_s = asyncio.get_running_loop().time() - self._started
+        return share
 
     async def closing(self, gateway: Gateway) -> rpb.TasksFinished:
         """The last message of the call."""

@@ -48,13 +48,17 @@ class TaskOffers:
         self._put(offer)
         try:
             return await offer.outcome
-        finally:
+        except BaseException:
             if offer in self._waiting:
                 self._waiting.remove(offer)
             self._led.pop(session_id, None)
+            raise
 
     async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
-        """The longest waiting task in a session of its own; None when none came within the wait."""
+        """The longest waiting task in a session of its own; None when none came within the wait.
+
+        `timeout_s`: of silence; 0 is the gateway's setting.
+        """
         try:
             async with asyncio.timeout(wait_s):
                 while not self._waiting:
@@ -73,7 +77,7 @@ class TaskOffers:
         return session, offer.task
 
     def leads(self, session: Session) -> bool:
-        """Whether the session answers an offer; its end is then the offer's business."""
+        """Whether the session answers an offer, until it has ended; its end is then the offer's business."""
         return session.session_id in self._led
 
     def completed(self, session: Session) -> None:
@@ -82,18 +86,19 @@ class TaskOffers:
         if offer is not None and not offer.outcome.done():
             offer.outcome.set_result(session)
 
-    def ended(self, session: Session) -> None:
-        """The session was closed: after a fault the task is offered again, else that was its outcome."""
+    def ended(self, session: Session) -> bool:
+        """The session was closed: True when the task is offered again after a fault, else that was its outcome."""
         offer = self._led.pop(session.session_id, None)
         if offer is None or offer.outcome.done():
-            return
+            return False
         if session.state is State.FAILED and session.fail_reason is not None:
             offer.failures += 1
             log.info("attempt failed", task=offer.task.task_id, reason=session.fail_reason, failures=offer.failures)
             if offer.failures < ATTEMPTS[session.fail_reason]:
                 self._put(offer)
-                return
+                return True
         offer.outcome.set_result(session)
+        return False
 
     def _put(self, offer: Offer) -> None:
         self._waiting.append(offer)

@@ -86,11 +86,16 @@ class OpenGroups:
             self._close(group)
         return True
 
-    async def take(self) -> OpenGroup:
-        """The group that closed first, once there is one."""
+    async def closed(self) -> None:
+        """Returns once there is a group for `pop`."""
         while not self._closed:
             self._news.clear()
             await self._news.wait()
+
+    def pop(self) -> OpenGroup | None:
+        """The group that closed first; None when there is none now."""
+        if not self._closed:
+            return None
         group_id, group = self._closed.popitem(last=False)
         self._bytes -= sum(_size(member) for member in group.members)
         self._gone[group_id] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import heapq
 import secrets
@@ -51,9 +52,15 @@ class Sessions:
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
         self._deadlines: list[tuple[float, str]] = []
+        self._former: OrderedDict[str, Ended] = OrderedDict()  # hash of a key -> earlier attempt under the same id
+        self.sooner = asyncio.Event()
+        """Set when a session opens that may expire before all others."""
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, session_id: str) -> bool:
+        return session_id in self._open
 
     def open(self, assignment: Assignment, session_id: str = "") -> Session:
         """A new session with a key of its own. Raises ResourceExhausted when too many are open."""
@@ -61,13 +68,16 @@ class Sessions:
             raise ResourceExhausted("too many sessions are open", seen=len(self._open), allowed=self._config.limit)
         key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
         session = Session(session_id or uuid.uuid4().hex, assignment, self._config, api_key=key, now_s=self._clock())
+        self._supersede(session.session_id)
         self._open[session.session_id] = session
-        self._forget(session.session_id)
         if not key:
             self._implicit[session.session_id] = session
             return session
         self._keys[key_hash(key)] = session.session_id
-        heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
+        entry = (self._deadline(session), session.session_id)
+        heapq.heappush(self._deadlines, entry)
+        if self._deadlines[0] is entry:
+            self.sooner.set()
         return session
 
     def get(self, session_id: str) -> Session:
@@ -81,7 +91,10 @@ class Sessions:
 
     def by_key(self, api_key: str) -> Session | None:
         """The session of a key; None for a key nobody knows. Raises FailedPrecondition for an ended one."""
-        session_id = self._keys.get(key_hash(api_key))
+        hashed = key_hash(api_key)
+        if hashed in self._former:
+            raise self._former[hashed].error()
+        session_id = self._keys.get(hashed)
         return None if session_id is None else self.get(session_id)
 
     def owner(self, api_key: str) -> str | None:
@@ -184,6 +197,15 @@ class Sessions:
         idle.close()
         self.remove(idle)
         return True
+
+    def _supersede(self, session_id: str) -> None:
+        """Another attempt begins under this id: the key of the one before it opens nothing any more."""
+        before, hashed = self._ended.get(session_id, (None, ""))
+        self._forget(session_id)
+        if before is not None and hashed:
+            self._former[hashed] = before
+            if len(self._former) > ENDED_REMEMBERED:
+                self._former.popitem(last=False)
 
     def _forget(self, session_id: str) -> None:
         _, hashed = self._ended.pop(session_id, (None, ""))

@@ -63,8 +63,8 @@ class Session:
         """True when a reward was given, to the session or to a turn."""
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
-    def check(self, sampling: tpb.SamplingParams) -> None:
-        """Raises what `begin` would raise for this sampling."""
+    def check(self, sampling: tpb.SamplingParams, ahead: int = 0) -> None:
+        """Raises what `begin` would raise for this sampling after `ahead` others had begun."""
         self.require_open()
         if self.assignment.trainable:
             check_trainable(sampling)
@@ -74,11 +74,12 @@ class Session:
                     "a session to be trained keeps one temperature", seen=sampling.temperature, allowed=min(used)
                 )
         limits = self._limits
-        if self._active >= limits.max_parallel:
+        active = self._active + ahead
+        if active >= limits.max_parallel:
             raise ResourceExhausted(
-                "too many requests of one session are under way", seen=self._active, allowed=limits.max_parallel
+                "too many requests of one session are under way", seen=active, allowed=limits.max_parallel
             )
-        if len(self.tree.turns) + self._active >= limits.max_turns:
+        if len(self.tree.turns) + active >= limits.max_turns:
             raise self._spent("generations", limits.max_turns)
         if self.tree.tokens + self._active_tokens >= limits.max_tokens:
             raise self._spent("tokens", limits.max_tokens)

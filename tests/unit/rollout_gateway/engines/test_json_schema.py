@@ -19,7 +19,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from random_models import save_random
-from rollout_gateway.sessions.trainable import check_trainable
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM
 
@@ -38,6 +37,7 @@ from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.json_schema import MAX_SCHEMA_BYTES, MAX_SPACE, GrammarFault, check_json_schema
 from rollout_gateway.engines.sequence import RunningSequence
 from rollout_gateway.request_checks import check_request
+from rollout_gateway.sessions.trainable import check_trainable
 
 DEMO = Path(__file__).parents[4] / "examples" / "demo"
 POLICY = DEMO / "policy_start"

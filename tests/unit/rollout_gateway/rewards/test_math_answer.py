@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards import MathAnswer, RewardRule, RewardRules
-from rollout_gateway.rewards.math_answer import MAX_ANSWER, answer_of, same_answer
+from rollout_gateway.rewards import RewardRule, RewardRules
+from rollout_gateway.rewards.math_answer import MAX_ANSWER, MathAnswer, answer_of, same_answer
 
 
 def episode(text: str, *, answer: str = "6", finish: str = "stop") -> Episode:

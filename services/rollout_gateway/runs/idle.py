@@ -1,0 +1,54 @@
+"""Workers that open traffic leaves without work. Owns when their slots are lent out; requests are the router's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from types import TracebackType
+
+from rollout_gateway.background import background, cancel
+from rollout_gateway.router import Router
+
+
+class IdleWorkers:
+    """Inside the block a worker without a request for `after_s` seconds is released, and told of once.
+
+    The last one stays, so that agents are always served. At the beginning all get requests again.
+    """
+
+    def __init__(self, router: Router, after_s: float) -> None:
+        self._router = router
+        self._after_s = after_s
+        self._kept = router.count
+        self._lent: deque[int] = deque()
+        self._news = asyncio.Event()
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> IdleWorkers:
+        self._router.take_back()
+        self._watchers = [background(self._watch(index), f"idle worker {index}") for index in range(self._kept)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await cancel(*self._watchers)
+
+    async def lent(self) -> None:
+        """Returns once `pop` has something to give."""
+        while not self._lent:
+            self._news.clear()
+            await self._news.wait()
+
+    def pop(self) -> int | None:
+        """The next worker that was released; None when there is none now."""
+        return self._lent.popleft() if self._lent else None
+
+    async def _watch(self, index: int) -> None:
+        await asyncio.sleep(self._after_s)  # rest from before the block says nothing about the traffic inside it
+        await self._router.idle_for(index, self._after_s)
+        if self._kept > 1:
+            self._kept -= 1
+            self._router.release(index)
+            self._lent.append(index)
+            self._news.set()
