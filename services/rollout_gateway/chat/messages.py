@@ -135,7 +135,7 @@ def joined(deltas: Sequence[Delta]) -> Message:
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments: Any = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
         arguments = call.arguments
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
@@ -143,5 +143,5 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 def _canonical(arguments: str) -> str:
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
