@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidInput
@@ -34,6 +37,16 @@ _REFUSALS = (
 """What a template raises that cannot spell its messages."""
 
 
+class _Generation(Extension):
+    """`{% generation %}` marks what a model says, for other trainers' loss masks; here it only has a content."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class has it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 class ChatTemplate:
     """One template of one model."""
 
@@ -42,7 +55,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
