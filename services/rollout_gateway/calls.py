@@ -65,6 +65,11 @@ class Plan:
     worker: int | None = None  # the only one that may answer
     queue_key: str | None = None  # whose turn it takes in the queue; None enters at once
 
+    @property
+    def new_ids(self) -> tuple[int, ...]:
+        """Tokens of the prompt behind those of the parent."""
+        return self.prompt if self.parent is None else self.prompt[len(self.parent.token_ids) :]
+
 
 class Engine(Protocol):
     """What a call needs of the gateway."""
@@ -95,13 +100,13 @@ class Call:
     engine: Engine
     plan: Plan
     generation: Generation | None = field(default=None, init=False)
+    _recorded: bool = field(default=False, init=False)
 
     async def pieces(self, *, stream: bool) -> AsyncGenerator[Piece]:
         """Piece by piece; one piece when it does not stream. Closing the iterator frees the engine's slot."""
         plan, engine = self.plan, self.engine
         if plan.session is not None:
-            plan.session.begin(plan.sampling, len(plan.prompt))
-        turn: Turn | None = None
+            plan.session.begin(plan.sampling, len(plan.new_ids))
         try:
             place: AbstractAsyncContextManager[object] = nullcontext()
             if plan.queue_key is not None:
@@ -115,28 +120,27 @@ class Call:
                         piece = said.take(chunk)
                         if chunk.finish_reason:
                             describe(current, generation)
-                            turn = self._record(generation, piece, said.text)
+                            self._record(generation, piece, said.text)
                         yield piece
         finally:
             if self.generation is not None and not self.generation.finished:
                 engine.abort(self.generation)
-            if plan.session is not None and turn is None:
-                plan.session.end(len(plan.prompt), None)
+            if plan.session is not None and not self._recorded:
+                plan.session.end(len(plan.new_ids), None)
 
     async def whole(self) -> Piece:
         """The answer at once."""
         pieces = [piece async for piece in self.pieces(stream=False)]
         return pieces[-1] if len(pieces) == 1 else merged(pieces)
 
-    def _record(self, generation: Generation, piece: Piece, text: str) -> Turn | None:
+    def _record(self, generation: Generation, piece: Piece, text: str) -> None:
         plan, chunk = self.plan, generation.whole
         if plan.session is None or chunk.finish_reason not in _RECORDED:
-            return None
-        known = 0 if plan.parent is None else len(plan.parent.token_ids)
+            return
         turn = Turn(
             completion_id=plan.completion_id,
             parent=plan.parent,
-            prompt_ids=plan.prompt[known:],
+            prompt_ids=plan.new_ids,
             response_ids=tuple(chunk.token_ids),
             behavior_logprobs=tuple(chunk.behavior_logprobs),
             version_spans=tuple(wire.spans_from(chunk.version_spans, shift=len(plan.prompt))),
@@ -150,9 +154,9 @@ class Call:
         )
         seen = plan.prompt_text + text if plan.prompt_text else ""
         plan.session.worker_index = generation.worker_index
-        plan.session.end(len(plan.prompt), turn, seen)
+        plan.session.end(len(plan.new_ids), turn, seen)
+        self._recorded = True
         self.engine.recorded(plan, generation, turn)
-        return turn
 
 
 class _Said:

@@ -65,6 +65,10 @@ class Planner:
         parent, prompt = self._chat_prompt(session, request, digests)
         end = self._codec.decode_all(prompt[-PROMPT_END:])
         forced = self._readers.forced(request, end)
+        if forced and request.prefill:
+            raise InvalidInput(
+                "an answer that has to be a tool call cannot begin with a prefill", allowed="tool_choice auto or none"
+            )
         prompt += self._codec.encode_piece(forced + request.prefill)
         plan = Plan(
             completion_id,
@@ -122,8 +126,8 @@ class Planner:
         """The plans as part of a session, if there is one or is to be one."""
         if session is not None:
             try:
-                for number, plan in enumerate(plans):
-                    session.check(plan.sampling, number)
+                for ahead, plan in enumerate(plans):
+                    session.check(plan.sampling, ahead)
             except TrainabilityError:
                 if not implicit:
                     raise
@@ -134,19 +138,9 @@ class Planner:
             return plans
         about = session.assignment
         return [
-            replace(plan, session=session, sampling=self._seeded(session, plan, index), capture=about.capture)
-            for index, plan in enumerate(plans)
+            replace(plan, session=session, sampling=_seeded(about.seed, plan.sampling, number), capture=about.capture)
+            for number, plan in enumerate(plans, session.numbered(len(plans)))
         ]
-
-    @staticmethod
-    def _seeded(session: Session, plan: Plan, index: int) -> tpb.SamplingParams:
-        """A session with a seed draws its generations by number unless the caller names one."""
-        if plan.sampling.HasField("seed") or session.assignment.seed is None:
-            return plan.sampling
-        seeded = tpb.SamplingParams()
-        seeded.CopyFrom(plan.sampling)
-        seeded.seed = generation_seed(session.assignment.seed, session.generations + index)
-        return seeded
 
     def _implicit(self, plans: list[Plan]) -> Assignment:
         probe = Session("", Assignment("", trainable=True), self._config.sessions)
@@ -173,6 +167,16 @@ class Planner:
             if rest is not None:
                 return turn, (*turn.token_ids, *rest)
         return None, self._codec.encode_chat(request)
+
+
+def _seeded(base: int | None, sampling: tpb.SamplingParams, number: int) -> tpb.SamplingParams:
+    """A session with a seed draws its generations by number unless the caller names one."""
+    if sampling.HasField("seed") or base is None:
+        return sampling
+    seeded = tpb.SamplingParams()
+    seeded.CopyFrom(sampling)
+    seeded.seed = generation_seed(base, number)
+    return seeded
 
 
 def _named(plan: Plan, index: int, count: int) -> Plan:

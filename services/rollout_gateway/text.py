@@ -5,6 +5,7 @@ What the model generated is kept as ids and never tokenised again; text is for p
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -29,15 +30,14 @@ class TextCodec:
         path = directory / "tokenizer.json"
         if not path.is_file():
             raise ConfigError("no tokenizer in the model directory", seen=directory, allowed="tokenizer.json")
-        self._tokenizer = Tokenizer.from_file(str(path))
+        self._tokenizer, self._within = _read_tokenizers(path)
         settings = _read_json(directory / "tokenizer_config.json")
         tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
         self._template = read_template(directory, settings, tokens)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token_id: token.content for token_id, token in added.items() if token.special}
-        # One that takes no neighbouring space with it, to stand before a piece of text.
-        self._anchor = next((token.content for token in added.values() if token.special and not token.rstrip), "")
-        self._front = tuple(self._tokenizer.encode("", add_special_tokens=True).ids[:1])
+        self._added = frozenset(added)
+        self._front = _front(self._tokenizer)
 
     @property
     def template(self) -> ChatTemplate:
@@ -57,17 +57,18 @@ class TextCodec:
 
     def encode_piece(self, text: str) -> tuple[int, ...]:
         """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts before a first word."""
-        if not text:
-            return ()
-        anchor = self._anchor
-        ids = self._ids(anchor + text)
-        return ids[1:] if anchor and self._special.get(ids[0]) == anchor else self._ids(text)
+        ids = self._ids(text)
+        if self._within is self._tokenizer:
+            return ids
+        # Words behind a special token keep the space that this tokenizer gives them everywhere.
+        first = self._before_added(_encoded(self._within, text))
+        return first + ids[len(self._before_added(ids)) :]
+
+    def _before_added(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(itertools.takewhile(lambda one: one not in self._added, ids))
 
     def _ids(self, text: str, *, bos: bool = False) -> tuple[int, ...]:
-        try:
-            return tuple(self._tokenizer.encode(text, add_special_tokens=bos).ids)
-        except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
-            raise InvalidInput("the text cannot be spelled in UTF-8", allowed="whole characters") from error
+        return _encoded(self._tokenizer, text, bos=bos)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of ids, without special tokens; broken characters become U+FFFD."""
@@ -81,7 +82,7 @@ class TextCodec:
         """Ids of a conversation under the model's chat template. Raises InvalidInput without one or when it refuses."""
         ids = self._ids(self.template.render(request))
         # A template that does not write bos itself gets it from the tokenizer, once.
-        return ids if self._front == ids[:1] else self._front + ids
+        return ids if self._front == ids[: len(self._front)] else self._front + ids
 
     def encode_after(self, request: ChatRequest, index: int, said: Sequence[int]) -> tuple[int, ...] | None:
         """Ids that follow the assistant's message `index`, which the model said as `said`; None when it is hidden."""
@@ -148,6 +149,59 @@ class TextStream:
         """Ids below `size` have had their text given out; only the newest of them stay, as context."""
         self._window, self._known = self._window[self._known :], size - self._known
         return text
+
+
+def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
+    """That of a file, and the same for the middle of a text: without the space that some put before a first word."""
+    try:
+        spelled = json.loads(path.read_text(encoding="utf-8"))
+        whole = _unlimited(Tokenizer.from_file(str(path)))
+        stages = ("normalizer", "pre_tokenizer")
+        within = {**spelled, **{name: _without_prefix(spelled.get(name)) for name in stages}}
+        if all(within[name] == spelled.get(name) for name in stages):
+            return whole, whole
+        return whole, _unlimited(Tokenizer.from_str(json.dumps(within)))
+    except Exception as error:  # the tokenizers package raises no class of its own
+        raise ConfigError(f"{path} is no tokenizer: {error}") from error
+
+
+def _unlimited(tokenizer: Tokenizer) -> Tokenizer:
+    """Some files carry the lengths of a training run."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _without_prefix(stage: Any) -> Any:
+    """A stage of a tokenizer that puts nothing before a text."""
+    if not isinstance(stage, dict):
+        return stage
+    if stage.get("type") == "Prepend":
+        return {"type": "Sequence", "normalizers": []}
+    found = dict(stage)
+    for inner in ("normalizers", "pretokenizers"):
+        if inner in found:
+            found[inner] = [_without_prefix(one) for one in found[inner]]
+    if found.get("add_prefix_space"):
+        found["add_prefix_space"] = False
+    if found.get("type") == "Metaspace":
+        found["prepend_scheme"] = "never"
+    return found
+
+
+def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What a tokenizer puts before a text (bos); what it puts behind one is left out."""
+    ids, bare = (tokenizer.encode("0", add_special_tokens=special).ids for special in (True, False))
+    if not bare:  # the vocabulary lacks it
+        return tuple(ids[:1])
+    return next((tuple(ids[:size]) for size in range(len(ids)) if ids[size : size + len(bare)] == bare), ())
+
+
+def _encoded(tokenizer: Tokenizer, text: str, *, bos: bool = False) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, add_special_tokens=bos).ids)
+    except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
+        raise InvalidInput("the text cannot be spelled in UTF-8", allowed="whole characters") from error
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -137,7 +137,7 @@ def joined(deltas: Sequence[Delta]) -> Message:
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments: Any = json.loads(call.arguments)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
         arguments = call.arguments
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -6,6 +6,8 @@ Templates are untrusted Jinja: they run in its sandbox. Tokens are TextCodec's.
 from __future__ import annotations
 
 import json
+import secrets
+import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -13,13 +15,36 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.chat.messages import ChatRequest, Message
 
-_MARK = "Pacelineturn"
-"""Letters only, so that no template strips or splits it."""
+_MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
+"""Letters only, so that no template strips or splits it; of this process, so that no message can hold it."""
+_REFUSALS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+"""What a template raises that cannot spell its messages."""
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what a model says, for other trainers' loss masks; here it only has a content."""
+
+    tags = {"generation"}  # noqa: RUF012  # the base class has it so
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
@@ -30,7 +55,7 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -46,14 +71,15 @@ class ChatTemplate:
 
         The message itself is replaced by a mark: what the model said is known as tokens, and only the text behind it is
         asked for. The end of the turn (such as `<|im_end|>`) comes first; a caller whose tokens hold it leaves it out.
+        A template may refuse a message that lost the tool calls it is answered for: None as well.
         """
-        mark = _MARK
-        while any(mark in message.content or mark in message.reasoning for message in request.messages):
-            mark += "x"
         messages = list(request.messages)
-        messages[index] = replace(messages[index], content=mark, reasoning="", tool_calls=())
-        text = self._render(messages, request.tools)
-        return text.partition(mark)[2] if text.count(mark) == 1 else None
+        messages[index] = replace(messages[index], content=_MARK, reasoning="", tool_calls=())
+        try:
+            text = self._render(messages, request.tools)
+        except InvalidInput:
+            return None
+        return text.partition(_MARK)[2] if text.count(_MARK) == 1 else None
 
     def _render(self, messages: Iterable[Message], tools: Sequence[Mapping[str, Any]]) -> str:
         spelled = [message.for_template() for message in messages]
@@ -61,19 +87,19 @@ class ChatTemplate:
             return self._template.render(
                 messages=spelled, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError, OverflowError) as error:
+        except _REFUSALS as error:
             raise InvalidInput(f"messages: the chat template refused them: {error}") from error
 
 
 def read_template(directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> ChatTemplate | None:
     """That of a model directory: chat_template.jinja, else tokenizer_config.json's. Raises ConfigError."""
     path = directory / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
     try:
+        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        if isinstance(source, list):  # several named templates
+            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
         return ChatTemplate(str(source), tokens) if source else None
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, UnicodeError, LookupError, TypeError) as error:
         raise ConfigError(f"the chat template of {directory} cannot be read: {error}") from error
 
 

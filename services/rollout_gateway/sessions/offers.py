@@ -7,7 +7,7 @@ the failure is the outcome.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -30,7 +30,7 @@ class Offer:
     session_id: str
     worker_index: int
     outcome: asyncio.Future[Session] = field(repr=False)
-    failures: int = 0
+    failures: Counter[FailReason] = field(default_factory=Counter)
 
 
 class TaskOffers:
@@ -48,7 +48,7 @@ class TaskOffers:
         self._put(offer)
         try:
             return await offer.outcome
-        except BaseException:
+        except asyncio.CancelledError:
             if offer in self._waiting:
                 self._waiting.remove(offer)
             self._led.pop(session_id, None)
@@ -77,7 +77,7 @@ class TaskOffers:
         return session, offer.task
 
     def leads(self, session: Session) -> bool:
-        """Whether the session answers an offer, until it has ended; its end is then the offer's business."""
+        """Whether the session answers an offer, until it is closed; its end is then the offer's business."""
         return session.session_id in self._led
 
     def completed(self, session: Session) -> None:
@@ -92,9 +92,10 @@ class TaskOffers:
         if offer is None or offer.outcome.done():
             return False
         if session.state is State.FAILED and session.fail_reason is not None:
-            offer.failures += 1
-            log.info("attempt failed", task=offer.task.task_id, reason=session.fail_reason, failures=offer.failures)
-            if offer.failures < ATTEMPTS[session.fail_reason]:
+            reason = session.fail_reason
+            offer.failures[reason] += 1
+            log.info("attempt failed", task=offer.task.task_id, reason=reason, failures=offer.failures[reason])
+            if offer.failures[reason] < ATTEMPTS[reason]:
                 self._put(offer)
                 return True
         offer.outcome.set_result(session)

@@ -69,7 +69,7 @@ class OpenGroups:
             )
 
     def add(self, session: Session) -> bool:
-        """A session has ended. False when its group had closed before: it comes too late."""
+        """A session has ended. False when its group is full or a step has taken it: it comes too late."""
         about = session.assignment
         group_id = about.group_id or session.session_id
         if group_id in self._gone:
@@ -79,6 +79,8 @@ class OpenGroups:
             group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
             loop = asyncio.get_running_loop()
             group.alarm = loop.call_later(self._deadline_s, self._close, group)
+        if len(group.members) >= group.size:
+            return False
         member = Member(session, tuple(session.trajectories()))
         group.members.append(member)
         self._bytes += _size(member)

@@ -117,9 +117,10 @@ class Sessions:
         return None
 
     def remember(self, session: Session, turn: Turn) -> None:
-        """A turn was added."""
-        if session.session_id not in self._open:
+        """A turn was added, which is a sign of life."""
+        if self._open.get(session.session_id) is not session:  # also when a later attempt has the name
             return
+        self._touched(session)
         self._completions[turn.completion_id] = session
         if turn.digest and session.assignment.implicit:
             self._conversations[turn.digest] = session
@@ -156,7 +157,9 @@ class Sessions:
     def expired(self) -> list[Session]:
         """Sessions silent for longer than their time-out; generating counts as a sign of life."""
         now = self._clock()
-        found = [one for one in self._implicit.values() if not one.busy and self._deadline(one) <= now]
+        for one in [one for one in self._implicit.values() if one.busy]:
+            self._touched(one)
+        found = [one for one in self._implicit.values() if self._deadline(one) <= now]
         while self._deadlines and self._deadlines[0][0] <= now:
             session = self._open.get(heapq.heappop(self._deadlines)[1])
             if session is None:
@@ -167,7 +170,7 @@ class Sessions:
                 found.append(session)
             else:
                 heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
-        return found
+        return list(dict.fromkeys(found))  # one that was offered again is noted once for every attempt
 
     def next_expiry_s(self) -> float:
         """Seconds until a session may expire."""
@@ -190,8 +193,8 @@ class Sessions:
         return session.touched_s + min(session.assignment.timeout_s or self._config.timeout_s, self._config.timeout_s)
 
     def _drop_implicit(self) -> bool:
-        """Make room: the longest silent conversation that nobody opened a session for is forgotten."""
-        idle = next((one for one in self._implicit.values() if not one.busy), None)
+        """Make room: the longest silent conversation that nobody opened a session for or rewarded is forgotten."""
+        idle = next((one for one in self._implicit.values() if not one.busy and not one.scored), None)
         if idle is None:
             return False
         idle.close()
@@ -209,7 +212,7 @@ class Sessions:
 
     def _forget(self, session_id: str) -> None:
         _, hashed = self._ended.pop(session_id, (None, ""))
-        if hashed and self._keys.get(hashed) == session_id and session_id not in self._open:
+        if hashed and self._keys.get(hashed) == session_id:
             del self._keys[hashed]
 
 

@@ -41,11 +41,12 @@ class Session:
         self.reward: float | None = None
         self.worker_index: int | None = None  # holds the prefix in its cache
         self.touched_s = now_s
-        self.generations = 0  # begun, also those that failed
+        self.generations = 0  # planned, also those that never began
         self.ended = asyncio.Event()
         self._limits = limits
         self._active = 0
         self._active_tokens = 0
+        self._temperature: float | None = None  # of everything generated, in a session that is trained
         self._added: dict[str, Grant] = {}  # by idempotency key
 
     @property
@@ -64,43 +65,48 @@ class Session:
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
     def check(self, sampling: tpb.SamplingParams, ahead: int = 0) -> None:
-        """Raises what `begin` would raise for this sampling after `ahead` others had begun."""
+        """Raises what `begin` would raise for this sampling after `ahead` other generations have begun."""
         self.require_open()
         if self.assignment.trainable:
             check_trainable(sampling)
-            used = {turn.temperature for turn in self.tree.turns}
-            if used and sampling.temperature not in used:
-                raise TrainabilityError(
-                    "a session to be trained keeps one temperature", seen=sampling.temperature, allowed=min(used)
-                )
-        limits = self._limits
-        active = self._active + ahead
+            used = self._temperature
+            if used is not None and sampling.temperature != used:
+                message = "a session to be trained keeps one temperature"
+                raise TrainabilityError(message, seen=sampling.temperature, allowed=used)
+        limits, active = self._limits, self._active + ahead
         if active >= limits.max_parallel:
-            raise ResourceExhausted(
-                "too many requests of one session are under way", seen=active, allowed=limits.max_parallel
-            )
+            message = "too many requests of one session are under way"
+            raise ResourceExhausted(message, seen=active, allowed=limits.max_parallel)
         if len(self.tree.turns) + active >= limits.max_turns:
             raise self._spent("generations", limits.max_turns)
         if self.tree.tokens + self._active_tokens >= limits.max_tokens:
             raise self._spent("tokens", limits.max_tokens)
 
-    def begin(self, sampling: tpb.SamplingParams, prompt_tokens: int) -> None:
-        """A generation starts; call `end` once afterwards.
+    def begin(self, sampling: tpb.SamplingParams, new_tokens: int) -> None:
+        """A generation starts, with so many prompt tokens behind its parent's; call `end` once afterwards.
 
         Raises FailedPrecondition when the session has ended or has used up a quota, TrainabilityError for sampling that
         cannot be trained, ResourceExhausted when too many run at once.
         """
         self.check(sampling)
         self._active += 1
-        self._active_tokens += prompt_tokens
-        self.generations += 1
+        self._active_tokens += new_tokens
+        self._temperature = sampling.temperature
 
-    def end(self, prompt_tokens: int, turn: Turn | None, text: str = "") -> None:
+    def end(self, new_tokens: int, turn: Turn | None, text: str = "") -> None:
         """The generation is over; one that failed or was cancelled (None) leaves no trace."""
         self._active -= 1
-        self._active_tokens -= prompt_tokens
+        self._active_tokens -= new_tokens
         if turn is not None and self.state is State.OPEN:
             self.tree.add(turn, text)
+        if not self._active and not self.tree.turns:
+            self._temperature = None
+
+    def numbered(self, count: int) -> int:
+        """The number of the first of `count` generations that are planned; nobody else gets these numbers."""
+        first = self.generations
+        self.generations += count
+        return first
 
     def score(self, grant: Grant) -> None:
         """Give a reward. The same again changes nothing.
@@ -169,8 +175,11 @@ class Session:
             raise self._conflict(grant.value, before.value)
         if len(self._added) >= 2 * self._limits.max_turns:
             raise ResourceExhausted("too many rewards in one session", seen=len(self._added))
+        total = (known or 0.0) + grant.value
+        if not math.isfinite(total):
+            raise InvalidInput("accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}")
         self._added[grant.key] = grant
-        return (known or 0.0) + grant.value
+        return total
 
     def _conflict(self, seen: float, allowed: float) -> FailedPrecondition:
         message = f"session {self.session_id} has another reward"

@@ -1,0 +1,230 @@
+"""Tiny tokenizers and chat templates in the styles of known model families, each as a model directory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from rollout_gateway.text import TextCodec
+
+CORPUS = (
+    "system user assistant tool the sum of 12 and 30 is 42, you are a calculator; think before you answer",
+    '{"name": "add", "arguments": {"a": 12, "b": 30}} {"name": "look", "parameters": {"word": "über 東京"}}',
+    "<tool_call>\n</tool_call> <tool_response>\n</tool_response> <think>\n\n</think> [INST] [/INST] hello world",
+)
+
+PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+CHATML = """
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+{{- '# Tools' }}
+{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}
+{{- '\\nCall one as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- if not loop.first or message.content %}{{- '\\n' }}{%- endif %}
+{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\\n' }}{%- endif %}
+{%- elif message.role == 'user' or not loop.first %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# Thoughts stay only behind the last question.
+THINKING = """
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+{{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\\n' }}
+{%- if message.role == 'assistant' %}
+{%- set said = message.content.split('</think>')[-1].lstrip('\\n') %}
+{%- if message.reasoning_content and loop.index0 > ns.last %}
+{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- said }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{%- else %}{{- message.content }}{%- endif %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+HEADERS = """
+{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + ('ipython' if message.role == 'tool' else message.role) + '<|end_header_id|>\\n\\n' }}
+{%- if message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{- raise_exception('one tool call at a time') }}{%- endif %}
+{{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' }}
+{{- (message.tool_calls[0].function.arguments | tojson) + '}' }}
+{%- else %}{{- message.content | trim }}{%- endif %}
+{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+
+# The system prompt moves to the last question, roles have to alternate.
+INSTRUCT = """
+{%- if messages[0].role == 'system' %}
+{%- set system = messages[0].content + '\\n\\n' %}{%- set rest = messages[1:] %}
+{%- else %}{%- set system = '' %}{%- set rest = messages %}{%- endif %}
+{%- set ns = namespace(turn=0, last=-1) %}
+{%- for message in rest %}
+{%- if message.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
+{%- if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}
+{%- if (message.role == 'user') != (ns.turn % 2 == 0) %}
+{{- raise_exception('roles must alternate user and assistant') }}
+{%- endif %}
+{%- set ns.turn = ns.turn + 1 %}
+{%- endif %}
+{%- endfor %}
+{{- bos_token }}
+{%- for message in rest %}
+{%- if message.role == 'user' %}
+{{- '[INST] ' + (system if loop.index0 == ns.last else '') + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS] {"content": ' + (message.content | tojson) + '}[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}
+{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' + (call.function.arguments | tojson) + '}' }}
+{{- ', ' if not loop.last else ']' }}
+{%- endfor %}
+{{- eos_token }}
+{%- else %}{{- ' ' + message.content + eos_token }}{%- endif %}
+{%- endfor %}
+"""
+
+
+@dataclass(frozen=True)
+class ChatModel:
+    """A family."""
+
+    name: str
+    template: str
+    end: str  # special token at the end of what the model says
+    rewrites: bool = False  # its template spells past messages in another way than new ones
+    bos: str = ""
+
+    @functools.cached_property
+    def codec(self) -> TextCodec:
+        special = sorted({self.bos, self.end, *SPECIAL[self.name]} - {""})
+        tokenizer = metaspace(special, "first") if self.name == "instruct" else byte_level(special)
+        if self.name == "plain":
+            add_bos(tokenizer, self.bos)
+        settings = {"chat_template": self.template, "bos_token": self.bos, "eos_token": self.end}
+        return codec_of(tokenizer, **settings)
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        return vocab_size(self.codec)
+
+    @property
+    def end_id(self) -> int:
+        (token,) = self.codec.encode_piece(self.end)
+        return token
+
+
+SPECIAL = {
+    "plain": (),
+    "chatml": ("<|im_start|>", "<|endoftext|>"),
+    "thinking": ("<|im_start|>", "<|endoftext|>"),
+    "headers": ("<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>"),
+    "instruct": ("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+}
+MODELS = (
+    ChatModel("plain", PLAIN, "<eos>", bos="<bos>"),
+    ChatModel("chatml", CHATML, "<|im_end|>"),
+    ChatModel("thinking", THINKING, "<|im_end|>", rewrites=True),
+    ChatModel("headers", HEADERS, "<|eot_id|>", bos="<|begin_of_text|>"),
+    ChatModel("instruct", INSTRUCT, "</s>", rewrites=True, bos="<s>"),
+)
+
+
+def byte_level(special: list[str], *, prefix: bool = False) -> Tokenizer:
+    """A tokenizer of GPT-2's kind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return _with(tokenizer, special)
+
+
+def metaspace(special: list[str], scheme: str) -> Tokenizer:
+    """A tokenizer of SentencePiece's kind, with bytes for what it has no piece for."""
+    words = _unknown_as_bytes(pre_tokenizers.Metaspace(prepend_scheme=scheme))
+    return _with(words, special)
+
+
+def prepending(special: list[str]) -> Tokenizer:
+    """The same with the space put before the text by the normalizer, as in the first Llamas."""
+    tokenizer = _unknown_as_bytes(None)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    return _with(tokenizer, special)
+
+
+def _unknown_as_bytes(words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trained.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    spelled = json.loads(trained.to_str())["model"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *spelled["vocab"]]
+    merges = [tuple(pair) for pair in spelled["merges"]]
+    vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if words is not None:
+        tokenizer.pre_tokenizer = words
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def _with(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    return tokenizer
+
+
+def add_bos(tokenizer: Tokenizer, bos: str) -> None:
+    """Every text begins with it."""
+    token_id = tokenizer.token_to_id(bos)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token_id)])
+
+
+def codec_of(tokenizer: Tokenizer, **settings: str) -> TextCodec:
+    """As it is read from a model directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer.save(str(Path(directory) / "tokenizer.json"))
+        (Path(directory) / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return TextCodec(Path(directory))
+
+
+def vocab_size(codec: TextCodec) -> int:
+    """Ids that decode."""
+    return int(codec._tokenizer.get_vocab_size(with_added_tokens=True))

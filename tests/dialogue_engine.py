@@ -1,0 +1,115 @@
+"""A planner over a codec and an engine that says what a test tells it to; no process, no event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls import Call, Piece, Plan
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engines.base import Capability
+from rollout_gateway.generation import Generation
+from rollout_gateway.planning import Planner
+from rollout_gateway.sessions.registry import Sessions
+from rollout_gateway.sessions.tree import Turn
+from rollout_gateway.text import TextCodec
+
+T = TypeVar("T")
+LONGEST = 1 << 20
+FINISH = {"stop": tpb.FINISH_REASON_STOP, "length": tpb.FINISH_REASON_LENGTH, "error": tpb.FINISH_REASON_ERROR}
+
+
+@dataclass(frozen=True)
+class Saying:
+    """What the engine says next."""
+
+    ids: tuple[int, ...]
+    finish: str = "stop"
+    cuts: tuple[int, ...] = ()  # sizes of the first chunks
+
+
+@dataclass
+class DialogueEngine:
+    """Meets calls.Engine. Every token it ever says has a log-prob of its own, which names it."""
+
+    codec: TextCodec
+    sessions: Sessions
+    saying: Saying = Saying(())
+    seen: list[tuple[int, ...]] = field(default_factory=list)  # prompts
+    said: list[tuple[float, ...]] = field(default_factory=list)  # log-probs
+    recorded_turns: list[Turn] = field(default_factory=list)
+    aborted: int = 0
+    _marks: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def submit(self, plan: Plan, *, stream: bool) -> Generation:
+        self.seen.append(plan.prompt)
+        request = pb.EngineRequest(request_id=1, prompt_token_ids=plan.prompt, sampling=plan.sampling, stream=stream)
+        generation = Generation(request, worker_index=1)
+        ids, marks = self.saying.ids, tuple(-float(next(self._marks)) for _ in self.saying.ids)
+        if self.saying.finish in ("stop", "length"):
+            self.said.append(marks)
+        start = 0
+        for size in [*self.saying.cuts, len(ids)]:
+            end = min(start + size, len(ids))
+            span = tpb.VersionSpan(start=start, end=end, policy_version=0)
+            news = pb.TokenChunk(token_ids=ids[start:end], behavior_logprobs=marks[start:end], version_spans=[span])
+            generation.accept(news)
+            start = end
+        generation.accept(pb.TokenChunk(finish_reason=FINISH[self.saying.finish], error=""))
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        self.aborted += 1
+
+    def place(self, key: str) -> AbstractAsyncContextManager[object]:
+        return nullcontext()
+
+    def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
+        assert plan.session is not None
+        self.recorded_turns.append(turn)
+        self.sessions.remember(plan.session, turn)
+
+
+class Desk:
+    """A planner and its engine."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int, **settings: Any) -> None:
+        self.config = GatewayConfig.model_validate(settings)
+        self.sessions = Sessions(self.config.sessions)
+        self.ready = pb.WorkerReady(
+            vocab_size=vocab_size, max_sequence_tokens=LONGEST, capabilities=[str(one) for one in Capability]
+        )
+        self.planner = Planner(self.config, codec, self.sessions, lambda: self.ready)
+        self.engine = DialogueEngine(codec, self.sessions)
+        self._names = itertools.count()
+
+    @property
+    def name(self) -> str:
+        """One that no completion had."""
+        return f"c{next(self._names)}"
+
+    def answer(self, plan: Plan, saying: Saying) -> Piece:
+        """The plan, run."""
+        self.engine.saying = saying
+        return done(Call(self.engine, plan).whole())
+
+
+def sampling(**change: Any) -> Callable[[int, int], tpb.SamplingParams]:
+    """Trainable unless changed."""
+    return lambda index, room: tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": min(room, 64), **change})
+
+
+def done(work: Coroutine[Any, Any, T]) -> T:
+    """The result of work that finds everything it waits for."""
+    return asyncio.run(work)
+
+
+def logprobs(turns: Sequence[Turn]) -> list[tuple[float, ...]]:
+    """Names of everything said."""
+    return [turn.behavior_logprobs for turn in turns]

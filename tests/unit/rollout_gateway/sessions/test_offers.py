@@ -1,0 +1,175 @@
+"""A task is led by one agent at a time until it has an outcome; faults of machines do not count as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from paceline.errors import ResourceExhausted
+from rollout_gateway.config import SessionsConfig
+from rollout_gateway.environments.base import EpisodeTask
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.offers import TaskOffers
+from rollout_gateway.sessions.registry import Sessions
+from rollout_gateway.sessions.session import Session
+
+WAIT_S = 5.0
+
+
+class Desk:
+    """Offers over real sessions, ended as the gateway ends them."""
+
+    def __init__(self, limit: int = 100) -> None:
+        self.sessions = Sessions(SessionsConfig(limit=limit))
+        self.offers = TaskOffers(self.sessions.open)
+
+    def lead(self, name: str, worker: int = 0) -> asyncio.Task[Session]:
+        task = EpisodeTask(name, f"prompt of {name}", "answer")
+        return asyncio.create_task(self.offers.lead(task, Assignment("run", task_id=name), f"s-{name}", worker))
+
+    async def claim(self, wait_s: float = WAIT_S) -> tuple[Session, EpisodeTask]:
+        claimed = await self.offers.claim(wait_s)
+        assert claimed is not None
+        return claimed
+
+    def end(self, session: Session, fail: FailReason | None = None, *, abort: bool = False) -> None:
+        session.close(fail=fail, abort=abort)
+        self.sessions.remove(session)
+        self.offers.ended(session)
+
+
+@asynccontextmanager
+async def led(desk: Desk, name: str = "t") -> AsyncIterator[asyncio.Task[Session]]:
+    """A task on offer that is taken back at the end."""
+    lead = desk.lead(name)
+    await asyncio.sleep(0)
+    try:
+        yield lead
+    finally:
+        lead.cancel()
+        await asyncio.gather(lead, return_exceptions=True)
+
+
+async def test_without_a_task_a_claim_waits_and_then_gets_nothing() -> None:
+    assert await Desk().offers.claim(0) is None
+    assert await Desk().offers.claim(0.01) is None
+
+
+async def test_a_claimed_task_has_the_session_and_the_worker_it_was_offered_with() -> None:
+    desk = Desk()
+    lead = desk.lead("t", worker=3)
+    session, task = await desk.claim()
+    assert (session.session_id, session.worker_index, task.prompt) == ("s-t", 3, "prompt of t")
+    assert session.assignment.task_id == "t"
+    assert desk.offers.leads(session)
+    desk.offers.completed(session)
+    assert await lead is session
+    assert session.state is State.OPEN
+
+
+async def test_tasks_are_claimed_in_the_order_of_their_offers() -> None:
+    desk = Desk()
+    async with led(desk, "a"), led(desk, "b"):
+        assert [(await desk.claim(0))[1].task_id for _ in range(2)] == ["a", "b"]
+        assert await desk.offers.claim(0) is None
+
+
+async def test_every_waiting_claim_gets_a_task_of_its_own() -> None:
+    desk = Desk()
+    claims = [asyncio.create_task(desk.claim()) for _ in range(2)]
+    await asyncio.sleep(0)
+    async with led(desk, "a"), led(desk, "b"):
+        assert sorted(task.task_id for _, task in await asyncio.gather(*claims)) == ["a", "b"]
+
+
+async def test_a_completed_session_stays_the_offers_until_it_is_closed() -> None:
+    desk = Desk()
+    lead = desk.lead("t")
+    session, _ = await desk.claim()
+    desk.offers.completed(session)
+    await lead
+    assert desk.offers.leads(session)  # an agent that asks again must not close it unscored
+    desk.offers.completed(session)
+    desk.end(session)
+    assert not desk.offers.leads(session)
+
+
+@pytest.mark.parametrize(("reason", "attempts"), [(FailReason.INFRA, 4), (FailReason.DATA, 2)])
+async def test_a_failed_attempt_is_offered_again_up_to_the_limit(reason: FailReason, attempts: int) -> None:
+    desk = Desk()
+    lead = desk.lead("t")
+    keys = set()
+    for _ in range(attempts):
+        session, _ = await desk.claim()
+        keys.add(session.api_key)
+        assert not lead.done()
+        desk.end(session, reason)
+    assert len(keys) == attempts
+    assert (await lead).outcome == f"failed:{reason}"
+    assert await desk.offers.claim(0) is None
+
+
+async def test_faults_of_machines_do_not_use_up_the_tasks_second_attempt() -> None:
+    desk = Desk()
+    lead = desk.lead("t")
+    for reason in (FailReason.INFRA, FailReason.INFRA, FailReason.DATA, FailReason.DATA):
+        assert not lead.done()
+        desk.end((await desk.claim())[0], reason)
+    assert (await lead).outcome == "failed:data"
+
+
+async def test_an_attempt_after_a_failure_may_succeed() -> None:
+    desk = Desk()
+    lead = desk.lead("t")
+    desk.end((await desk.claim())[0], FailReason.INFRA)
+    session, _ = await desk.claim()
+    desk.offers.completed(session)
+    assert await lead is session
+
+
+async def test_an_aborted_session_is_an_outcome() -> None:
+    desk = Desk()
+    lead = desk.lead("t")
+    session, _ = await desk.claim()
+    desk.end(session, abort=True)
+    assert (await lead).state is State.ABORTED
+    assert not desk.offers.leads(session)
+
+
+async def test_a_cancelled_lead_is_no_longer_on_offer() -> None:
+    desk = Desk()
+    async with led(desk):
+        pass
+    assert await desk.offers.claim(0) is None
+
+
+async def test_the_session_of_a_cancelled_lead_ends_without_being_offered_again() -> None:
+    desk = Desk()
+    async with led(desk):
+        session, _ = await desk.claim()
+    assert not desk.offers.leads(session)
+    desk.offers.completed(session)
+    desk.end(session, FailReason.INFRA)
+    assert await desk.offers.claim(0) is None
+
+
+async def test_a_claim_without_room_leaves_the_task_first_in_line() -> None:
+    desk = Desk(limit=1)
+    other = desk.sessions.open(Assignment("run"))
+    async with led(desk, "a"), led(desk, "b"):
+        with pytest.raises(ResourceExhausted, match="too many sessions"):
+            await desk.offers.claim(0)
+        desk.end(other)
+        assert (await desk.claim(0))[1].task_id == "a"
+
+
+async def test_sessions_nobody_offered_are_not_the_offers_business() -> None:
+    desk = Desk()
+    session = desk.sessions.open(Assignment("run"))
+    desk.offers.completed(session)
+    desk.end(session, FailReason.INFRA)
+    assert not desk.offers.leads(session)
+    assert await desk.offers.claim(0) is None
