@@ -19,7 +19,8 @@ import zmq.asyncio
 from paceline.errors import DeadlineExceeded, InternalError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bench.gateway_load import STREAM_DEADLINE_S, Order, percentile_ms
+from rollout_gateway.bench.gateway_connection import STREAM_DEADLINE_S
+from rollout_gateway.bench.gateway_load import Order, percentile_ms
 from rollout_gateway.engines.ring import RowArray
 from rollout_gateway.engines.spec import WorkerSpec
 from rollout_gateway.text import TextCodec

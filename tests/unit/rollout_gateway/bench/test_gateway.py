@@ -19,8 +19,9 @@ from tokenizers import Tokenizer
 from paceline.bench.processes import child
 from paceline.errors import InvalidInput, NotFound
 from rollout_gateway.bench import gateway as bench
+from rollout_gateway.bench.gateway_connection import contents, unchunked
 from rollout_gateway.bench.gateway_fronts import LITELLM, OURS, Front, litellm_python
-from rollout_gateway.bench.gateway_load import Load, Order, contents, percentile_ms, unchunked
+from rollout_gateway.bench.gateway_load import Load, Order, percentile_ms
 from rollout_gateway.bench.gateway_measure import Contender, Level
 from rollout_gateway.bench.gateway_report import added_ms, goals, work_rows
 from rollout_gateway.bench.gateway_script import Pace, lengths, paces_s, pieces, texts
