@@ -96,17 +96,31 @@ Blocks = Annotated[
 ]
 
 
+BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Types of the blocks that each role may say."""
+
+
 class MessageBody(Shape):
     """One message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Blocks
 
-    def blocks(self) -> Sequence[Any]:
-        """The content as blocks."""
-        if isinstance(self.content, str):
-            return [TextBlock(type="text", text=self.content)]
-        return self.content
+    def said(self, index: int) -> list[Message]:
+        """As the gateway knows it; `index` is told in errors. Raises FieldError for blocks of another role."""
+        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        allowed = BLOCKS[self.role]
+        for number, block in enumerate(blocks):
+            if block.type not in allowed:
+                field = f"messages[{index}].content[{number}].type"
+                raise FieldError(field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed))
+        if self.role == "user":
+            return list(_user(blocks))
+        return [_assistant(blocks) if self.role == "assistant" else Message("system", joined_text(blocks))]
 
 
 class AnthropicTool(Shape):
@@ -165,22 +179,22 @@ class ConversationBody(Shape):
         told = joined_text(self.system)
         messages = [Message("system", told)] if told else []
         for index, one in enumerate(self.messages):
-            said = list(_user(one, index)) if one.role == "user" else [_assistant(one, index)]
+            said = one.said(index)
             if one.role == "assistant" and messages and messages[-1].role == "assistant":
                 said = [_both(messages.pop(), said[0])]
             messages += said
-        prefill = ""
-        if messages[-1].role == "assistant":
-            prefill = self._prefill(messages.pop())
+        choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
+        prefill = self._prefill(messages.pop(), choice) if messages[-1].role == "assistant" else ""
         if not any(message.role != "system" for message in messages):
             raise FieldError("messages", "has nothing to answer", seen="no user's message", allowed="one or more")
-        choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
         return ChatRequest(tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill)
 
-    def _prefill(self, message: Message) -> str:
+    def _prefill(self, message: Message, choice: ToolChoice) -> str:
+        field = f"messages[{len(self.messages) - 1}].content"
         if message.tool_calls or message.reasoning:
-            field = f"messages[{len(self.messages) - 1}].content"
             raise FieldError(field, "of the last assistant message is text alone", seen="tool_use or thinking")
+        if message.content and choice.mode in ("required", "named"):
+            raise FieldError(field, "cannot begin an answer that has to be a tool call", seen=message.content[:40])
         return message.content
 
 
@@ -212,16 +226,13 @@ class MessagesBody(ConversationBody):
         return params
 
 
-def _user(body: MessageBody, index: int) -> Iterator[Message]:
+def _user(blocks: Sequence[Any]) -> Iterator[Message]:
     """A user's blocks: tool results one by one, the texts between them joined."""
     texts: list[str] = []
-    blocks = body.blocks()
-    for number, block in enumerate(blocks):
+    for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
             continue
-        if not isinstance(block, ToolResultBlock):
-            raise _misplaced(index, number, block.type, "text, tool_result")
         if texts:
             yield Message("user", "".join(texts))
             texts = []
@@ -230,17 +241,14 @@ def _user(body: MessageBody, index: int) -> Iterator[Message]:
         yield Message("user", "".join(texts))
 
 
-def _assistant(body: MessageBody, index: int) -> Message:
-    said, thought, calls = [], [], []
-    for number, block in enumerate(body.blocks()):
-        if isinstance(block, TextBlock):
-            said.append(block.text)
-        elif isinstance(block, ThinkingBlock):
-            thought.append(block.thinking)
-        elif isinstance(block, ToolUseBlock):
-            calls.append(ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
-        elif isinstance(block, ToolResultBlock):
-            raise _misplaced(index, number, block.type, "text, thinking, tool_use")
+def _assistant(blocks: Sequence[Any]) -> Message:
+    said = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thought = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
     return Message("assistant", "".join(said), "".join(thought), tuple(calls))
 
 
@@ -248,8 +256,3 @@ def _both(first: Message, second: Message) -> Message:
     """Assistant messages in a row are one turn: an answer to a prefill may be sent back behind it."""
     calls = first.tool_calls + second.tool_calls
     return Message("assistant", first.content + second.content, first.reasoning + second.reasoning, calls)
-
-
-def _misplaced(message: int, block: int, kind: str, allowed: str) -> FieldError:
-    field = f"messages[{message}].content[{block}].type"
-    return FieldError(field, "does not belong into a message of this role", seen=kind, allowed=allowed)

@@ -15,6 +15,9 @@ MAX_RESPONSES = 4096
 MAX_BYTES = 64 << 20
 """Of all stored responses; a conversation counts with every response that ends it."""
 
+OVERHEAD_BYTES = 100
+"""Of a message or a call besides its texts, about."""
+
 
 class UnknownResponse(NotFound):
     """No response of that id is stored, or not for this caller."""
@@ -45,8 +48,8 @@ class PastResponses:
 
     def put(self, body: dict[str, Any], messages: tuple[Message, ...], caller: Caller) -> None:
         """Remember one; the oldest make room."""
-        said = sum(len(one.content) + len(one.reasoning) + 100 * (1 + len(one.tool_calls)) for one in messages)
-        entry = Stored(body, messages, caller.queue_key, len(json.dumps(body)) + said)
+        size = len(json.dumps(body)) + sum(map(_size, messages))
+        entry = Stored(body, messages, caller.queue_key, size)
         self._stored[str(body["id"])] = entry
         self._bytes += entry.size
         while len(self._stored) > self._most or self._bytes > self._most_bytes:
@@ -64,3 +67,8 @@ class PastResponses:
         """Forget one. Raises UnknownResponse."""
         self._bytes -= self.get(response_id, caller).size
         del self._stored[response_id]
+
+
+def _size(message: Message) -> int:
+    calls = sum(len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls)
+    return len(message.content) + len(message.reasoning) + calls + OVERHEAD_BYTES

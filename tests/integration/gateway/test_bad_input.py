@@ -193,6 +193,15 @@ async def test_wrong_blocks_of_anthropic_are_told_by_path(conversations: Any) ->
             (f"{first}.input", said("assistant", {"type": "tool_use", "id": "t", "name": "f"})),
             (f"{first}.text", said("user", {"type": "text", "text": None})),
             ("messages[1].content", {"messages": [*HI, {"role": "assistant", "content": [use]}]}),
+            (f"{first}.type", said("system", use)),
+            (
+                "messages[1].content",
+                {
+                    "messages": [*HI, {"role": "assistant", "content": "x"}],
+                    "tools": [{"name": "f", "input_schema": {}}],
+                    "tool_choice": {"type": "any"},
+                },
+            ),
             ("messages: ", {"messages": [{"role": "assistant", "content": "alone"}]}),
             ("system[0]", {"system": [{"type": "image"}]}),
             ("tools[0].input_schema", {"tools": [{"name": "f"}]}),

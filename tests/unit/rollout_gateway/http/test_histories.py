@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from rollout_gateway.chat.messages import Delta, Message, ToolCall, ToolCallDelta, joined
 from rollout_gateway.http.anthropic_answers import ContentBlocks
 from rollout_gateway.http.anthropic_schema import ConversationBody
 from rollout_gateway.http.bodies import parse
@@ -107,3 +107,13 @@ def test_a_turn_ends_where_another_message_or_thought_begins() -> None:
         ("hm", "", 1),
         ("hm", "xx", 1),
     ]
+
+
+def test_arguments_that_javascript_wrote_anew_are_the_same() -> None:
+    def message(arguments: str) -> Message:
+        return Message("assistant", tool_calls=(ToolCall("c", "f", arguments),))
+
+    model, client = '{"days": 1.0, "far": 1e2,\n "city": "Bod\\u00f8"}', '{"city":"Bodø","days":1,"far":100}'
+    assert message(model).digest(b"") == message(client).digest(b"")
+    for other in ('{"city":"Bodø","days":1.5,"far":100}', '{"city":"Bodø","days":true,"far":100}'):
+        assert message(model).digest(b"") != message(other).digest(b"")
