@@ -141,14 +141,15 @@ class Samples:
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
         ended = session.state not in (State.OPEN, State.FINAL, State.UNSCORED)
-        finish = "abort" if ended or not turns else turns[-1].finish
+        finish = "abort" if ended else turns[-1].finish if turns else "stop"
         return session, Episode(asked, text, finish, messages, session.reward)
 
     async def _score(self, job: Job, session: Session, episode: Episode) -> None:
         """Ends the session with its reward; a reward that is away is a machine's fault, never a 0."""
         scored = episode.finish in ("stop", "length", "tool_calls")
         try:
-            if scored and not session.scored and session.state is State.OPEN and job.request.reward != AGENT:
+            unscored = scored and bool(session.tree.turns) and not session.scored
+            if unscored and session.state is State.OPEN and job.request.reward != AGENT:
                 value = await self._gateway.rewards.rule(job.request.reward).score(episode)
                 if value is not None:
                     session.score(Grant(value))

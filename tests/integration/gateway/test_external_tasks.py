@@ -1,0 +1,281 @@
+"""Tasks of a run that agents from outside claim: offers, faults, rewards, and what the step gets of it."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import redis.asyncio
+from integration.gateway.http_agent import SLOW, Agent, claimed, message_of, task_run, until_open, until_running, user
+
+from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+
+ONE = {"engine": {"workers": 1}}
+EXTERNAL = {"environment": "external", "reward": "agent"}
+
+
+def one_task(served: Any, *, samples: int = 1, **options: Any) -> rpb.RunTasksRequest:
+    """The first of the two tasks."""
+    request = served.tasks_request(**{**EXTERNAL, "samples_per_task": samples, **options})
+    del request.tasks[1:]
+    return request
+
+
+def samples_of(told: list[Any]) -> list[rpb.SampleFinished]:
+    return [event.sample for event in told if event.HasField("sample")]
+
+
+def redis_keys(url: str, run_id: str) -> dict[str, Any]:
+    return {"trajectories": True, "redis": {"durable_url": url}, "run": {"id": run_id}}
+
+
+async def claim(served: Any, **body: Any) -> Agent:
+    agent = await claimed(served, **body)
+    assert agent is not None
+    return agent
+
+
+async def solve(agent: Agent, reward: float | None = 1.0) -> dict[str, Any]:
+    await agent.chat([user(agent.session["task"]["prompt"])])
+    return await agent.act("complete", {} if reward is None else {"reward": reward})
+
+
+async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_agent(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served, task_run(served, served.tasks_request(**EXTERNAL, step=3)) as told:
+        agents = [await claim(served) for _ in range(2)]
+        for _ in range(2):
+            found = await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=10)
+            assert found.task.answer == ""
+            task = {"id": found.task.task_id, "prompt": found.task.prompt}
+            session = {"id": found.session_id, "api_key": found.api_key, "group_id": found.group_id, "task": task}
+            agents.append(Agent(served.http, session))
+        nothing = await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True), timeout=5)
+        assert (nothing.session_id, await claimed(served, wait_s=0)) == ("", None)
+        assert sorted(agent.session["task"]["prompt"] for agent in agents) == ["1+1=", "1+1=", "2+2=", "2+2="]
+        assert {agent.session["group_id"] for agent in agents} == {"g-a", "g-b"}
+        for number, agent in enumerate(agents):
+            assert (await solve(agent, float(number)))["state"] == "final"
+    found = {sample.session_id: sample for sample in samples_of(told)}
+    assert {agent.id: found[agent.id].reward.value for agent in agents} == {
+        agent.id: float(number) for number, agent in enumerate(agents)
+    }
+    assert {sample.reward.source for sample in found.values()} == {"agent"}
+    assert sorted((sample.task_id, sample.sample_index) for sample in found.values()) == [
+        ("a", 0),
+        ("a", 1),
+        ("b", 0),
+        ("b", 1),
+    ]
+    closed = {group.group_id: group.scored_sessions for group in told[-1].finished.closed_groups}
+    assert (told[-1].finished.scored, closed) == (4, {"g-a": 2, "g-b": 2})
+
+
+async def test_a_rule_scores_where_the_agent_gives_no_reward(serve_gateway: Any) -> None:
+    async with (
+        serve_gateway(**ONE) as served,
+        task_run(served, one_task(served, samples=3, reward="math_answer")) as told,
+    ):
+        answers = {}
+        for _ in range(3):
+            agent = await claim(served)
+            answer = await agent.chat([user("1+1=")])
+            text = message_of(answer)["content"]
+            if len(answers) == 2:
+                text = "its own"
+                await agent.reward(7.0, completion_id=answer["id"])
+            ended, again = await asyncio.gather(agent.act("complete"), agent.act("complete"))
+            assert ended["state"] == again["state"] == "final"
+            answers[agent.id] = text
+    expected = {"1+1=2 #2": 1.0, "1+1=3 #3": 0.0, "its own": 7.0}
+    assert {s.session_id: s.reward.value for s in samples_of(told)} == {
+        session: expected[text] for session, text in answers.items()
+    }
+
+
+@pytest.mark.parametrize(("reason", "attempts"), [("infra", 4), ("data", 2)])
+async def test_a_failed_attempt_is_offered_again_so_often_and_then_unscored(
+    serve_gateway: Any, reason: str, attempts: int
+) -> None:
+    async with serve_gateway(**ONE) as served, task_run(served, one_task(served)) as told:
+        keys = []
+        for _ in range(attempts):
+            agent = await claim(served)
+            await agent.chat([user("1+1=")])
+            await agent.act("fail", {"reason": reason})
+            assert f"failed: {reason}" in (await agent.chat([user("x")], status=409))["error"]["message"]
+            keys.append(agent.session["api_key"])
+        assert len(set(keys)) == attempts
+        assert await claimed(served, wait_s=0) is None
+    (sample,) = samples_of(told)
+    assert not sample.HasField("reward")
+    assert [(g.group_id, g.scored_sessions) for g in told[-1].finished.closed_groups] == [("g-a", 0)]
+
+
+async def test_the_key_of_a_failed_attempt_does_not_open_the_next_one(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served, task_run(served, one_task(served)) as told:
+        first = await claim(served)
+        await first.act("fail", {"reason": "infra"})
+        second = await claim(served)
+        assert second.id == first.id
+        for call in (first.chat([user("1+1=")], status=409), first.act("reward", {"value": -1.0}, status=409)):
+            assert "failed: infra" in (await call)["error"]["message"]
+        named = await served.http.get(f"/v1/sessions/{second.id}", headers=first.headers)
+        assert named.status_code == 409
+        await solve(second)
+    assert [sample.reward.value for sample in samples_of(told)] == [1.0]
+
+
+async def test_an_aborted_session_is_not_offered_again(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served, task_run(served, one_task(served)) as told:
+        agent = await claim(served)
+        await agent.chat([user("1+1=")])
+        await agent.act("abort")
+    assert [sample.HasField("reward") for sample in samples_of(told)] == [False]
+
+
+async def test_a_session_completed_without_a_word_is_unscored(serve_gateway: Any) -> None:
+    async with (
+        serve_gateway(**ONE) as served,
+        task_run(served, one_task(served, samples=2, reward="math_answer")) as told,
+    ):
+        for _ in range(2):
+            agent = await claim(served)
+            for _ in range(2):
+                assert (await agent.act("complete"))["state"] == "unscored"
+    assert [sample.HasField("reward") for sample in samples_of(told)] == [False, False]
+
+
+async def test_a_silent_claimed_session_is_offered_again(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served, task_run(served, one_task(served)) as told:
+        silent = await claim(served, timeout_s=0.2)
+        agent = await claim(served, wait_s=10)
+        assert "failed: infra" in (await silent.chat([user("x")], status=409))["error"]["message"]
+        await solve(agent)
+    assert [sample.reward.value for sample in samples_of(told)] == [1.0]
+
+
+async def test_a_claimer_that_goes_away_takes_no_task(serve_gateway: Any) -> None:
+    async with serve_gateway(**ONE) as served:
+        waiting = asyncio.create_task(served.http.post("/v1/sessions", json={"claim": True, "wait_s": 30}))
+        by_grpc = served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=30), timeout=30)
+        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        await served.http.get("/health")
+        waiting.cancel()
+        by_grpc.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await served.http.get("/health")
+        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        async with task_run(served, one_task(served)) as told:
+            await solve(await claim(served))
+        assert len(samples_of(told)) == 1
+
+
+async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
+    script |= SLOW
+    async with serve_gateway(**ONE) as served:
+        request = one_task(served, samples=2)
+        call = served.stub.RunTasks(request, timeout=30)
+        agent, other = await claim(served), await claim(served)
+        working = asyncio.create_task(agent.chat([user("1+1=")], max_tokens=60, ignore_eos=True))
+        await until_running(served, 1)
+        call.cancel()
+        await working
+        await solve(other, 0.5)
+        async with task_run(served, request) as told:
+            await agent.act("complete", {"reward": 0.25})
+        async with task_run(served, request) as again:
+            pass
+        for heard in (told, again):
+            assert sorted(sample.reward.value for sample in samples_of(heard)) == [0.25, 0.5]
+        assert await claimed(served, wait_s=0) is None
+
+
+async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list[Any]:
+    """The first `count` trajectories of the stream, waited for."""
+    stream = RedisStream(client, run_key(run_id, "trajectories"))
+    await stream.create_group("test")
+    entries: list[Any] = []
+    async with asyncio.timeout(10):
+        while len(entries) < count:
+            entries += await stream.read("test", "c", count, 1.0)
+    return [decode_trajectory(entry.fields, entry.payload) for entry in entries]
+
+
+async def test_branches_of_claimed_sessions_land_once_under_their_step_and_group(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    keys = redis_keys(redis_url, run_id)
+    async with serve_gateway(**ONE, **keys) as served:
+        async with task_run(served, served.tasks_request(**EXTERNAL, step=5)) as told:
+            for number in range(4):
+                agent = await claim(served)
+                if number == 0:
+                    await agent.chat([user("a failed attempt")])
+                    await agent.act("fail", {"reason": "infra"})
+                    agent = await claim(served, wait_s=5)
+                await agent.chat([user(agent.session["task"]["prompt"])])
+                if number == 1:
+                    await agent.chat([user("a second branch")])
+                await agent.act("complete", {} if number == 3 else {"reward": 1.0})
+        found = await appended(redis_client, run_id, 4)
+    async with serve_gateway(**ONE, **keys) as served:
+        again = await claimed_again(served)
+    ledger = Ledger(redis_client, run_id)
+    assert (await ledger.count()).final == 4
+    assert {(one.step, one.group_size) for one in found} == {(5, 2)}
+    branches = {str(one.key): one for one in found}
+    assert len(branches) == 4
+    by_session: dict[str, list[Any]] = {}
+    for one in found:
+        by_session.setdefault(one.key.session_id, []).append(one)
+    assert sorted(one.branch_count for one in found) == [1, 1, 2, 2]
+    scored = [sample for sample in samples_of(told) if sample.HasField("reward")]
+    assert set(by_session) == {sample.session_id for sample in scored}
+    for sample in scored:
+        (group,) = {one.group_id for one in by_session[sample.session_id]}
+        assert group == sample.group_id
+    (unscored,) = [sample for sample in samples_of(told) if not sample.HasField("reward")]
+    record = await ledger.get(f"{unscored.session_id}/0")
+    assert record is not None
+    assert (record["reason"], record["step"]) == ("unscored", 5)
+    closed = {group.group_id: group.scored_sessions for group in told[-1].finished.closed_groups}
+    assert closed == {group: sum(sample.group_id == group for sample in scored) for group in ("g-a", "g-b")}
+    assert sorted(closed.values()) == [1, 2]
+    assert again == unscored.session_id
+
+
+async def claimed_again(served: Any) -> str:
+    """After a restart the ledger answers for what is final; only the rest is offered. Returns its session."""
+    async with aclosing(_first_offer(served)) as offers:
+        return await anext(offers)
+
+
+async def _first_offer(served: Any) -> Any:
+    call = served.stub.RunTasks(served.tasks_request(**EXTERNAL, step=5), timeout=30)
+    agent = await claim(served)
+    assert await claimed(served, wait_s=0) is None
+    yield agent.id
+    call.cancel()
+
+
+async def test_evaluations_never_enter_the_stream_and_may_sample_as_they_like(
+    serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    async with serve_gateway(**ONE, **redis_keys(redis_url, run_id)) as served:
+        request = one_task(served, samples=2, purpose=tpb.PURPOSE_EVAL)
+        async with task_run(served, request) as told:
+            for _ in range(2):
+                agent = await claim(served)
+                assert not agent.session["trainable"]
+                await agent.chat([user("1+1=")], temperature=0)
+                await agent.act("complete", {"reward": 0.5})
+        assert [sample.reward.value for sample in samples_of(told)] == [0.5, 0.5]
+        assert list(told[-1].finished.closed_groups) == []
+        await until_open(served, 0)
+    assert (await Ledger(redis_client, run_id).count()).final == 0
