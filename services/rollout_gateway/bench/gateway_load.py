@@ -1,8 +1,8 @@
-"""The load of the gateway's bench, a process of its own: streamed chat completions over raw HTTP/1.1 with keep-alive.
+"""The load of the gateway's bench, a process of its own: streamed chat completions over HTTP/1.1 with keep-alive.
 
-Owns arrivals, connections to reuse and the check of what came. A heavy client would measure itself, hence a connection of
-its own (gateway_connection.py). One JSON line on standard input asks for a run (see Order), one on standard output answers
-it (see summary).
+Owns arrivals, connections to reuse and the check of what came. A heavy client would measure itself, hence a connection
+of its own (gateway_connection.py). One JSON line on standard input asks for a run (see Order), one on standard output
+answers it (see summary).
 """
 
 from __future__ import annotations

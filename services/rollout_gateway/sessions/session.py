@@ -188,7 +188,7 @@ class Session:
     def _spent(self, what: str, limit: int) -> FailedPrecondition:
         """A quota that no waiting renews."""
         message = f"session {self.session_id} has used up its {what}"
-        return FailedPrecondition(message, reason="SESSION_QUOTA", seen=limit, allowed=f"up to {limit} {what}")
+        return FailedPrecondition(message, reason="SESSION_QUOTA", seen=limit)
 
 
 def ended_error(session_id: str, state: State, reason: FailReason | None = None) -> FailedPrecondition:

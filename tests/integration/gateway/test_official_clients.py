@@ -352,24 +352,20 @@ async def test_a_reward_may_name_a_response_or_a_message(conversations: Any) -> 
         assert [turn["reward"] for turn in await who.tree()] == [0.0, 1.0]
 
 
-async def test_a_stream_that_breaks_tells_so_in_its_own_events(conversations: Any, script: dict[str, Any]) -> None:
+async def test_a_stream_that_fails_before_its_first_token_fails_by_status(conversations: Any, script: dict[str, Any]) -> None:
     script["fault_token"] = FAULT
     async with conversations() as served, clients(served) as who:
         broken = "~"
-        stream = await who.openai.responses.create(model="any", input=broken, stream=True)
-        events = [event async for event in stream]
-        assert [event.type for event in events][-1] == "response.failed"
-        assert events[-1].response.error.code == "server_error"
-        with pytest.raises(openai.APIError):
-            async for _ in await who.openai.chat.completions.create(
+        with pytest.raises(openai.InternalServerError):
+            await who.openai.responses.create(model="any", input=broken, stream=True)
+        with pytest.raises(openai.InternalServerError):
+            await who.openai.chat.completions.create(
                 model="any", messages=[{"role": "user", "content": broken}], stream=True
-            ):
-                pass
-        with pytest.raises(anthropic.APIStatusError) as failed:
-            await messaged(who, True, messages=[{"role": "user", "content": broken}])
-        assert failed.value.type == "api_error"
-        with pytest.raises(anthropic.InternalServerError):
-            await messaged(who, False, messages=[{"role": "user", "content": broken}])
+            )
+        for stream in (True, False):
+            with pytest.raises(anthropic.InternalServerError) as failed:
+                await messaged(who, stream, messages=[{"role": "user", "content": broken}])
+            assert failed.value.type == "api_error"
         assert (await messaged(who, False, messages=[{"role": "user", "content": "Hi"}])).stop_reason == "end_turn"
         assert len(await who.tree()) == 1
 

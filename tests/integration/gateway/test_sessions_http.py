@@ -222,7 +222,11 @@ def assert_refused_for_now(response: Any) -> None:
     assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_quotas_of_a_session_are_429_with_retry_after_and_count_choices(serve_gateway: Any) -> None:
+def assert_used_up(response: Any) -> None:
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "session_quota"), response.text
+
+
+async def test_quotas_of_a_session_count_choices_and_no_waiting_renews_them(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE, sessions={"max_turns": 3, "max_parallel": 2}) as served:
         agent = await opened(served)
 
@@ -235,15 +239,15 @@ async def test_quotas_of_a_session_are_429_with_retry_after_and_count_choices(se
         assert (await agent.show())["turns"] == 0
         assert (await ask(n=2)).status_code == 200
         for stream in (False, True):
-            assert_refused_for_now(await ask(n=2, stream=stream))
+            assert_used_up(await ask(n=2, stream=stream))
         assert (await ask(stream=True)).status_code == 200
-        assert_refused_for_now(await ask())
+        assert_used_up(await ask())
         assert (await agent.show())["turns"] == 3
     async with serve_gateway(**ONE, sessions={"max_tokens": 10, "limit": 2}) as served:
         agent = await opened(served)
         assert (await ask()).status_code == 200
         assert (await ask()).status_code == 200
-        assert_refused_for_now(await ask())
+        assert_used_up(await ask())
         await opened(served)
         assert_refused_for_now(await served.http.post("/v1/sessions", json={}))
 

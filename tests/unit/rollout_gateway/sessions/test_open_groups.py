@@ -28,18 +28,20 @@ def sibling(name: str, group: str = "g", size: int = 2, *, reward: float | None 
 
 async def taken(groups: OpenGroups) -> tuple[str, list[str], int]:
     async with asyncio.timeout(5):
-        group = await groups.take()
+        await groups.closed()
+    group = groups.pop()
+    assert group is not None
     return group.group_id, [member.session.session_id for member in group.members], group.scored
 
 
 async def nothing_closed(groups: OpenGroups) -> bool:
-    take = asyncio.create_task(groups.take())
+    take = asyncio.create_task(groups.closed())
     for _ in range(3):
         await asyncio.sleep(0)
     closed = take.done()
     take.cancel()
     await asyncio.gather(take, return_exceptions=True)
-    return not closed
+    return not closed and groups.pop() is None
 
 
 async def test_a_group_closes_with_its_last_sibling() -> None:

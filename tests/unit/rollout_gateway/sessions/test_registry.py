@@ -74,7 +74,9 @@ def test_an_ended_session_is_remembered_by_its_state(clock: Clock) -> None:
     ended(sessions, one, fail=FailReason.DATA)
     assert len(sessions) == 0
     assert sessions.owner(one.api_key) == one.session_id
-    assert sessions.ended(one.session_id) == Ended(one.session_id, State.FAILED, FailReason.DATA)
+    known = sessions.ended(one.session_id)
+    assert known is not None
+    assert (known.state, known.reason, known.shown["reward"]) == (State.FAILED, FailReason.DATA, None)
     assert sessions.ended("nobody") is None
     for call in (lambda: sessions.get(one.session_id), lambda: sessions.by_key(one.api_key)):
         with pytest.raises(FailedPrecondition, match="has ended; seen: failed: data") as refused:
@@ -99,15 +101,15 @@ def test_sessions_of_a_former_process_are_known_as_ended(clock: Clock) -> None:
         sessions.by_key("sk-pl-old")
 
 
-def test_a_task_offered_again_has_a_new_key_and_the_old_one_opens_nothing(clock: Clock) -> None:
+def test_a_task_offered_again_has_a_new_key_and_the_old_one_says_how_it_ended(clock: Clock) -> None:
     sessions = registered(clock)
     first = sessions.open(ABOUT, "name")
     ended(sessions, first, fail=FailReason.INFRA)
     second = sessions.open(ABOUT, "name")
     assert sessions.by_key(second.api_key) is second
-    assert sessions.by_key(first.api_key) is None
+    with pytest.raises(FailedPrecondition, match="failed: infra"):
+        sessions.by_key(first.api_key)
     ended(sessions, second)
-    assert sessions.owner(first.api_key) is None
     assert sessions.owner(second.api_key) == "name"
 
 

@@ -216,7 +216,7 @@ def test_turns_have_a_quota() -> None:
     where = session(max_turns=2)
     said(where, None)
     where.begin(SAMPLING, 1)
-    with pytest.raises(ResourceExhausted, match="generations in one session"):
+    with pytest.raises(FailedPrecondition, match="used up its generations; seen: 2"):
         where.begin(SAMPLING, 1)
 
 
@@ -226,7 +226,7 @@ def test_tokens_have_a_quota_that_counts_a_shared_beginning_once() -> None:
     where.begin(SAMPLING, 1)
     where.begin(SAMPLING, 1)
     where.end(1, turn(root, [8], [9, 9]))
-    with pytest.raises(ResourceExhausted, match="tokens in one session; seen: 11; allowed: 10"):
+    with pytest.raises(FailedPrecondition, match="used up its tokens; seen: 10"):
         where.begin(SAMPLING, 1)
 
 
