@@ -184,3 +184,15 @@ async def test_events_of_a_message_come_in_the_documented_order(conversations: A
         assert names == ["message_start", "ping", *text, *call, *call, "message_delta", "message_stop"]
         assert events[0]["message"]["usage"]["input_tokens"] > 0
         assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+@pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"stop_sequences": [" thr"]}])
+async def test_an_answer_that_was_cut_is_gone_on_from(conversations: Any, limit: dict[str, Any]) -> None:
+    async with conversations() as served, clients(served) as who:
+        history: list[Any] = [{"role": "user", "content": "count"}]
+        cut = await messaged(who, False, messages=history, **limit)
+        history += [{"role": "assistant", "content": cut.content}, {"role": "user", "content": "sure?"}]
+        sure = await messaged(who, True, messages=history)
+        assert sure.content[0].text == "Yes, I am."
+        first, second = await who.tree()
+        assert second["parent"] == first["completion_id"]
