@@ -27,6 +27,8 @@ CHECKED_FIELDS = (
     "stop",
     "logit_bias",
     "response_format",
+    "messages",
+    "tool_choice",
 )
 """Fields of a request that a refusal may begin with."""
 

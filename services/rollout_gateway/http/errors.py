@@ -52,7 +52,7 @@ def openai_error(error: PacelineError) -> dict[str, Any]:
 
 def _checked_field(message: str) -> str | None:
     """The field that a refusal of request_checks begins with."""
-    first = message.partition(" ")[0]
+    first = message.partition(" ")[0].rstrip(":")
     return first if first in CHECKED_FIELDS else None
 
 

@@ -162,6 +162,7 @@ async def test_wrong_items_of_responses_are_told_by_path(conversations: Any) -> 
             ("tools[0].name", {"tools": [{"type": "function"}]}),
             ("tools[0].parameters", {"tools": [{"type": "function", "name": "f", "parameters": []}]}),
             ("tool_choice", {"tool_choice": "often"}),
+            ("tool_choice", {"tool_choice": "required"}),
             ("text.format.type", {"text": {"format": {"type": "xml"}}}),
             ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
             ("metadata.k", {"metadata": {"k": 1}}),
