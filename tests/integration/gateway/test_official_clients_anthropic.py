@@ -115,7 +115,9 @@ async def test_a_reward_may_name_a_response_or_a_message(conversations: Any) -> 
         assert [turn["reward"] for turn in await who.tree()] == [0.0, 1.0]
 
 
-async def test_a_stream_that_fails_before_its_first_token_fails_by_status(conversations: Any, script: dict[str, Any]) -> None:
+async def test_a_stream_that_fails_before_its_first_token_fails_by_status(
+    conversations: Any, script: dict[str, Any]
+) -> None:
     script["fault_token"] = FAULT
     async with conversations() as served, clients(served) as who:
         broken = "~"
