@@ -94,7 +94,7 @@ def test_accumulated_rewards_add_up_once_per_key(posts: list[tuple[str, str]]) -
 def test_a_key_names_one_value() -> None:
     where = session()
     where.score(Grant(1.0, accumulate=True, key="k"))
-    with pytest.raises(FailedPrecondition, match="another reward; seen: 2.0; allowed: 1.0"):
+    with pytest.raises(FailedPrecondition, match=r"another reward; seen: 2\.0; allowed: 1\.0"):
         where.score(Grant(2.0, accumulate=True, key="k"))
     with pytest.raises(InvalidInput, match="idempotency_key"):
         where.score(Grant(1.0, accumulate=True))
