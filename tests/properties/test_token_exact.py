@@ -12,20 +12,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from chat_models import MODELS, ChatModel
+from dialogue_engine import Desk, Saying, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
+from session_turns import session
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from chat_models import MODELS, ChatModel
-from dialogue_engine import Desk, Saying, sampling
 from paceline.errors import InvalidInput
 from rollout_gateway.calls import Plan
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.planning import Caller
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
-from session_turns import session
 
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
 CALLS = {
@@ -80,7 +80,7 @@ def behind(model: ChatModel, request: ChatRequest, index: int) -> str:
     """What transformers renders behind the content of a message."""
     messages = list(request.messages)
     messages[index] = Message("assistant", GAP)
-    before, after = rendered(model, replace(request, messages=tuple(messages))).split(GAP)
+    _, after = rendered(model, replace(request, messages=tuple(messages))).split(GAP)
     return after
 
 
