@@ -105,8 +105,11 @@ def _from_records(records: Mapping[str, dict[str, Any]]) -> dict[str, list[rpb.S
                 group_id=first["group_id"],
                 sample_index=first["sample_index"],
                 reward=tpb.Reward(value=sum(one["reward"] for one in branches) / len(branches), source=AGENT),
+                prompt_tokens=first["tokens"] - first["trained_tokens"],
                 response_tokens=sum(one["trained_tokens"] for one in branches),
                 finish_reason=tpb.FINISH_REASON_STOP,
+                smallest_gap=float("inf"),
+                tokens_hash=first["response_hash"] if len(branches) == 1 else "",
                 session_id=session_id,
             )
         )
