@@ -8,7 +8,7 @@ import sys
 import tokenize
 from pathlib import Path
 
-FUNCTION_LINES, FILE_LINES, TOTAL_LINES = 60, 400, 38_000
+FUNCTION_LINES, FILE_LINES, TOTAL_LINES = 60, 400, 40_000
 ROOTS = ("libs", "services", "examples")
 EXCEPTIONS: dict[str, str] = {}
 

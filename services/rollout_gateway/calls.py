@@ -120,7 +120,7 @@ class Call:
                         piece = said.take(chunk)
                         if chunk.finish_reason:
                             describe(current, generation)
-                            self._record(generation, piece, said.text)
+                            self._record(generation, piece)
                         yield piece
         finally:
             if self.generation is not None and not self.generation.finished:
@@ -133,7 +133,7 @@ class Call:
         pieces = [piece async for piece in self.pieces(stream=False)]
         return pieces[-1] if len(pieces) == 1 else merged(pieces)
 
-    def _record(self, generation: Generation, piece: Piece, text: str) -> None:
+    def _record(self, generation: Generation, piece: Piece) -> None:
         plan, chunk = self.plan, generation.whole
         if plan.session is None or chunk.finish_reason not in _RECORDED:
             return
@@ -152,7 +152,8 @@ class Call:
             message=piece.message,
             digest=piece.message.digest(plan.digest) if piece.message is not None else b"",
         )
-        seen = plan.prompt_text + text if plan.prompt_text else ""
+        # With the stop string that the answer leaves out: a prompt is that of the tokens or it is another history.
+        seen = plan.prompt_text + self.engine.codec.decode(turn.response_ids) if plan.prompt_text else ""
         plan.session.worker_index = generation.worker_index
         plan.session.end(len(plan.new_ids), turn, seen)
         self._recorded = True
@@ -163,7 +164,6 @@ class _Said:
     """Text and meaning of one growing response."""
 
     def __init__(self, codec: TextCodec, plan: Plan) -> None:
-        self.text = ""
         self._codec = codec
         self._reader = reader = plan.reader() if plan.reader is not None else None
         self._ids: list[int] = []
@@ -174,7 +174,6 @@ class _Said:
         news = self._stream.push(chunk.token_ids)
         if chunk.finish_reason:
             news += self._stream.finish(chunk.matched_stop)
-        self.text += news
         finish = FINISH_NAMES[chunk.finish_reason]
         reader = self._reader
         if reader is None:

@@ -155,9 +155,7 @@ class Samples:
                     session.score(Grant(value))
         except PacelineError as error:
             away = isinstance(error, Unavailable | DeadlineExceeded)
-            self._gateway.agents.finish(
-                session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error)
-            )
+            self._gateway.agents.finish(session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error))
         else:
             self._gateway.agents.finish(session, abort=not scored)
 

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from paceline.errors import Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
@@ -40,6 +41,7 @@ class TaskOffers:
         self._open = open_session
         self._waiting: deque[Offer] = deque()
         self._news = asyncio.Event()
+        self._stopping = False
         self._led: dict[str, Offer] = {}  # by session id
 
     async def lead(self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int) -> Session:
@@ -62,6 +64,8 @@ class TaskOffers:
         try:
             async with asyncio.timeout(wait_s):
                 while not self._waiting:
+                    if self._stopping:
+                        raise Unavailable("the gateway is stopping")
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -75,6 +79,11 @@ class TaskOffers:
         session.worker_index = offer.worker_index
         self._led[offer.session_id] = offer
         return session, offer.task
+
+    def stop(self) -> None:
+        """Whoever waits for a task is told that none will come."""
+        self._stopping = True
+        self._news.set()
 
     def leads(self, session: Session) -> bool:
         """Whether the session answers an offer, until it is closed; its end is then the offer's business."""

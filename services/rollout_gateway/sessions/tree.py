@@ -67,7 +67,7 @@ class MessageTree:
         self._by_text: dict[int, dict[bytes, Turn]] = {}  # characters -> sha256 of so much text -> turn
 
     def add(self, turn: Turn, text: str = "") -> None:
-        """A generation that has ended; `text`: prompt and response as the agent saw them, where it sent text."""
+        """A generation that has ended; `text`: of prompt and response, where the prompt came as text."""
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         self.turns.append(turn)
         self.tokens += turn.tokens
