@@ -65,7 +65,7 @@ class Planner:
         parent, prompt = self._chat_prompt(session, request, digests)
         end = self._codec.decode_all(prompt[-PROMPT_END:])
         forced = self._readers.forced(request, end)
-        if forced and request.prefill:
+        if request.prefill and request.tool_choice.mode in ("required", "named"):
             raise InvalidInput(
                 "an answer that has to be a tool call cannot begin with a prefill", allowed="tool_choice auto or none"
             )

@@ -6,8 +6,9 @@ thoughts, ids that are no UTF-8, with and without its end of turn.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def behind(model: ChatModel, request: ChatRequest, index: int) -> str:
 @st.composite
 def sayings(draw: st.DrawFn, model: ChatModel) -> Saying:
     """Anything that an engine may say: at least one token."""
-    kind = draw(st.sampled_from(["text", "call", "thought", "ids"]))
+    kind = draw(st.sampled_from(["text", "call", "ids"] + ["thought"] * (3 if model.name == "thinking" else 1)))
     if kind == "ids":
         ids = draw(st.lists(st.integers(0, model.vocab_size - 1), min_size=1, max_size=6))
     else:
@@ -203,17 +204,30 @@ class World:
     def _edit(self, talk: Talk, index: int) -> None:
         """What clients do to a history."""
         message = talk.messages[index]
-        match self.data.draw(st.sampled_from(["", "", "", "content", "reasoning", "earlier", "again"])):
+        ways = ["", "", "", "content", "earlier", "again"]
+        ways += ["reasoning"] * 4 if message.reasoning else []
+        ways += ["calls", "calls", "spelling", "spelling"] if message.tool_calls else []
+        match self.data.draw(st.sampled_from(ways)):
             case "content":
                 talk.change(index, replace(message, content=message.content + " no"))
-            case "reasoning" if message.reasoning:
+            case "reasoning":
                 talk.change(index, replace(message, reasoning=""))
+            case "calls":
+                talk.change(index, with_arguments(message, lambda text: '{"a": 9}'))
+            case "spelling":  # the same values, as a client writes them that has read them
+                talk.messages[index] = with_arguments(message, lambda text: json.dumps(json.loads(text), indent=1))
             case "earlier":
                 at = self.data.draw(st.sampled_from([i for i, one in enumerate(talk.messages) if one.role == "user"]))
                 talk.change(at, replace(talk.messages[at], content=talk.messages[at].content + "?"))
             case "again":
                 del talk.messages[index:]
                 talk.said.pop(index, None)
+
+
+def with_arguments(message: Message, change: Callable[[str], str]) -> Message:
+    """The same message with other arguments of its calls."""
+    calls = tuple(replace(call, arguments=change(call.arguments)) for call in message.tool_calls)
+    return replace(message, tool_calls=calls)
 
 
 @each_model

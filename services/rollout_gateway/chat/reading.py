@@ -62,15 +62,18 @@ class Readers:
         self._reasoning = known or config.reasoning == "think"
 
     def forced(self, request: ChatRequest, prompt_end: str) -> str:
-        """How the answer has to begin so that it is the call that tool_choice asks for; empty when it may be anything.
+        """How the answer has to begin; empty when it may be anything.
+
+        With the call that tool_choice asks for; with the end of the model's reasoning, where a prefill is to follow.
 
         `prompt_end`: how the rendered prompt ends.
 
         Raises InvalidInput when there is no such tool, or no format to spell a call in.
         """
         choice = request.tool_choice
+        inside = self._reasoning and opens_reasoning(prompt_end)
         if choice.mode in ("auto", "none"):
-            return ""
+            return f"\n{THOUGHT}\n\n" if inside and request.prefill else ""
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
             raise InvalidInput("tool_choice names no tool", seen=choice.name or choice.mode, allowed=", ".join(names))
@@ -80,7 +83,6 @@ class Readers:
                 seen=choice.mode,
                 allowed="auto, none, or gateway.chat.tool_format set",
             )
-        inside = self._reasoning and opens_reasoning(prompt_end)
         return forced_beginning(self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside)
 
     def reader(self, request: ChatRequest, prompt_end: str, forced: str) -> Callable[[], Reader]:

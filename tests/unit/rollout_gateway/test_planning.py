@@ -136,20 +136,34 @@ def test_a_prefill_and_a_forced_call_exclude_each_other(desk: Desk) -> None:
         chat(desk, session(), USER, prefill="It", tools=TOOLS, tool_choice=ToolChoice("required"))
 
 
-def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_forced_call() -> None:
-    source = CHATML.replace(
-        "<|im_start|>assistant\\n' }}{%- endif %}", "<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
-    )
+@pytest.fixture
+def thinking() -> Desk:
+    """Of a model whose prompts open its thoughts."""
+    last = "<|im_start|>assistant\\n' }}{%- endif %}"
+    source = CHATML.replace(last, last.replace("\\n'", "\\n<think>\\n'"))
     codec = codec_of(byte_level(["<|im_start|>", "<|im_end|>"]), chat_template=source)
-    thinking = Desk(codec, vocab_size(codec))
-    asked = ChatRequest((USER,), TOOLS, ToolChoice("named", "add"))
-    (plan,) = thinking.planner.chat(Caller(), asked, sampling(), count=1, completion_id="c")
+    return Desk(codec, vocab_size(codec))
+
+
+def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_forced_call(thinking: Desk) -> None:
+    codec = thinking.engine.codec
+    (plan,) = chat(thinking, None, USER, tools=TOOLS, tool_choice=ToolChoice("named", "add"))
     beginning = '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments":'
     assert codec.decode_all(plan.prompt).endswith(beginning)
     piece = thinking.answer(plan, Saying(codec.encode_piece(" {}}\n</tool_call>")))
     assert piece.message is not None
     assert [call.name for call in piece.message.tool_calls] == ["add"]
     assert piece.reasoning_tokens == 0
+
+
+def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_prefill(thinking: Desk) -> None:
+    codec = thinking.engine.codec
+    (plan,) = chat(thinking, None, USER, prefill="It is")
+    assert codec.decode_all(plan.prompt).endswith("assistant\n<think>\n\n</think>\n\nIt is")
+    assert thinking.answer(plan, Saying(codec.encode_piece(" 42"))).message == Message("assistant", "It is 42")
+    (thought,) = chat(thinking, None, USER)
+    said = thinking.answer(thought, Saying(codec.encode_piece("hm\n</think>\n\n42"))).message
+    assert said == Message("assistant", "42", reasoning="hm")
 
 
 @pytest.mark.parametrize(
