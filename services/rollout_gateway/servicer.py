@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -67,15 +67,9 @@ class RolloutServicer(RolloutServiceServicer):
         gateway = self._gateway
         if request.context.run_id:
             self._guard.check(request.context)
-        if not 0 <= request.timeout_s < math.inf:  # false for NaN too
-            raise InvalidInput("timeout_s is out of range", seen=request.timeout_s, allowed="0 s or more")
+        _check_opening(request)
         if request.claim:
             return await self._claim(request)
-        if not 0 <= request.turn_discount <= 1:
-            raise InvalidInput("turn_discount is out of range", seen=request.turn_discount, allowed="0 to 1")
-        for name in (request.task_id, request.group_id):
-            if len(name) > MAX_NAME:
-                raise InvalidInput("a name is too long", seen=len(name), allowed=f"{MAX_NAME} characters")
         assignment = Assignment(
             run_id=request.context.run_id or gateway.config.run.id,
             step=request.context.step,
@@ -92,8 +86,6 @@ class RolloutServicer(RolloutServiceServicer):
         return self._opened(await gateway.agents.open(assignment))
 
     async def _claim(self, request: rpb.OpenSessionRequest) -> rpb.OpenSessionResponse:
-        if not 0 <= request.wait_s <= MAX_WAIT_S:
-            raise InvalidInput("wait_s is out of range", seen=request.wait_s, allowed=f"0 to {MAX_WAIT_S:g} s")
         self._gateway.admit()
         claimed = await self._gateway.agents.claim(request.wait_s, request.timeout_s)
         if claimed is None:
@@ -196,6 +188,17 @@ class RolloutServicer(RolloutServiceServicer):
                 return planner.chat(caller, chat, sampling, count=1, completion_id=name)[0]
             case _:
                 raise InvalidInput("the request has no prompt", allowed="text, token_ids or conversation")
+
+
+def _check_opening(request: rpb.OpenSessionRequest) -> None:
+    """Raises InvalidInput naming the field; comparisons are false for NaN."""
+    ranges = {"timeout_s": (request.timeout_s, sys.float_info.max), "wait_s": (request.wait_s, MAX_WAIT_S)}
+    for field, (value, most) in (ranges | {"turn_discount": (request.turn_discount, 1.0)}).items():
+        if not 0 <= value <= most:
+            raise InvalidInput(f"{field} is out of range", seen=value, allowed=f"0 to {most:g}")
+    for field, name in (("task_id", request.task_id), ("group_id", request.group_id)):
+        if len(name) > MAX_NAME:
+            raise InvalidInput(f"{field} is too long", seen=len(name), allowed=f"{MAX_NAME} characters")
 
 
 def conversation(given: rpb.Conversation) -> ChatRequest:

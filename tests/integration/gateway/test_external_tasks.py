@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,39 @@ async def test_a_rule_scores_where_the_agent_gives_no_reward(serve_gateway: Any)
     assert {s.session_id: s.reward.value for s in samples_of(told)} == {
         session: expected[text] for session, text in answers.items()
     }
+
+
+SLOW_RULE = '''
+import asyncio
+from pathlib import Path
+
+class Rule:
+    """Scores when a file says so."""
+
+    async def score(self, episode):
+        while not Path("{gate}").exists():
+            await asyncio.sleep(0.01)
+        return 0.5
+'''
+
+
+async def test_a_repeated_complete_waits_for_the_rule_and_ends_as_the_first(serve_gateway: Any, tmp_path: Path) -> None:
+    gate, rule = tmp_path / "gate", tmp_path / "rule.py"
+    rule.write_text(SLOW_RULE.format(gate=gate))
+    async with (
+        serve_gateway(**ONE) as served,
+        task_run(served, one_task(served, reward=f"{rule}:Rule")) as told,
+    ):
+        agent = await claim(served)
+        await agent.chat([user("1+1=")])
+        first = asyncio.create_task(agent.act("complete"))
+        await served.http.get("/health")
+        second = asyncio.create_task(agent.act("complete"))
+        assert (await served.http.get("/health")).status_code == 200
+        assert (await agent.show())["state"] == "open"
+        gate.touch()
+        assert [(await one)["state"] for one in (first, second)] == ["final", "final"]
+    assert [sample.reward.value for sample in samples_of(told)] == [0.5]
 
 
 @pytest.mark.parametrize(("reason", "attempts"), [("infra", 4), ("data", 2)])
