@@ -255,7 +255,7 @@ def test_quotas_count_all_choices_of_one_request(desk: Desk) -> None:
     with pytest.raises(ResourceExhausted, match="under way; seen: 2; allowed: 2"):
         chat(desk, where, USER, count=3)
     few = session(max_turns=1)
-    with pytest.raises(ResourceExhausted, match="generations in one session"):
+    with pytest.raises(FailedPrecondition, match="used up its generations"):
         chat(desk, few, USER, count=2)
     assert few.generations == 0
 
@@ -264,7 +264,7 @@ def test_a_quota_refuses_callers_without_session_too() -> None:
     desk = Desk(CODEC, MODEL.vocab_size, sessions={"max_turns": 1})
     (plan,) = chat(desk, None, USER)
     desk.answer(plan, saying("42"))
-    with pytest.raises(ResourceExhausted, match="generations in one session"):
+    with pytest.raises(FailedPrecondition, match="used up its generations"):
         chat(desk, None, USER, Message("assistant", "42"), USER)
 
 
