@@ -10,7 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from rollout_gateway.bench.gateway_report import turn_goals, turn_rows
+from rollout_gateway.bench.gateway_turns import TurnPlan, measure_turns
+
 COMMAND = [sys.executable, "-m", "rollout_gateway.bench", "gateway", "--streams", "1,4", "--tokens", "16"]
+COMMAND += ["--turns", "0"]
 
 
 def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_path: Path) -> None:
@@ -41,6 +45,21 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
     assert process.wait(timeout=30) == 130
     process.stderr.close()
     assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+
+
+async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_gateway_without_cache(
+    tmp_path: Path,
+) -> None:
+    runs = await measure_turns(TurnPlan(turns=3, dialogues=3, tokens=128, repeats=1), tmp_path)
+    cached, computed, ratio = turn_rows(runs)
+    assert cached["dialogues"] == computed["dialogues"] == 3
+    assert computed["with other tokens"] == 0
+    assert (cached["turns that found all"], computed["turns that found all"]) == (1, 0)
+    assert computed["share cached"] == 0
+    assert all(turn.cached == turn.cacheable > 0 for turn in runs["as it is"][0].later)
+    assert ratio["tokens/s"]
+    assert turn_goals(runs)[0].met
+    assert left_over() == []
 
 
 def left_over() -> list[str]:

@@ -2,7 +2,8 @@
 
 Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same tokens at the same pace
 and are called directly as well, which is what a front's latency is compared with. Load, fronts and backends are
-processes of their own; CPU time is that of the front alone. Owns the options and the order.
+processes of their own; CPU time is that of the front alone. Then sessions held open, and turns of agents that find
+their prefix in the cache. Owns the options and the order.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import argparse
 import dataclasses
 import json
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,9 +26,10 @@ from rollout_gateway.bench import gateway_fronts as fronts
 from rollout_gateway.bench.gateway_direct import direct_worker
 from rollout_gateway.bench.gateway_load import Order
 from rollout_gateway.bench.gateway_measure import Contender, Level, Measurement, Run
-from rollout_gateway.bench.gateway_report import goals, latency_rows, session_row, work_rows
+from rollout_gateway.bench.gateway_report import goals, latency_rows, session_row, turn_goals, turn_rows, work_rows
 from rollout_gateway.bench.gateway_script import MAX_BATCH, Pace, engine_settings, write_model
 from rollout_gateway.bench.gateway_sessions import Held, hold_sessions
+from rollout_gateway.bench.gateway_turns import TurnPlan, TurnRun, measure_turns
 
 LOAD, BACKEND = "rollout_gateway.bench.gateway_load", "rollout_gateway.bench.gateway_backend"
 
@@ -44,6 +46,7 @@ class Plan:
     hold_s: float
     litellm: Path | None  # interpreter; None: not beside
     settings: tuple[str, ...]
+    turns: TurnPlan | None
 
     @property
     def engine(self) -> dict[str, Any]:
@@ -62,10 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--round-ms", type=float, default=10.0, help="time of a round of the backends; 0: none")
     parser.add_argument("--sessions", type=int, default=1000, help="sessions held open; 0: none")
     parser.add_argument("--hold-s", type=float, default=60.0, help="seconds for which they are held")
+    parser.add_argument("--turns", type=int, default=6, help="turns of a growing dialogue; 0: none")
+    parser.add_argument("--dialogues", type=int, default=8, help="such dialogues at once")
+    parser.add_argument("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")
     parser.add_argument("--litellm", action="store_true", help="beside LiteLLM's proxy, installed into the cache once")
     parser.add_argument("--litellm-python", type=Path, help="beside the LiteLLM of this interpreter")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our gateway")
-    parser.add_argument("--quick", action="store_true", help="one short run of each, 50 sessions: shows the form")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short run of each, 50 sessions, 2 dialogues: shows the form"
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
@@ -82,11 +90,13 @@ async def run(options: argparse.Namespace) -> BenchResult:
                     say(f"repeat {number + 1} of {plan.repeats}")
                     await measurement.repeat(contenders, plan.levels)
             held = await _held(plan, measurement, folder, model, script)
+        turns: Mapping[str, Sequence[TurnRun]] = await measure_turns(plan.turns, folder) if plan.turns else {}
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
+    rows += turn_rows(turns)
     pace = plan.pace
     title = f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every {1e3 * pace.round_s:g} ms"
-    result = BenchResult(title, rows, goals(contenders, plan.levels, held))
+    result = BenchResult(title, rows, [*goals(contenders, plan.levels, held), *turn_goals(turns)])
     if plan.litellm is None:
         return result
     version = await fronts.version_of_litellm(plan.litellm)
@@ -148,13 +158,21 @@ async def plan_of(options: argparse.Namespace) -> Plan:
         hold_s=options.hold_s,
         litellm=await fronts.litellm_python(options.litellm_python) if wanted else None,
         settings=tuple(options.set),
+        turns=_turn_plan(options),
     )
     return dataclasses.replace(plan, **_quick(plan)) if options.quick else plan
 
 
 def _quick(plan: Plan) -> dict[str, Any]:
     sessions = min(plan.sessions, 50)
-    return {"seconds": 1.0, "repeats": 1, "sessions": sessions, "hold_s": min(plan.hold_s, 1.0)}
+    turns = plan.turns and dataclasses.replace(plan.turns, dialogues=min(plan.turns.dialogues, 2), repeats=1)
+    return {"seconds": 1.0, "repeats": 1, "sessions": sessions, "hold_s": min(plan.hold_s, 1.0), "turns": turns}
+
+
+def _turn_plan(options: argparse.Namespace) -> TurnPlan | None:
+    if not options.turns:
+        return None
+    return TurnPlan(options.turns, options.dialogues, options.turn_tokens, options.repeats, tuple(options.set))
 
 
 def stream_counts(text: str) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -50,21 +51,32 @@ class Front:
 @asynccontextmanager
 async def gateway(folder: Path, model: Path, script: Path, settings: Sequence[str]) -> AsyncIterator[Front]:
     """Our gateway with one scripted engine worker; further settings as on the command line."""
-    port = free_port()
     own = {
         "model": str(model),
         "engine.kind": "scripted",
         "engine.script": str(script),
         "engine.workers": 1,
         "engine.max_batch": MAX_BATCH,
-        "addresses.gateway": "127.0.0.1:0",
-        "addresses.http": f"127.0.0.1:{port}",
         "run.dir": str(folder),
         "sessions.limit": SESSIONS_OPEN,
     }
+    async with gateway_with(folder, OURS, own, settings) as front:
+        yield front
+
+
+@asynccontextmanager
+async def gateway_with(
+    folder: Path, name: str, own: Mapping[str, Any], settings: Sequence[str]
+) -> AsyncIterator[Front]:
+    """Our gateway with the bench's own settings, addresses aside; further ones as on the command line, the last holds.
+
+    The log is called `name` and lies in the folder.
+    """
+    port = free_port()
+    own = {**own, "addresses.gateway": "127.0.0.1:0", "addresses.http": f"127.0.0.1:{port}"}
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     command = [sys.executable, "-m", "rollout_gateway", *words, *settings]
-    async with _serving(OURS, command, port, "/health", folder) as front:
+    async with _serving(name, command, port, "/health", folder) as front:
         yield front
 
 

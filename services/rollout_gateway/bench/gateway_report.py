@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from paceline.bench.paired import paired_ratio
 from paceline.bench.result import Goal, Row
 from rollout_gateway.bench.gateway_fronts import LITELLM, OURS
+from rollout_gateway.bench.gateway_load import percentile_ms
 from rollout_gateway.bench.gateway_measure import Contender, Level
 from rollout_gateway.bench.gateway_sessions import Held
+from rollout_gateway.bench.gateway_turns import CACHE, NO_CACHE, TurnRun
 
-ADDED_P50_GOAL_MS, ADDED_P99_GOAL_MS, TIMES_LITELLM_GOAL = 2.0, 10.0, 3.0
+ADDED_P50_GOAL_MS, ADDED_P99_GOAL_MS, TIMES_LITELLM_GOAL, CACHED_GOAL = 2.0, 10.0, 3.0, 0.9
 GOAL_STREAMS = 16
 SATURATED = 0.9
 """Share of a core above which the load's own process may have set the figures."""
@@ -23,6 +26,23 @@ ADDED = {
     "late_p99_ms": "end p99",
 }
 """Compared with the backend's: first content, and how long after the rounds of its response a stream's end came."""
+
+
+TURN_SECTION = "turns of agents, embedded engine, fp32"
+
+
+def _later_first_ms(run: TurnRun, percent: int) -> float:
+    value = percentile_ms([turn.first_s for turn in run.later], percent)
+    assert value is not None
+    return value
+
+
+TURN_FIGURES: Mapping[str, Callable[[TurnRun], float]] = {
+    "first token p50 ms": lambda run: _later_first_ms(run, 50),
+    "first token p99 ms": lambda run: _later_first_ms(run, 99),
+    "tokens/s": lambda run: run.rate,
+}
+"""Of each run of the dialogues; first tokens are those of turns with a turn before them."""
 
 
 def latency_rows(contenders: Sequence[Contender], levels: Sequence[Level]) -> list[Row]:
@@ -79,6 +99,49 @@ def session_row(held: Held) -> Row:
         "wrong": held.turns["wrong"],
         "failed": held.turns["failed"],
     }
+
+
+def turn_rows(runs: Mapping[str, Sequence[TurnRun]]) -> list[Row]:
+    """What turns found in the cache and what came of it, by arm; then the first arm over the second, run by run."""
+    if not runs:
+        return []
+    rows = [_turn_row(name, several, runs[CACHE]) for name, several in runs.items()]
+    ratios = {
+        figure: paired_ratio([read(run) for run in runs[CACHE]], [read(run) for run in runs[NO_CACHE]]).value
+        for figure, read in TURN_FIGURES.items()
+    }
+    return [*rows, {"section": TURN_SECTION, "gateway": f"{CACHE} / {NO_CACHE}", **ratios}]
+
+
+def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) -> Row:
+    """Shares and counts over all runs of an arm, medians of their figures; its tokens beside the reference's."""
+    turns = [turn for run in runs for turn in run.turns]
+    later = [turn for run in runs for turn in run.later]
+    pairs = [
+        pair
+        for one, two in zip(runs, reference, strict=True)
+        for pair in zip(one.dialogues, two.dialogues, strict=True)
+    ]
+    return {
+        "section": TURN_SECTION,
+        "gateway": name,
+        "dialogues": len(pairs),
+        "with other tokens": sum([turn.tokens for turn in one] != [turn.tokens for turn in two] for one, two in pairs),
+        "prompt tokens a turn": sum(turn.prompt for turn in turns) / len(turns),
+        "share cached": sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns),
+        "turns that found all": sum(turn.cached >= turn.cacheable for turn in later) / len(later),
+        **{figure: median(read(run) for run in runs) for figure, read in TURN_FIGURES.items()},
+    }
+
+
+def turn_goals(runs: Mapping[str, Sequence[TurnRun]]) -> list[Goal]:
+    """How much of what the turn before had left computed was found."""
+    later = [turn for run in runs.get(CACHE, ()) for turn in run.later]
+    if not later:
+        return []
+    share = sum(turn.cached for turn in later) / sum(turn.cacheable for turn in later)
+    name = "share found in the cache of what the turns before had left there"
+    return [Goal(name, CACHED_GOAL, share, share >= CACHED_GOAL)]
 
 
 def goals(contenders: Sequence[Contender], levels: Sequence[Level], held: Held | None) -> list[Goal]:

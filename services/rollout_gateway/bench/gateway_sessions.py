@@ -32,10 +32,10 @@ class Held:
 async def hold_sessions(front: Front, measurement: Measurement, count: int, hold_s: float) -> Held:
     """Open sessions, hold them, then one turn under each key. Raises InternalError when one cannot be opened."""
     process = psutil.Process(front.pid)
-    await _open(front, AT_ONCE, hold_s)  # what the first sessions load is not theirs
+    await open_sessions(front, AT_ONCE, hold_s + MORE_TIMEOUT_S)  # what the first sessions load is not theirs
     await measurement.under_load(front, measurement.order(Level(AT_ONCE), 1.0))
     before = process.memory_info().rss
-    keys = await _open(front, count, hold_s)
+    keys = await open_sessions(front, count, hold_s + MORE_TIMEOUT_S)
     await asyncio.sleep(hold_s)
     opened = process.memory_info().rss
     turns = await measurement.under_load(front, measurement.order(Level(AT_ONCE), 0.0, keys))
@@ -43,14 +43,14 @@ async def hold_sessions(front: Front, measurement: Measurement, count: int, hold
     return Held(count, hold_s, (opened - before) / count / 1024, (used - before) / count / 1024, turns)
 
 
-async def _open(front: Front, count: int, hold_s: float) -> Sequence[str]:
-    """Keys of new sessions."""
+async def open_sessions(front: Front, count: int, timeout_s: float) -> Sequence[str]:
+    """Keys of new sessions that may be silent so long. Raises InternalError when one cannot be opened."""
     numbers = iter(range(count))
     keys: list[str] = []
 
     async def some(client: httpx.AsyncClient) -> None:
         for number in numbers:
-            body = {"task_id": f"bench-{number}", "trainable": False, "timeout_s": hold_s + MORE_TIMEOUT_S}
+            body = {"task_id": f"bench-{number}", "trainable": False, "timeout_s": timeout_s}
             answer = await client.post("/v1/sessions", json=body)
             if answer.status_code != 201:
                 raise InternalError("a session cannot be opened", seen=f"{answer.status_code}: {answer.text[:300]}")

@@ -23,8 +23,9 @@ from rollout_gateway.bench.gateway_connection import contents, unchunked
 from rollout_gateway.bench.gateway_fronts import LITELLM, OURS, Front, litellm_python
 from rollout_gateway.bench.gateway_load import Load, Order, percentile_ms
 from rollout_gateway.bench.gateway_measure import Contender, Level
-from rollout_gateway.bench.gateway_report import added_ms, goals, work_rows
+from rollout_gateway.bench.gateway_report import added_ms, goals, turn_goals, turn_rows, work_rows
 from rollout_gateway.bench.gateway_script import Pace, lengths, paces_s, pieces, texts
+from rollout_gateway.bench.gateway_turns import CACHE, NO_CACHE, Turn, TurnRun
 from rollout_gateway.bench.sglang import demo_folder
 
 PACE = Pace(tokens=24, tokens_per_round=5, round_s=0.0)
@@ -202,6 +203,32 @@ def test_goals_are_medians_over_repeats_of_the_worse_of_first_content_and_end() 
     assert work_rows([ours], [Level(16)])[0]["load generator's core"] == "95% saturated"
 
 
+def turn_run(seconds: float, cached: tuple[int, int], first_s: tuple[float, float], last: int = 7) -> TurnRun:
+    """Two dialogues of two turns; the second turns found `cached` of 120 tokens."""
+    first = Turn(prompt=100, cacheable=0, cached=0, first_s=9.0, tokens=(5, 6))
+    later = [Turn(200, 120, found, at_s, (last,)) for found, at_s in zip(cached, first_s, strict=True)]
+    return TurnRun(seconds, tuple((first, turn) for turn in later))
+
+
+def test_turns_are_compared_run_by_run_and_dialogues_with_other_tokens_counted() -> None:
+    ours = [turn_run(1.0, (120, 0), (0.1, 0.3)), turn_run(2.0, (120, 90), (0.2, 0.2))]
+    theirs = [turn_run(2.0, (0, 0), (0.8, 0.8)), turn_run(4.0, (0, 0), (0.4, 0.4), last=8)]
+    cached, computed, ratio = turn_rows({CACHE: ours, NO_CACHE: theirs})
+    assert (cached["dialogues"], cached["with other tokens"], computed["with other tokens"]) == (4, 0, 2)
+    assert cached["share cached"] == pytest.approx(330 / 1200)
+    assert (cached["turns that found all"], computed["turns that found all"]) == (0.5, 0)
+    assert cached["first token p50 ms"] == pytest.approx(200)
+    assert (cached["tokens/s"], computed["tokens/s"]) == (4.5, 2.25)
+    assert ratio["tokens/s"] == pytest.approx(2)
+    assert ratio["first token p50 ms"] == pytest.approx((0.25 + 0.5) / 2)
+    (goal,) = turn_goals({CACHE: ours, NO_CACHE: theirs})
+    assert (goal.value, goal.met) == (pytest.approx(330 / 480), False)
+
+
+def test_without_turns_there_is_neither_table_nor_goal() -> None:
+    assert (turn_rows({}), turn_goals({})) == ([], [])
+
+
 def options(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
@@ -220,6 +247,11 @@ def options(*words: str) -> argparse.Namespace:
         ["--rate", "-1"],
         ["--round-ms", "-1"],
         ["--sessions", "-1"],
+        ["--turns", "1"],
+        ["--turns", "-1"],
+        ["--turns", "100"],
+        ["--dialogues", "0"],
+        ["--turn-tokens", "127"],
     ],
 )
 async def test_options_that_cannot_work_are_refused_by_name(words: list[str]) -> None:
@@ -231,6 +263,9 @@ async def test_levels_come_in_ascending_order_with_the_open_loop_last() -> None:
     plan = await bench.plan_of(options("--streams", "16,1", "--quick"))
     assert plan.levels == (Level(1), Level(16), Level(rate=20.0))
     assert (plan.repeats, plan.sessions, plan.litellm) == (1, 50, None)
+    assert plan.turns is not None
+    assert (plan.turns.turns, plan.turns.dialogues, plan.turns.repeats) == (6, 2, 1)
+    assert (await bench.plan_of(options("--turns", "0", "--quick"))).turns is None
 
 
 async def test_an_interpreter_without_litellm_is_refused(tmp_path: Path) -> None:
