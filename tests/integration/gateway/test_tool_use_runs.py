@@ -1,0 +1,68 @@
+"""RunTasks of conversations with tools and of code: the built-in environment and rule over real workers and sandboxes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from integration.gateway.conversations import SPEAK, teach
+
+from paceline.v1 import rollout_pb2 as rpb
+from paceline.v1 import trajectory_pb2 as tpb
+
+
+def call(name: str, key: str, value: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {{"{key}": "{value}"}}}}\n</tool_call>'
+
+
+REPLIES = [
+    {"pattern": rf"6 times 7{SPEAK}$", "texts": [call("calculator", "expression", "6 * 7")]},
+    {"pattern": r"\[tool\] 42<eos>\n\[assistant\] $", "texts": ["It is #42"]},
+    {"pattern": rf"sum to ten{SPEAK}$", "texts": [call("python", "code", "print(sum(range(11)))")]},
+    {"pattern": r"\[tool\] 55\s*<eos>\n\[assistant\] $", "texts": ["It is #55"]},
+    {"pattern": r"increment", "texts": ["Here:\n```python\ndef f(x):\n    return x + 1\n```\n"]},
+]
+
+
+async def ran(served: Any, tasks: list[rpb.TaskSpec], environment: str, reward: str) -> dict[str, rpb.SampleFinished]:
+    request = rpb.RunTasksRequest(
+        context=tpb.CommandContext(run_id=served.config.run.id, epoch=1),
+        purpose=tpb.PURPOSE_EVAL,
+        tasks=tasks,
+        samples_per_task=1,
+        sampling=tpb.SamplingParams(temperature=1.0, max_tokens=200),
+        environment=environment,
+        reward=reward,
+    )
+    news = [one async for one in served.stub.RunTasks(request, timeout=60)]
+    return {one.sample.task_id: one.sample for one in news if one.HasField("sample")}
+
+
+async def test_a_task_is_solved_with_the_calculator_and_with_python(
+    serve_gateway: Any, model_dir: Any, script: dict[str, Any]
+) -> None:
+    teach(model_dir, script)
+    script["replies"] = REPLIES
+    script["max_sequence_tokens"] = 4096
+    tasks = [
+        rpb.TaskSpec(task_id="product", prompt="6 times 7", answer="42", group_id="p"),
+        rpb.TaskSpec(task_id="sum", prompt="sum to ten", answer="55", group_id="s", task_index=1),
+    ]
+    async with serve_gateway(engine={"workers": 1}) as served:
+        samples = await ran(served, tasks, "tool_use", "math_answer")
+        codec = served.codec
+    assert {name: sample.reward.value for name, sample in samples.items()} == {"product": 1.0, "sum": 1.0}
+    said = [REPLIES[0]["texts"][0], REPLIES[1]["texts"][0]]
+    assert samples["product"].response_tokens == sum(len(codec.encode_piece(text)) + 1 for text in said)
+
+
+async def test_code_is_scored_by_the_share_of_its_tests(
+    serve_gateway: Any, model_dir: Any, script: dict[str, Any]
+) -> None:
+    teach(model_dir, script)
+    script["replies"] = REPLIES
+    task = rpb.TaskSpec(
+        task_id="f", prompt="increment", group_id="g", metadata={"tests": "assert f(1) == 2\nassert f(1) == 3\n"}
+    )
+    async with serve_gateway(engine={"workers": 1}) as served:
+        samples = await ran(served, [task], "single_turn", "code_tests")
+    assert samples["f"].reward.value == 0.5
