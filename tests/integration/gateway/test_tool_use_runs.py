@@ -1,4 +1,4 @@
-"""RunTasks of conversations with tools and of code: the built-in environment and rule over real workers and sandboxes."""
+"""RunTasks of conversations with tools and of code: built-in environment and rule over real workers and sandboxes."""
 
 from __future__ import annotations
 
