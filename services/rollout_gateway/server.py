@@ -66,6 +66,7 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
             yield port, http_port
         finally:
+            gc.unfreeze()
             gateway.agents.offers.stop()
             http.should_exit = True
             await asyncio.gather(server.stop(STOP_GRACE_S), http_task)
