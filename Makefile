@@ -10,7 +10,7 @@ setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a G
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, proto lint and diff, size budgets
-test: setup ; @$(BIN)/python -m pytest -m "not slow and not gpu and not sglang"  ## every test but the slow ones
+test: setup ; @.ci/test  ## every test but the slow ones
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
 chaos: setup ; @$(BIN)/python -m pytest -m chaos  ## tests that kill processes and connections

@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from rollout_gateway.bench.gateway_report import turn_goals, turn_rows
 from rollout_gateway.bench.gateway_turns import TurnPlan, measure_turns
 
 COMMAND = [sys.executable, "-m", "rollout_gateway.bench", "gateway", "--streams", "1,4", "--tokens", "16"]
 COMMAND += ["--turns", "0"]
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_path: Path) -> None:
