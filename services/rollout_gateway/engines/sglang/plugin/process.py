@@ -39,7 +39,7 @@ _SOMETIMES = {
     Capability.SPECULATION,
     Capability.RELEASE_MEMORY,
 }
-_ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.REJECTED_ROWS}
+_ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.REJECTED_ROWS, Capability.JSON_SCHEMA}
 
 
 class Plugin:
