@@ -19,7 +19,7 @@ from coordinator.peers import Peers
 from coordinator.state import Evaluation, Service, Versions
 from coordinator.work import TaskSource
 from paceline.errors import DeadlineExceeded, InvalidInput, MissingCapability, NotFound, Unavailable
-from paceline.rpc import rpc_errors
+from paceline.rpc import responses, rpc_errors
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
@@ -56,7 +56,7 @@ class Calls:
             self._samples = (command.step, Samples(request))
         samples = self._samples[1]
         with rpc_errors():
-            async for response in self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s):
+            async for response in responses(self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)):
                 match response.WhichOneof("event"):
                     case "sample":
                         samples.add(response.sample)
@@ -96,7 +96,7 @@ class Calls:
         request = self.source.evaluation_request(command.kind, command.step, command.epoch)
         samples = Samples(request)
         with rpc_errors():
-            async for response in self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s):
+            async for response in responses(self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)):
                 match response.WhichOneof("event"):
                     case "sample":
                         samples.add(response.sample)
@@ -119,7 +119,9 @@ class Calls:
         )
         async with asyncio.timeout(command.deadline_s) as until_activated:
             with rpc_errors():
-                async for response in self.peers.drafter.Activate(request, timeout=self.config.step_deadline_s):
+                async for response in responses(
+                    self.peers.drafter.Activate(request, timeout=self.config.step_deadline_s)
+                ):
                     if response.WhichOneof("event") == "activated":
                         until_activated.reschedule(None)
                     self._emit_activation(command.epoch, response)
@@ -169,7 +171,7 @@ class Calls:
         )
         batch: dict[str, Figure] = {}
         with rpc_errors():
-            async for response in self.peers.policy.TrainStep(request, timeout=self.config.step_deadline_s):
+            async for response in responses(self.peers.policy.TrainStep(request, timeout=self.config.step_deadline_s)):
                 match response.WhichOneof("event"):
                     case "batch":
                         batch = {

@@ -15,7 +15,7 @@ from dataclasses import replace
 import redis.asyncio
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
-from paceline.streams import OpenSessions
+from paceline.streams import OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
 from rollout_gateway.background import background, cancel
@@ -26,7 +26,7 @@ from rollout_gateway.planning import Caller
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
 from rollout_gateway.sessions.offers import TaskOffers
 from rollout_gateway.sessions.open_groups import OpenGroups
-from rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions, key_hash
+from rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
 from rollout_gateway.sessions.session import Session
 
 SCORE_GRACE_S = 10.0
@@ -176,7 +176,7 @@ class Agents:
             session.session_id,
             {
                 "session_id": session.session_id,
-                "api_key_hash": key_hash(session.api_key),
+                "api_key_hash": api_key_hash(session.api_key),
                 "trainable": about.trainable,
                 "step": about.step,
                 "task_id": about.task_id,
@@ -190,7 +190,7 @@ class Agents:
 
     async def _refuse_lost(self, api_key: str) -> None:
         """Raises FailedPrecondition for the key of a session that ended with a former gateway."""
-        lost = await self._records.lost(key_hash(api_key))
+        lost = await self._records.lost(api_key_hash(api_key))
         if lost is not None:
             raise Ended(lost["session_id"], State.FAILED, FailReason.INFRA).error()
 

@@ -1,6 +1,6 @@
 """The gateway: requests in, tokens out, finished branches to the ledger. Owns the parts and their order.
 
-Transport is servicer.py's and http.py's; RunTasks is task_runs.py's; which worker answers is the router's.
+Transport is servicer.py's and http/'s, RunTasks runs/', sessions are agents.py's; which worker answers is the router's.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from paceline import errors, telemetry
 from paceline.config import SecurityConfig, TelemetryConfig
 from paceline.errors import PacelineError, StaleEpoch
-from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, rpc_errors
+from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, responses, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import (
     AbortRequest,
@@ -245,6 +245,23 @@ async def test_a_caller_that_goes_away_cancels_the_method(echo: tuple[Echo, grpc
     with pytest.raises(asyncio.CancelledError):
         await task
     await asyncio.wait_for(servicer.cancelled.wait(), 5)
+
+
+async def test_a_reader_cancelled_between_the_calls_start_and_its_first_message_ends_the_call(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
+    _, to = echo
+    call: Any = to.unary_stream(f"/{NAME}/Many")(b"hang", timeout=60)
+
+    async def read() -> None:
+        async for _ in responses(call):
+            raise AssertionError("too late")
+
+    reader = asyncio.ensure_future(read())
+    call._preparation.add_done_callback(lambda started: reader.cancel())  # runs before the reader hears of the start
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    assert call.cancelled()
 
 
 @pytest.mark.parametrize("answer", [call_one, call_gather])

@@ -1,6 +1,6 @@
 """gRPC servers and channels as all services use them. Owns transport, security, errors and fencing, no service."""
 
-from paceline.rpc.channel import channel, wait_healthy, wait_ready
+from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EpochGuard
 from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import is_loopback
@@ -13,6 +13,7 @@ __all__ = [
     "channel",
     "error_from_rpc",
     "is_loopback",
+    "responses",
     "rpc_errors",
     "set_malloc_thresholds",
     "wait_healthy",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from typing import Any
 
@@ -84,6 +84,18 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
         raise Unavailable(f"{address} was not healthy in {deadline_s} s", seen=seen, allowed="SERVING") from error
     finally:
         await peer.close()
+
+
+async def responses(call: Any) -> AsyncGenerator[Any]:
+    """Messages of a call that streams its answer; whoever reads them is the call's life.
+
+    grpc.aio alone lets a call go on whose reader is cancelled between its start and its first message.
+    """
+    try:
+        async for message in call:
+            yield message
+    finally:
+        call.cancel()
 
 
 def _options() -> list[tuple[str, Any]]:

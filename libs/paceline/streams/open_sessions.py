@@ -41,7 +41,7 @@ log = get_logger(__name__)
 
 def api_key_hash(api_key: str) -> str:
     """sha256 of a session's API key, hex: the key itself is never stored."""
-    return hashlib.sha256(api_key.encode()).hexdigest()
+    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 class OpenSessions:

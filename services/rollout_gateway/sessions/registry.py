@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import heapq
 import secrets
 import time
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
+from paceline.streams import api_key_hash
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
 from rollout_gateway.sessions.session import Session, ended_error
@@ -73,7 +73,7 @@ class Sessions:
         if not key:
             self._implicit[session.session_id] = session
             return session
-        self._keys[key_hash(key)] = session.session_id
+        self._keys[api_key_hash(key)] = session.session_id
         entry = (self._deadline(session), session.session_id)
         heapq.heappush(self._deadlines, entry)
         if self._deadlines[0] is entry:
@@ -91,7 +91,7 @@ class Sessions:
 
     def by_key(self, api_key: str) -> Session | None:
         """The session of a key; None for a key nobody knows. Raises FailedPrecondition for an ended one."""
-        hashed = key_hash(api_key)
+        hashed = api_key_hash(api_key)
         if hashed in self._former:
             raise self._former[hashed].error()
         session_id = self._keys.get(hashed)
@@ -99,7 +99,7 @@ class Sessions:
 
     def owner(self, api_key: str) -> str | None:
         """Id of the session that a key was made for, open or ended; None for other keys."""
-        return self._keys.get(key_hash(api_key))
+        return self._keys.get(api_key_hash(api_key))
 
     def by_completion(self, completion_id: str) -> Session:
         """The open session that a completion belongs to. Raises NotFound."""
@@ -143,7 +143,7 @@ class Sessions:
                 del self._conversations[turn.digest]
         if not session.assignment.implicit:
             ended = Ended(session.session_id, session.state, session.fail_reason, session_json(session))
-            self.note_ended(ended, key_hash(session.api_key) if session.api_key else "")
+            self.note_ended(ended, api_key_hash(session.api_key) if session.api_key else "")
 
     def note_ended(self, ended: Ended, hashed_key: str) -> None:
         """Remember how a session ended, also one of a former process."""
@@ -214,8 +214,3 @@ class Sessions:
         _, hashed = self._ended.pop(session_id, (None, ""))
         if hashed and self._keys.get(hashed) == session_id:
             del self._keys[hashed]
-
-
-def key_hash(api_key: str) -> str:
-    """sha256 of a key, hex: what is kept of it."""
-    return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()

@@ -12,6 +12,7 @@ import pytest
 import zmq.asyncio
 from integration.gateway.held_worker import ADDRESS_VARIABLE, LONG_TOKENS
 
+from paceline.rpc import responses
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines import PROCESSES
@@ -77,7 +78,8 @@ async def streamed(served: Any, body: dict[str, Any]) -> None:
 async def by_grpc(served: Any, body: dict[str, Any]) -> None:
     names = ("max_tokens", "ignore_eos", "seed")
     sampling = tpb.SamplingParams(temperature=1.0, **{name: body[name] for name in names})
-    async for _ in served.stub.Generate(rpb.GenerateRequest(text=body["prompt"], sampling=sampling), timeout=60):
+    request = rpb.GenerateRequest(text=body["prompt"], sampling=sampling)
+    async for _ in responses(served.stub.Generate(request, timeout=60)):
         pass
 
 

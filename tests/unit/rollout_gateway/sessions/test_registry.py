@@ -8,11 +8,12 @@ import pytest
 from session_turns import SAMPLING, said, turn
 
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
+from paceline.streams import api_key_hash
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.sessions import registry
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
-from rollout_gateway.sessions.registry import Ended, Sessions, key_hash
+from rollout_gateway.sessions.registry import Ended, Sessions
 from rollout_gateway.sessions.session import Grant, Session
 
 ABOUT = Assignment("run")
@@ -96,7 +97,7 @@ def test_ended_sessions_are_remembered_up_to_a_limit(clock: Clock, monkeypatch: 
 
 def test_sessions_of_a_former_process_are_known_as_ended(clock: Clock) -> None:
     sessions = registered(clock)
-    sessions.note_ended(Ended("old", State.FAILED, FailReason.INFRA), key_hash("sk-pl-old"))
+    sessions.note_ended(Ended("old", State.FAILED, FailReason.INFRA), api_key_hash("sk-pl-old"))
     with pytest.raises(FailedPrecondition, match="failed: infra"):
         sessions.by_key("sk-pl-old")
 
