@@ -1,17 +1,25 @@
-"""Situations and outcomes for tests of bandits: batches whose rows differ in nothing but their request."""
+"""Situations and outcomes for tests of bandits: batches whose rows differ in nothing but their
+request.
+"""
 
 from __future__ import annotations
 
 from rollout_gateway.bandits import Outcome, RowFacts, Situation
 
 
-def batch_of(size: int, *, generated: int = 0, limit: int = 1000, draining: bool = False, first: int = 0) -> Situation:
+def batch_of(
+    size: int, *, generated: int = 0, limit: int = 1000, draining: bool = False, first: int = 0
+) -> Situation:
     """A batch of requests first, first + 1, ..."""
     rows = [RowFacts(first + row, generated, limit) for row in range(size)]
     return Situation(rows, generated + 10, draining)
 
 
-def round_of(arm: str, batch: int, tokens: int, seconds: float, *, explored: bool = False) -> Outcome:
+def round_of(
+    arm: str, batch: int, tokens: int, seconds: float, *, explored: bool = False
+) -> Outcome:
     """A round whose tokens are spread over the rows as evenly as they can be."""
     share, rest = divmod(tokens, batch)
-    return Outcome(arm, batch_of(batch), [share + (row < rest) for row in range(batch)], seconds, explored)
+    return Outcome(
+        arm, batch_of(batch), [share + (row < rest) for row in range(batch)], seconds, explored
+    )

@@ -1,4 +1,6 @@
-"""Tiny tokenizers and chat templates in the styles of known model families, each as a model directory."""
+"""Tiny tokenizers and chat templates in the styles of known model families, each as a model
+directory.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,25 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from rollout_gateway.text import TextCodec
 
 CORPUS = (
-    "system user assistant tool the sum of 12 and 30 is 42, you are a calculator; think before you answer",
+    "system user assistant tool the sum of 12 and 30 is 42, you are a calculator; think before "
+    "you answer",
     '{"name": "add", "arguments": {"a": 12, "b": 30}} {"name": "look", "parameters": {"word": "über 東京"}}',
-    "<tool_call>\n</tool_call> <tool_response>\n</tool_response> <think>\n\n</think> [INST] [/INST] hello world",
+    "<tool_call>\n</tool_call> <tool_response>\n</tool_response> <think>\n\n</think> [INST] "
+    "[/INST] hello world",
 )
 
 PLAIN = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -185,7 +198,9 @@ def metaspace(special: list[str], scheme: str) -> Tokenizer:
 def prepending(special: list[str]) -> Tokenizer:
     """The same with the space put before the text by the normalizer, as in the first Llamas."""
     tokenizer = _unknown_as_bytes(None)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     return _with(tokenizer, special)
 
 
@@ -197,31 +212,44 @@ def _unknown_as_bytes(words: pre_tokenizers.PreTokenizer | None) -> Tokenizer:
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *spelled["vocab"]]
     merges = [tuple(pair) for pair in spelled["merges"]]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
     if words is not None:
         tokenizer.pre_tokenizer = words
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
 
 def _with(tokenizer: Tokenizer, special: list[str]) -> Tokenizer:
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in special]
+    )
     return tokenizer
 
 
 def add_bos(tokenizer: Tokenizer, bos: str) -> None:
     """Every text begins with it."""
     token_id = tokenizer.token_to_id(bos)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, token_id)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, token_id)]
+    )
 
 
 def codec_of(tokenizer: Tokenizer, **settings: str) -> TextCodec:
     """As it is read from a model directory."""
     with tempfile.TemporaryDirectory() as directory:
         tokenizer.save(str(Path(directory) / "tokenizer.json"))
-        (Path(directory) / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        (Path(directory) / "tokenizer_config.json").write_text(
+            json.dumps(settings), encoding="utf-8"
+        )
         return TextCodec(Path(directory))
 
 

@@ -18,7 +18,9 @@ from paceline.local.redis import RedisLauncher, wait_redis
 from paceline.streams import connect
 
 settings.register_profile("fixed", derandomize=True)
-settings.load_profile("fixed")  # a run says the same twice; look for new cases with --hypothesis-profile=default
+settings.load_profile(
+    "fixed"
+)  # a run says the same twice; look for new cases with --hypothesis-profile=default
 
 
 @dataclass
@@ -40,7 +42,9 @@ class RedisServer:
         asyncio.run(wait_redis(self.url, 10.0))
 
     def start_without_waiting(self) -> None:
-        self.process = subprocess.Popen(self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
 
     def kill(self) -> None:
         if self.process is not None:

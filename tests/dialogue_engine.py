@@ -1,4 +1,6 @@
-"""A planner over a codec and an engine that says what a test tells it to; no process, no event loop of its own."""
+"""A planner over a codec and an engine that says what a test tells it to; no process, no event loop
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ from rollout_gateway.text import TextCodec
 
 T = TypeVar("T")
 LONGEST = 1 << 20
-FINISH = {"stop": tpb.FINISH_REASON_STOP, "length": tpb.FINISH_REASON_LENGTH, "error": tpb.FINISH_REASON_ERROR}
+FINISH = {
+    "stop": tpb.FINISH_REASON_STOP,
+    "length": tpb.FINISH_REASON_LENGTH,
+    "error": tpb.FINISH_REASON_ERROR,
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,9 @@ class DialogueEngine:
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         self.seen.append(plan.prompt)
-        request = pb.EngineRequest(request_id=1, prompt_token_ids=plan.prompt, sampling=plan.sampling, stream=stream)
+        request = pb.EngineRequest(
+            request_id=1, prompt_token_ids=plan.prompt, sampling=plan.sampling, stream=stream
+        )
         generation = Generation(request, worker_index=1)
         ids, marks = self.saying.ids, tuple(-float(next(self._marks)) for _ in self.saying.ids)
         if self.saying.finish in ("stop", "length"):
@@ -58,7 +66,9 @@ class DialogueEngine:
         for size in [*self.saying.cuts, len(ids)]:
             end = min(start + size, len(ids))
             span = tpb.VersionSpan(start=start, end=end, policy_version=0)
-            news = pb.TokenChunk(token_ids=ids[start:end], behavior_logprobs=marks[start:end], version_spans=[span])
+            news = pb.TokenChunk(
+                token_ids=ids[start:end], behavior_logprobs=marks[start:end], version_spans=[span]
+            )
             generation.accept(news)
             start = end
         generation.accept(pb.TokenChunk(finish_reason=FINISH[self.saying.finish], error=""))
@@ -83,7 +93,9 @@ class Desk:
         self.config = GatewayConfig.model_validate(settings)
         self.sessions = Sessions(self.config.sessions)
         self.ready = pb.WorkerReady(
-            vocab_size=vocab_size, max_sequence_tokens=LONGEST, capabilities=[str(one) for one in Capability]
+            vocab_size=vocab_size,
+            max_sequence_tokens=LONGEST,
+            capabilities=[str(one) for one in Capability],
         )
         self.planner = Planner(self.config, codec, self.sessions, lambda: self.ready)
         self.engine = DialogueEngine(codec, self.sessions)
@@ -102,7 +114,9 @@ class Desk:
 
 def sampling(**change: Any) -> Callable[[int, int], tpb.SamplingParams]:
     """Trainable unless changed."""
-    return lambda index, room: tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": min(room, 64), **change})
+    return lambda index, room: tpb.SamplingParams(
+        **{"temperature": 1.0, "max_tokens": min(room, 64), **change}
+    )
 
 
 def done(work: Coroutine[Any, Any, T]) -> T:

@@ -20,10 +20,14 @@ Serve = Callable[[str], str]
 """Starts the gateway of an example and gives its address."""
 
 
-def run_example(script: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run_example(
+    script: str, *arguments: str, timeout_s: float = 60.0
+) -> subprocess.CompletedProcess[str]:
     """`python examples/<script> ...` from the repository's root."""
     command = [sys.executable, f"examples/{script}", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
 
 
 @contextmanager

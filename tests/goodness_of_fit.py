@@ -1,4 +1,6 @@
-"""The G-test of observed counts against exact probabilities, and its power against a stated other law."""
+"""The G-test of observed counts against exact probabilities, and its power against a stated other
+law.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class GTest:
 
 
 def g_test(observed: Tensor, probabilities: Tensor) -> GTest:
-    """observed: counts [cells]; probabilities float64 [cells], in all 1; a cell of probability 0 admits no count."""
+    """observed: counts [cells]; probabilities float64 [cells], in all 1; a cell of probability 0
+    admits no count.
+    """
     observed = observed.double()
     count = float(observed.sum())
     if observed[probabilities == 0].any():
@@ -39,7 +43,9 @@ def g_test(observed: Tensor, probabilities: Tensor) -> GTest:
 
 
 def pooled_cells(expected: Tensor) -> Tensor:
-    """Cell number int64 [cells] of each outcome: the rarest share cell 0, every other one has its own."""
+    """Cell number int64 [cells] of each outcome: the rarest share cell 0, every other one has its
+    own.
+    """
     order = expected.argsort()
     ordered = expected[order]
     enough = (ordered.cumsum(0) >= LEAST_EXPECTED) & (ordered.roll(-1) >= LEAST_EXPECTED)
@@ -50,10 +56,12 @@ def pooled_cells(expected: Tensor) -> Tensor:
 
 
 def power(count: int, probabilities: Tensor, other: Tensor, alpha: float) -> float:
-    """Chance that `g_test` of `count` draws from `other` has p < alpha, by the noncentral chi-square.
+    """Chance that `g_test` of `count` draws from `other` has p < alpha, by the noncentral
+    chi-square.
 
-    Its noncentrality is count * sum (other - probabilities)^2 / probabilities over the pooled cells; its law is taken
-    as normal with the same mean and variance, which is close for many cells.
+    Its noncentrality is count * sum (other - probabilities)^2 / probabilities over the pooled
+    cells; its law is taken as normal with the same mean and variance, which is close for many
+    cells.
     """
     cell = pooled_cells(probabilities * count)
     cells = int(cell.max()) + 1

@@ -1,4 +1,6 @@
-"""The documented draw, written again in plain Python and numpy: the oracle of every engine's tokens."""
+"""The documented draw, written again in plain Python and numpy: the oracle of every engine's
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,14 @@ def uniform(seed: int, position: int, token: int, stream: int = 0) -> float:
 
 def gumbel(seed: int, position: int, vocab: int) -> npt.NDArray[np.float64]:
     """Noise of all tokens at one position, [V]."""
-    return np.array([-math.log(-math.log(uniform(seed, position, token))) for token in range(vocab)])
+    return np.array(
+        [-math.log(-math.log(uniform(seed, position, token))) for token in range(vocab)]
+    )
 
 
-def draw(logits: npt.NDArray[np.float32], temperature: float, seed: int, position: int) -> tuple[int, float]:
+def draw(
+    logits: npt.NDArray[np.float32], temperature: float, seed: int, position: int
+) -> tuple[int, float]:
     """(token, behavior log-prob) from logits [V]."""
     scaled = logits.astype(np.float64) / (temperature or 1.0)
     logprobs = scaled - (scaled.max() + math.log(np.exp(scaled - scaled.max()).sum()))

@@ -1,4 +1,6 @@
-"""Tiny random checkpoints of the three families, written by transformers: the oracle of the forward."""
+"""Tiny random checkpoints of the three families, written by transformers: the oracle of the
+forward.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ _LLAMA3 = {
 }
 
 
-def random_model(family: str, seed: int = 0, sharpness: float = 1.0, **shape: object) -> PreTrainedModel:
-    """A random fp32 model; sharpness scales the head, so that draws are peaked like a trained model's."""
+def random_model(
+    family: str, seed: int = 0, sharpness: float = 1.0, **shape: object
+) -> PreTrainedModel:
+    """A random fp32 model; sharpness scales the head, so that draws are peaked like a trained
+    model's.
+    """
     torch.manual_seed(seed)
     shape = {**_SHAPE, **shape}
     match family:

@@ -1,4 +1,6 @@
-"""Where rejected rows stand, read from their stamps by the ring's words alone, and what transformers says there."""
+"""Where rejected rows stand, read from their stamps by the ring's words alone, and what
+transformers says there.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def contexts_of_rows(rows: npt.NDArray[Any], sequence: Sequence[int]) -> list[tu
     return found
 
 
-def contexts_of_batch(parents: Sequence[int], token_ids: Sequence[int], path: Sequence[int]) -> list[tuple[int, ...]]:
+def contexts_of_batch(
+    parents: Sequence[int], token_ids: Sequence[int], path: Sequence[int]
+) -> list[tuple[int, ...]]:
     """Tokens up to each rejected row of a batch whose sequence begins at position 0."""
     rows = len(path) - 1
     found: list[tuple[int, ...]] = []
@@ -36,7 +40,9 @@ def contexts_of_batch(parents: Sequence[int], token_ids: Sequence[int], path: Se
 def last_states(
     model: PreTrainedModel, contexts: Sequence[Sequence[int]], inner: Sequence[int] = ()
 ) -> npt.NDArray[np.float32]:
-    """[n, W]: transformers' states at the last token of each: those that enter `inner`, then after the final norm."""
+    """[n, W]: transformers' states at the last token of each: those that enter `inner`, then after
+    the final norm.
+    """
     width = max(len(one) for one in contexts)
     padded = torch.tensor([[*one, *[0] * (width - len(one))] for one in contexts])
     with torch.inference_mode():

@@ -1,4 +1,6 @@
-"""A worker process behind the Engine contract, so that the contract suite drives engines of another process too."""
+"""A worker process behind the Engine contract, so that the contract suite drives engines of another
+process too.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,19 @@ _FINISH = {value: name for name, value in wire.FINISH.items()}
 _MODES = {mode: value for value, mode in wire.PAUSE_MODES.items()}
 _TAGS = {tag: value for value, tag in wire.MEMORY_TAGS.items()}
 _TARGETS = {target: value for value, target in wire.TARGETS.items()}
-_KINDS = {kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "reason")}
+_KINDS = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and hasattr(kind, "reason")
+}
 
 
 class WorkerClient:
     """One worker process: started, asked, stopped."""
 
-    def __init__(self, kind: str, engine: dict[str, Any], folder: Path, row_bytes: int, ready_s: float = 120) -> None:
+    def __init__(
+        self, kind: str, engine: dict[str, Any], folder: Path, row_bytes: int, ready_s: float = 120
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.ring = RowRing.create(folder / "ring", 1 << 14, row_bytes)
         spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(folder / "ring"), engine=engine)
@@ -67,7 +75,10 @@ class WorkerClient:
         }
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", PROCESSES.get(kind, WORKER)], env=environment, stdout=log, stderr=log
+                [sys.executable, "-m", PROCESSES.get(kind, WORKER)],
+                env=environment,
+                stdout=log,
+                stderr=log,
             )
         self._numbers = 0
         self.engines = 0  # RemoteEngines so far
@@ -86,7 +97,9 @@ class WorkerClient:
         until = time.monotonic() + deadline_s
         while not self._socket.poll(200):
             if self.process.poll() is not None:
-                raise RuntimeError(f"the worker ended with {self.process.returncode}:\n{self.log()}")
+                raise RuntimeError(
+                    f"the worker ended with {self.process.returncode}:\n{self.log()}"
+                )
             if time.monotonic() > until:
                 raise TimeoutError(f"no event in {deadline_s} s:\n{self.log()}")
         return pb.WorkerEvent.FromString(self._socket.recv())
@@ -106,7 +119,10 @@ class WorkerClient:
         self._socket.send(pb.WorkerCommand(**command).SerializeToString())
 
     def ask(self, deadline_s: float = 60, **command: Any) -> pb.WorkerEvent:
-        """A command and its answer; tokens that come meanwhile are kept. Raises what the worker says."""
+        """A command and its answer; tokens that come meanwhile are kept.
+
+        Raises what the worker says.
+        """
         self._numbers += 1
         self._socket.send(pb.WorkerCommand(command_id=self._numbers, **command).SerializeToString())
         while True:
@@ -149,7 +165,9 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         speculation=wire.stats_from(message.speculation),
         cached_prompt_tokens=message.cached_prompt_tokens,
         smallest_gap=message.smallest_gap,
-        top_logprobs=tuple(tuple(zip(one.token_ids, one.logprobs, strict=True)) for one in message.top_logprobs),
+        top_logprobs=tuple(
+            tuple(zip(one.token_ids, one.logprobs, strict=True)) for one in message.top_logprobs
+        ),
         time_to_first_token_s=message.time_to_first_token_s,
         matched_stop=message.matched_stop,
     )
@@ -162,13 +180,23 @@ class _Shifted:
         self._sink, self._first = sink, first
 
     def write(
-        self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any, parents: Any = None
+        self,
+        request_ids: Any,
+        positions: Any,
+        token_ids: Any,
+        policy_version: int,
+        hidden: Any,
+        parents: Any = None,
     ) -> int:
-        return self._sink.write(request_ids - self._first, positions, token_ids, policy_version, hidden, parents)
+        return self._sink.write(
+            request_ids - self._first, positions, token_ids, policy_version, hidden, parents
+        )
 
 
 class RemoteEngine:
-    """Engine over a WorkerClient that outlives it: a new one starts from the first weights and an empty engine."""
+    """Engine over a WorkerClient that outlives it: a new one starts from the first weights and an
+    empty engine.
+    """
 
     def __init__(self, client: WorkerClient, weights: Path, sink: RowSink | None) -> None:
         self._client = client
@@ -184,10 +212,16 @@ class RemoteEngine:
         client.ask(set_speculation=pb.SetSpeculation())
         client.ask(set_capture=pb.SetCapture(enabled=True))
         if health.versions.policy:
-            client.ask(prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_POLICY, version=0, path=str(weights)))
+            client.ask(
+                prepare_weights=pb.PrepareWeights(
+                    target=pb.WEIGHT_TARGET_POLICY, version=0, path=str(weights)
+                )
+            )
             self._base += 1
             restored = tpb.VersionSet(seq=self._base, policy=0, drafter=health.versions.drafter)
-            client.ask(commit_weights=pb.CommitWeights(versions=restored, mode=pb.PAUSE_MODE_RETRACT))
+            client.ask(
+                commit_weights=pb.CommitWeights(versions=restored, mode=pb.PAUSE_MODE_RETRACT)
+            )
         self._refresh()
         self._settled = self._health
         client.chunks.clear()
@@ -217,7 +251,9 @@ class RemoteEngine:
 
     def enqueue(self, request: Request) -> None:
         number = self._first + request.request_id
-        self._client.send(enqueue=pb.EnqueueRequests(requests=[request_to(replace(request, request_id=number))]))
+        self._client.send(
+            enqueue=pb.EnqueueRequests(requests=[request_to(replace(request, request_id=number))])
+        )
         self._refresh()
         self._refresh()  # chunks leave with the round after the command
         for chunk in self._client.chunks:
@@ -249,7 +285,11 @@ class RemoteEngine:
         return not self._paused and bool(self._live)
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
-        self._client.send(abort=pb.AbortRequests(request_ids=[self._first + one for one in sorted(request_ids or ())]))
+        self._client.send(
+            abort=pb.AbortRequests(
+                request_ids=[self._first + one for one in sorted(request_ids or ())]
+            )
+        )
         self._refresh()
         return self._ended()
 
@@ -268,10 +308,16 @@ class RemoteEngine:
         self._paused = False
 
     def prepare_weights(self, target: Target, version: int, path: Path) -> None:
-        self._client.ask(prepare_weights=pb.PrepareWeights(target=_TARGETS[target], version=version, path=str(path)))
+        self._client.ask(
+            prepare_weights=pb.PrepareWeights(
+                target=_TARGETS[target], version=version, path=str(path)
+            )
+        )
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        shifted = tpb.VersionSet(seq=self._base + versions.seq, policy=versions.policy, drafter=versions.drafter)
+        shifted = tpb.VersionSet(
+            seq=self._base + versions.seq, policy=versions.policy, drafter=versions.drafter
+        )
         self._client.ask(commit_weights=pb.CommitWeights(versions=shifted, mode=_MODES[mode]))
         return self._ended() if mode is PauseMode.ABORT else []
 
@@ -283,7 +329,9 @@ class RemoteEngine:
 
     def merge_evidence(self, evidence: Evidence) -> None:
         self._refresh()
-        message = pb.MergeEvidence(versions=self._health.versions, evidence=wire.evidence_to(evidence))
+        message = pb.MergeEvidence(
+            versions=self._health.versions, evidence=wire.evidence_to(evidence)
+        )
         self._client.send(merge_evidence=message)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -48,7 +48,11 @@ def session(name: str = "s", about: Assignment | None = None, **limits: float) -
 
 
 def said(
-    where: Session, parent: Turn | None, prompt: Sequence[int] = (1,), response: Sequence[int] = (2,), name: str = ""
+    where: Session,
+    parent: Turn | None,
+    prompt: Sequence[int] = (1,),
+    response: Sequence[int] = (2,),
+    name: str = "",
 ) -> Turn:
     """A generation of a session from its beginning to its end."""
     where.begin(SAMPLING, len(prompt))

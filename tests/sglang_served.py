@@ -39,43 +39,69 @@ class Kept:
     twice: int = 0
 
     def write(
-        self, request_ids: Any, positions: Any, token_ids: Any, policy_version: int, hidden: Any, parents: Any = None
+        self,
+        request_ids: Any,
+        positions: Any,
+        token_ids: Any,
+        policy_version: int,
+        hidden: Any,
+        parents: Any = None,
     ) -> int:
-        for number, position, token, row in zip(request_ids, positions, token_ids, hidden, strict=True):
+        for number, position, token, row in zip(
+            request_ids, positions, token_ids, hidden, strict=True
+        ):
             mine = self.rows.setdefault(int(number), {})
             self.twice += int(position) in mine
             mine[int(position)] = (int(token), policy_version, row.tobytes())
         return len(request_ids)
 
     def of(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Rows 0 .. T - 2 of a request's T tokens, fp32 [T - 1, width]; none may be absent or of another token."""
+        """Rows 0 ..
+
+        T - 2 of a request's T tokens, fp32 [T - 1, width]; none may be absent or of another token.
+        """
         mine = self.rows[number]
         assert sorted(mine) == list(range(len(tokens) - 1))
         assert [mine[i][0] for i in range(len(tokens) - 1)] == list(tokens[:-1])
-        return torch.from_numpy(np.stack([np.frombuffer(mine[i][2], dtype=np.float32) for i in range(len(tokens) - 1)]))
+        return torch.from_numpy(
+            np.stack([np.frombuffer(mine[i][2], dtype=np.float32) for i in range(len(tokens) - 1)])
+        )
 
 
 class Served:
     """One SGLang with numbered requests."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        settings = {"dtype": "float32", "features_dtype": "float32", "device": "cpu", "max_batch": 8, **settings}
+        settings = {
+            "dtype": "float32",
+            "features_dtype": "float32",
+            "device": "cpu",
+            "max_batch": 8,
+            **settings,
+        }
         spec = SGLangSpec(**settings)
-        self.client = WorkerClient("sglang", spec.model_dump(mode="json"), folder, 4 * row_layout(spec).width)
+        self.client = WorkerClient(
+            "sglang", spec.model_dump(mode="json"), folder, 4 * row_layout(spec).width
+        )
         self.kept = self.client.rows = Kept()
         self.spec = spec
         self._numbers = 0
         self._done: dict[int, list[Chunk]] = {}
 
     def send(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[int]:
-        """Queue requests; returns their numbers. `arm`, `capture` and `stream` are the request's, the rest sampling."""
+        """Queue requests; returns their numbers.
+
+        `arm`, `capture` and `stream` are the request's, the rest sampling.
+        """
         outer = {"forced_arm": options.pop("arm", ""), "capture": options.pop("capture", True)}
         outer["stream"] = options.pop("stream", False)
         first, self._numbers = self._numbers, self._numbers + len(prompts)
         sampling = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **options}
         seeds = sampling.pop("seeds", [7 + i for i in range(len(prompts))])
         messages = [
-            request_to(Request(first + i, tuple(prompt), Sampling(seed=seeds[i], **sampling), **outer))
+            request_to(
+                Request(first + i, tuple(prompt), Sampling(seed=seeds[i], **sampling), **outer)
+            )
             for i, prompt in enumerate(prompts)
         ]
         self.client.send(enqueue=pb.EnqueueRequests(requests=messages))
@@ -83,9 +109,13 @@ class Served:
 
     def wait(self, numbers: Sequence[int]) -> list[list[Chunk]]:
         """All chunks of the requests, once they have ended."""
-        while not all(any(chunk.finish for chunk in self._done.get(number, [])) for number in numbers):
+        while not all(
+            any(chunk.finish for chunk in self._done.get(number, [])) for number in numbers
+        ):
             self.collect()
-            if not all(any(chunk.finish for chunk in self._done.get(number, [])) for number in numbers):
+            if not all(
+                any(chunk.finish for chunk in self._done.get(number, [])) for number in numbers
+            ):
                 self.client.wait()
         return [self._done[number] for number in numbers]
 
@@ -113,21 +143,30 @@ def said(chunks: Sequence[Chunk]) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def stock(engine: dict[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
-    """What the unpatched SGLang with these arguments answers greedily; see sglang/stock_engine.py."""
+def stock(
+    engine: dict[str, Any], prompts: Sequence[Sequence[int]], new_tokens: int
+) -> dict[str, Any]:
+    """What the unpatched SGLang with these arguments answers greedily; see
+    sglang/stock_engine.py.
+    """
     task = {"engine": {"port": free_port(), **engine}, "prompts": prompts, "new_tokens": new_tokens}
     environment = {
         **os.environ,
         "SGLANG_USE_CPU_ENGINE": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles one small function of its tree drafting, which takes seconds
+        # SGLang compiles one small function of its tree drafting, which takes seconds
+        "TORCHDYNAMO_DISABLE": "1",
         "PYTHONPATH": str(CPU_KERNELS),
     }
     done = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "sglang" / "stock_engine.py")],
-        input=json.dumps(task), env=environment, capture_output=True, text=True, timeout=170,
-    )  # fmt: skip
+        input=json.dumps(task),
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
@@ -155,8 +194,12 @@ def hidden(model: PreTrainedModel, tokens: Sequence[int], layers: str = "last") 
     return torch.cat([states[name][0, :-1] for name in names], dim=-1)
 
 
-def save_eagle3(directory: Path, hidden_size: int, vocab: int, draft_vocab: int, seed: int = 5) -> None:
-    """A random EAGLE-3 checkpoint in the published format: one wide layer, own head over every third token."""
+def save_eagle3(
+    directory: Path, hidden_size: int, vocab: int, draft_vocab: int, seed: int = 5
+) -> None:
+    """A random EAGLE-3 checkpoint in the published format: one wide layer, own head over every
+    third token.
+    """
     torch.manual_seed(seed)
     heads, kv_heads = 4, 2
     dim, inner = hidden_size // heads, 2 * hidden_size
@@ -176,7 +219,8 @@ def save_eagle3(directory: Path, hidden_size: int, vocab: int, draft_vocab: int,
         "lm_head.weight": (draft_vocab, hidden_size),
     }
     tensors = {
-        name: torch.randn(shape) * 0.2 if len(shape) > 1 else torch.ones(shape) for name, shape in shapes.items()
+        name: torch.randn(shape) * 0.2 if len(shape) > 1 else torch.ones(shape)
+        for name, shape in shapes.items()
     }
     kept = torch.arange(draft_vocab) * (vocab // draft_vocab)
     tensors["d2t"] = kept - torch.arange(draft_vocab)
@@ -221,7 +265,10 @@ def exact_pairs(
 
 
 def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int], float]) -> float:
-    """p-value of Pearson's test; cells expected fewer than five times are pooled. Fails on a pair that cannot be."""
+    """p-value of Pearson's test; cells expected fewer than five times are pooled.
+
+    Fails on a pair that cannot be.
+    """
     from scipy.stats import chisquare  # comes with SGLang
 
     assert set(counts) <= set(exact)
@@ -240,11 +287,17 @@ def chi_square_p(counts: dict[tuple[int, int], int], exact: dict[tuple[int, int]
     return float(chisquare(observed, expected).pvalue)
 
 
-def pair_counts(served: Served, prompt: Sequence[int], samples: int, **options: Any) -> dict[tuple[int, int], int]:
-    """How often each pair of first two tokens is drawn, every other request being greedy in the same batch."""
+def pair_counts(
+    served: Served, prompt: Sequence[int], samples: int, **options: Any
+) -> dict[tuple[int, int], int]:
+    """How often each pair of first two tokens is drawn, every other request being greedy in the
+    same batch.
+    """
     seeds = list(range(1000, 1000 + samples))
     numbers = served.send([prompt] * samples, seeds=seeds, max_tokens=3, capture=False, **options)
-    company = served.send([prompt] * (samples // 8), max_tokens=3, capture=False, arm=options.get("arm", ""))
+    company = served.send(
+        [prompt] * (samples // 8), max_tokens=3, capture=False, arm=options.get("arm", "")
+    )
     pairs = Counter(tuple(said(chunks)[:2]) for chunks in served.wait(numbers))
     assert len({tuple(said(chunks)) for chunks in served.wait(company)}) == 1
     return dict(pairs)

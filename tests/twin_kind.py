@@ -1,4 +1,6 @@
-"""Trained kinds of a user's own, by import path: EAGLE's network under other names; one reads an inner state."""
+"""Trained kinds of a user's own, by import path: EAGLE's network under other names; one reads an
+inner state.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ from torch import Tensor
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig
-from paceline.speculators import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorKind, SpeculatorSetup
+from paceline.speculators import (
+    CaptureSpec,
+    DraftBatch,
+    Drafts,
+    DraftShape,
+    SpeculatorKind,
+    SpeculatorSetup,
+)
 from paceline.speculators.eagle import EagleNet
 from paceline.speculators.eagle_checkpoint import ARCHITECTURES
 from paceline.speculators.eagle_drafter import EagleDrafter
@@ -24,7 +33,9 @@ class TwinNet(EagleNet):
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
         """See DraftNet.parse."""
-        return super().parse({**raw, "architectures": [ARCHITECTURES[target.family]]}, target, options)
+        return super().parse(
+            {**raw, "architectures": [ARCHITECTURES[target.family]]}, target, options
+        )
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
@@ -46,7 +57,9 @@ class TwinDrafter(EagleDrafter):
 
 
 class DeepDrafter(TwinDrafter):
-    """Asks for the input of layer 1 and notes the states it is given, [n - 1, W] with their tokens [n]."""
+    """Asks for the input of layer 1 and notes the states it is given, [n - 1, W] with their tokens
+    [n].
+    """
 
     name = "deep"
     net = DeepNet
@@ -61,7 +74,9 @@ class DeepDrafter(TwinDrafter):
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """See Speculator.propose."""
         for slot, n in zip(batch.slots, batch.lengths, strict=True):
-            self.noted.append((batch.hidden[slot, : n - 1].clone(), batch.token_ids[slot, :n].clone()))
+            self.noted.append(
+                (batch.hidden[slot, : n - 1].clone(), batch.token_ids[slot, :n].clone())
+            )
         return super().propose(batch, shape)
 
 

@@ -1,6 +1,8 @@
-"""Evaluates the tasks of a JSONL file through the gateway, n samples each, and compares the figures with expected ones.
+"""Evaluates the tasks of a JSONL file through the gateway, n samples each, and compares the figures
+with expected ones.
 
-Prints a table and exits with 1 when a figure is another one. See README.md for how to start the gateway.
+Prints a table and exits with 1 when a figure is another one. See README.md for how to start the
+gateway.
 """
 
 from __future__ import annotations
@@ -22,17 +24,29 @@ HERE = Path(__file__).parent
 TOLERANCE = 5e-4
 
 
-async def right_samples(client: openai.AsyncOpenAI, model: str, task: Mapping[str, str], n: int) -> list[bool]:
-    """Which of n samples are right: the last number of the answer is the task's. Sample i draws with seed i."""
+async def right_samples(
+    client: openai.AsyncOpenAI, model: str, task: Mapping[str, str], n: int
+) -> list[bool]:
+    """Which of n samples are right: the last number of the answer is the task's.
+
+    Sample i draws with seed i.
+    """
     completion = await client.chat.completions.create(
-        model=model, messages=[{"role": "user", "content": task["prompt"]}], n=n, seed=0, temperature=1, max_tokens=64
+        model=model,
+        messages=[{"role": "user", "content": task["prompt"]}],
+        n=n,
+        seed=0,
+        temperature=1,
+        max_tokens=64,
     )
     texts = [choice.message.content or "" for choice in completion.choices]
     return [(re.findall(r"-?\d+", text) or [""])[-1] == task["answer"] for text in texts]
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold a right one (Chen et al., 2021)."""
+    """Chance that k of n samples, drawn without replacement, hold a right one (Chen et al.,
+    2021).
+    """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -44,11 +58,17 @@ def figures(rights: Sequence[Sequence[bool]], n: int) -> dict[str, float]:
     return found
 
 
-def show(tasks: Sequence[Mapping[str, str]], rights: Sequence[Sequence[bool]], found: Mapping[str, float]) -> None:
+def show(
+    tasks: Sequence[Mapping[str, str]], rights: Sequence[Sequence[bool]], found: Mapping[str, float]
+) -> None:
     """A row for each task, and the figures."""
     table = Table("task", "right", "samples")
     for task, one in zip(tasks, rights, strict=True):
-        table.add_row(task["task_id"], f"{sum(one)}/{len(one)}", " ".join("+" if right else "-" for right in one))
+        table.add_row(
+            task["task_id"],
+            f"{sum(one)}/{len(one)}",
+            " ".join("+" if right else "-" for right in one),
+        )
     table.add_section()
     for name, value in found.items():
         table.add_row(name, f"{value:.4f}")
@@ -57,7 +77,11 @@ def show(tasks: Sequence[Mapping[str, str]], rights: Sequence[Sequence[bool]], f
 
 async def evaluate(options: argparse.Namespace) -> dict[str, float]:
     """Ask for all tasks, at most `parallel` at once."""
-    tasks = [json.loads(line) for line in options.tasks.read_text(encoding="utf-8").splitlines() if line.strip()]
+    tasks = [
+        json.loads(line)
+        for line in options.tasks.read_text(encoding="utf-8").splitlines()
+        if line.strip()
+    ]
     places = asyncio.Semaphore(options.parallel)
     async with openai.AsyncOpenAI(base_url=f"{options.url}/v1", api_key=options.token) as client:
         model = (await client.models.list()).data[0].id
@@ -88,9 +112,13 @@ def main() -> int:
     parser.add_argument("--tasks", type=Path, default=HERE / "tasks.jsonl")
     parser.add_argument("--n", type=int, default=4, help="samples of a task")
     parser.add_argument("--parallel", type=int, default=16, help="tasks at once")
-    parser.add_argument("--expected", type=Path, default=HERE / "expected.json", help="figures by name")
+    parser.add_argument(
+        "--expected", type=Path, default=HERE / "expected.json", help="figures by name"
+    )
     options = parser.parse_args()
-    wrong = mismatches(asyncio.run(evaluate(options)), json.loads(options.expected.read_text(encoding="utf-8")))
+    wrong = mismatches(
+        asyncio.run(evaluate(options)), json.loads(options.expected.read_text(encoding="utf-8"))
+    )
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -1,9 +1,11 @@
-"""Measures a demo checkpoint on the fixed held-out prompts: accuracy, the share of each style, response lengths.
+"""Measures a demo checkpoint on the fixed held-out prompts: accuracy, the share of each style,
+response lengths.
 
-Samples with transformers and a key-value cache, in fp32, all prompts as one batch that shrinks as responses end.
-Independent of the services on purpose: it is the yardstick for what they train.
+Samples with transformers and a key-value cache, in fp32, all prompts as one batch that shrinks as
+responses end. Independent of the services on purpose: it is the yardstick for what they train.
 
-Usage: python evaluate_policy.py [--model DIR] [--tasks FILE] [--temperature 1.0] [--seed 0] [--json]
+Usage: python evaluate_policy.py [--model DIR] [--tasks FILE] [--temperature 1.0] [--seed 0]
+[--json]
 """
 
 from __future__ import annotations
@@ -52,14 +54,18 @@ def sample(
     """
     encoded = [tokenizer.encode(text).ids for text in prompts]
     if len({len(ids) for ids in encoded}) != 1:
-        raise ValueError(f"prompts must be of one length; saw {sorted({len(ids) for ids in encoded})} tokens")
+        raise ValueError(
+            f"prompts must be of one length; saw {sorted({len(ids) for ids in encoded})} tokens"
+        )
     eos = tokenizer.token_to_id("<eos>")
     generator = torch.Generator().manual_seed(seed)
     rows = torch.arange(len(encoded))
     inputs, cache = torch.tensor(encoded), DynamicCache(config=model.config)
     drawn: list[list[int]] = [[] for _ in encoded]
     for _ in range(max_new_tokens):
-        logits = model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        logits = (
+            model(input_ids=inputs, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        )
         # Noise for every prompt, alive or not: a row's draw does not depend on when others ended.
         noise = -torch.empty(len(encoded), logits.shape[-1]).exponential_(generator=generator).log()
         chosen = (logits / temperature + noise[rows] if temperature > 0 else logits).argmax(-1)
@@ -80,7 +86,9 @@ def is_right(task: Task, response: Response) -> bool:
 
 
 def summarise(tasks: Sequence[Task], responses: Sequence[Response]) -> dict[str, float]:
-    """Accuracy, style shares and accuracies, and the response length in tokens: median, 90th percentile, maximum."""
+    """Accuracy, style shares and accuracies, and the response length in tokens: median, 90th
+    percentile, maximum.
+    """
     right = [is_right(task, response) for task, response in zip(tasks, responses, strict=True)]
     lengths = sorted(len(response.token_ids) for response in responses)
     figures = {
@@ -92,7 +100,11 @@ def summarise(tasks: Sequence[Task], responses: Sequence[Response]) -> dict[str,
         "length_mean": sum(lengths) / len(lengths),
     }
     for style in gcd_chain.STYLES:
-        hits = [ok for ok, r in zip(right, responses, strict=True) if gcd_chain.style_of(r.text) == style]
+        hits = [
+            ok
+            for ok, r in zip(right, responses, strict=True)
+            if gcd_chain.style_of(r.text) == style
+        ]
         figures[f"share_{style}"] = len(hits) / len(right)
         figures[f"accuracy_{style}"] = sum(hits) / max(1, len(hits))
     return {name: round(value, 4) for name, value in figures.items()}
@@ -103,16 +115,26 @@ def evaluate(model_dir: Path, tasks_file: Path, seed: int, temperature: float) -
     model = LlamaForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     tasks = read_tasks(tasks_file)
-    return summarise(tasks, sample(model, tokenizer, [task.prompt for task in tasks], seed, temperature))
+    return summarise(
+        tasks, sample(model, tokenizer, [task.prompt for task in tasks], seed, temperature)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a demo checkpoint on the held-out prompts.")
-    parser.add_argument("--model", type=Path, default=HERE / "policy_start", help="checkpoint folder")
-    parser.add_argument("--tasks", type=Path, default=HERE / "tasks_heldout.jsonl", help="JSONL of tasks")
+    parser = argparse.ArgumentParser(
+        description="Measure a demo checkpoint on the held-out prompts."
+    )
+    parser.add_argument(
+        "--model", type=Path, default=HERE / "policy_start", help="checkpoint folder"
+    )
+    parser.add_argument(
+        "--tasks", type=Path, default=HERE / "tasks_heldout.jsonl", help="JSONL of tasks"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0, help="seed of the noise")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of lines"
+    )
     options = parser.parse_args()
     began = time.perf_counter()
     figures = evaluate(options.model, options.tasks, options.seed, options.temperature)

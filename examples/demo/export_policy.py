@@ -14,24 +14,38 @@ import torch
 from safetensors.torch import load_file, save_file
 
 HERE = Path(__file__).parent
-COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def newest_checkpoint(run: Path) -> Path:
     """The checkpoint with the highest policy version; FileNotFoundError when the run has none."""
-    found = sorted(run.glob("checkpoints/policy/step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    found = sorted(
+        run.glob("checkpoints/policy/step-*"), key=lambda path: int(path.name.removeprefix("step-"))
+    )
     if not found:
-        raise FileNotFoundError(f"no checkpoints/policy/step-* in {run}; is it the directory of a demo run?")
+        raise FileNotFoundError(
+            f"no checkpoints/policy/step-* in {run}; is it the directory of a demo run?"
+        )
     return found[-1]
 
 
 def export(checkpoint: Path, out: Path) -> None:
     """Writes weights in bf16, config and tokenizer."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+    tensors = {
+        name: tensor.to(torch.bfloat16)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((checkpoint / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}, indent=2, sort_keys=True) + "\n")
+    (out / "config.json").write_text(
+        json.dumps({**config, "dtype": "bfloat16"}, indent=2, sort_keys=True) + "\n"
+    )
     for name in COPIED:
         if (checkpoint / name).is_file():
             shutil.copyfile(checkpoint / name, out / name)

@@ -1,10 +1,12 @@
-"""Trains a drafter on the start policy alone, offline: the frozen drafter that a co-trained one is compared with.
+"""Trains a drafter on the start policy alone, offline: the frozen drafter that a co-trained one is
+compared with.
 
-Rollouts come from the embedded engine, their hidden states are captured as in a run, and the drafter trainer's own
-learner takes exactly `--steps` optimiser steps over about `--tokens` positions in all. `drafter_trained/` is made
-from `policy_start/` by this script's defaults.
+Rollouts come from the embedded engine, their hidden states are captured as in a run, and the
+drafter trainer's own learner takes exactly `--steps` optimiser steps over about `--tokens`
+positions in all. `drafter_trained/` is made from `policy_start/` by this script's defaults.
 
-Usage: python make_drafter.py [--steps N] [--tokens N] [--model DIR] [--out DIR] [--seed 0] [--rollouts 4096]
+Usage: python make_drafter.py [--steps N] [--tokens N] [--model DIR] [--out DIR] [--seed 0]
+[--rollouts 4096]
        [--tasks FILE] [--heldout FILE]
 """
 
@@ -57,7 +59,9 @@ class Rows:
         parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
         """Keeps every row."""
-        for request_id, position, row in zip(request_ids.tolist(), positions.tolist(), hidden, strict=True):
+        for request_id, position, row in zip(
+            request_ids.tolist(), positions.tolist(), hidden, strict=True
+        ):
             self._parts.setdefault(request_id, []).append((position, row.copy()))
         return len(request_ids)
 
@@ -83,9 +87,13 @@ def roll_out(
     for task in tasks:
         prompt = tuple(tokenizer.encode(task.prompt).ids)
         for sample in range(siblings):
-            sampling = Sampling(seed=request_seed(seed, step, task.task_id, sample), max_tokens=MAX_TOKENS)
+            sampling = Sampling(
+                seed=request_seed(seed, step, task.task_id, sample), max_tokens=MAX_TOKENS
+            )
             number = len(requests) + 1
-            requests[number] = Request(number, prompt, sampling, capture=arm == "off", forced_arm=arm)
+            requests[number] = Request(
+                number, prompt, sampling, capture=arm == "off", forced_arm=arm
+            )
             engine.enqueue(requests[number])
     done: dict[int, tuple[Request, Chunk]] = {}
     while engine.has_work:
@@ -99,9 +107,13 @@ def collect(options: argparse.Namespace, tokenizer: Tokenizer, buffer: FeatureBu
     """Fills the buffer with `--rollouts` samples of the start policy."""
     rows = Rows()
     spec = EmbeddedSpec(
-        model_dir=str(options.model), drafter="off", threads=torch.get_num_threads(), max_batch=128,
-        max_sequence_tokens=256, features_dtype="float32",
-    )  # fmt: skip
+        model_dir=str(options.model),
+        drafter="off",
+        threads=torch.get_num_threads(),
+        max_batch=128,
+        max_sequence_tokens=256,
+        features_dtype="float32",
+    )
     engine = build_embedded(spec, rows)
     head = load_policy_head(options.model, 0).hash
     cursor = TaskCursor(read_tasks(options.tasks), options.seed)
@@ -114,7 +126,11 @@ def collect(options: argparse.Namespace, tokenizer: Tokenizer, buffer: FeatureBu
             generated = torch.arange(len(tokens)) >= len(request.prompt)
             if len(hidden) >= 2:
                 session = f"{step}-{request_id}"
-                buffer.add(FeatureSample(session, step, 0, head, hidden, tokens, generated, hidden.shape[1]))
+                buffer.add(
+                    FeatureSample(
+                        session, step, 0, head, hidden, tokens, generated, hidden.shape[1]
+                    )
+                )
         step += 1
     engine.close()
 
@@ -132,16 +148,24 @@ def train(options: argparse.Namespace, buffer: FeatureBuffer) -> DrafterLearner:
         samples = buffer.draw(max(32, round(left / 0.8)), recency=1.0, known={head.hash})
         result = learner.micro_step(pack(samples, window=config.buffer.window), head)
         if result.stepped and learner.total_steps % 50 == 0:
-            print(f"step {learner.total_steps}: loss {result.loss:.4f}, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"step {learner.total_steps}: loss {result.loss:.4f}, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     return learner
 
 
 def probe(options: argparse.Namespace, tokenizer: Tokenizer) -> float:
     """Acceptance length on fixed held-out prompts of the start policy, bonus token included."""
     spec = EmbeddedSpec(
-        model_dir=str(options.model), drafter=str(options.out), threads=torch.get_num_threads(), max_batch=PROBES,
-        max_sequence_tokens=256, arms=("off", PROBE_ARM),
-    )  # fmt: skip
+        model_dir=str(options.model),
+        drafter=str(options.out),
+        threads=torch.get_num_threads(),
+        max_batch=PROBES,
+        max_sequence_tokens=256,
+        arms=("off", PROBE_ARM),
+    )
     engine = build_embedded(spec)
     tasks = read_tasks(options.heldout)[:PROBES]
     done = roll_out(engine, tokenizer, tasks, 1, seed=PROBE_SEED, step=0, arm=PROBE_ARM)
@@ -155,8 +179,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=900, help="optimiser steps")
     parser.add_argument("--tokens", type=int, default=200_000, help="positions trained on, in all")
     parser.add_argument("--model", type=Path, default=HERE / "policy_start")
-    parser.add_argument("--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="prompts of the rollouts")
-    parser.add_argument("--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="prompts of the probe")
+    parser.add_argument(
+        "--tasks", type=Path, default=HERE / "tasks_train.jsonl", help="prompts of the rollouts"
+    )
+    parser.add_argument(
+        "--heldout", type=Path, default=HERE / "tasks_heldout.jsonl", help="prompts of the probe"
+    )
     parser.add_argument("--out", type=Path, default=HERE / "drafter_trained")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rollouts", type=int, default=4096, help="samples of the start policy")
@@ -165,7 +193,11 @@ def main() -> None:
     torch.manual_seed(options.seed)
     tokenizer = Tokenizer.from_file(str(options.model / "tokenizer.json"))
     buffer = FeatureBuffer(
-        max_samples=options.rollouts, byte_budget=1 << 30, heldout_every=1 << 31, heldout_samples=1, seed=options.seed
+        max_samples=options.rollouts,
+        byte_budget=1 << 30,
+        heldout_every=1 << 31,
+        heldout_samples=1,
+        seed=options.seed,
     )
     collect(options, tokenizer, buffer)
     print(f"{len(buffer)} rollouts, {buffer.tokens} positions", flush=True)

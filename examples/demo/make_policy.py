@@ -1,7 +1,9 @@
-"""Trains the demo's start policy from random weights on worked solutions, and measures it on the held-out prompts.
+"""Trains the demo's start policy from random weights on worked solutions, and measures it on the
+held-out prompts.
 
-The policy is meant to be half-trained: it knows three styles of answer about equally often, the one without
-working is the weakest, and reinforcement learning has room to choose. Pairs of the train split only.
+The policy is meant to be half-trained: it knows three styles of answer about equally often, the one
+without working is the weakest, and reinforcement learning has room to choose. Pairs of the train
+split only.
 
 Usage: python make_policy.py [--steps N] [--seed S] [--threads N] [--out DIR]
 """
@@ -52,12 +54,15 @@ class Batch:
 
 
 class Corpus:
-    """An endless seeded stream of documents `<bos>prompt response<eos>` as ids; styles evenly mixed."""
+    """An endless seeded stream of documents `<bos>prompt response<eos>` as ids; styles evenly
+    mixed.
+    """
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._pairs = gcd_chain.pairs("train")
-        # Drawn with replacement, so a flatter weight than the task files' gives the same mix of answers.
+        # Drawn with replacement, so a flatter weight than the task files' gives the same mix of
+        # answers.
         self._weights = [float(math.gcd(a, b)) for a, b in self._pairs]
         self._tokenizer = build_tokenizer()
         self._eos = vocabulary()["<eos>"]
@@ -103,7 +108,9 @@ def _collate(rows: list[list[list[int]]]) -> Batch:
             start = end
     same = document[:, :, None] == document[:, None, :]
     causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
-    return Batch(ids, labels, positions, (same & causal)[:, None], sum(len(d) for r in rows for d in r))
+    return Batch(
+        ids, labels, positions, (same & causal)[:, None], sum(len(d) for r in rows for d in r)
+    )
 
 
 def build_policy() -> LlamaForCausalLM:
@@ -126,7 +133,9 @@ def build_policy() -> LlamaForCausalLM:
 
 
 def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices of the blocks, AdamW on embedding, head and norms; one learning rate for both."""
+    """Muon on the matrices of the blocks, AdamW on embedding, head and norms; one learning rate for
+    both.
+    """
     blocks = {id(p) for p in model.model.layers.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if id(p) in blocks]
     others = [p for p in model.parameters() if id(p) not in blocks]
@@ -142,7 +151,9 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def longest_document(step: int, steps: int) -> int:
-    """The curriculum: a quarter of the longest length until 10 % of the steps, all of it from 50 % on."""
+    """The curriculum: a quarter of the longest length until 10 % of the steps, all of it from 50 %
+    on.
+    """
     grown = min(1.0, max(0.0, (step / steps - 0.1) / 0.4))
     return round(LONGEST * (0.25 + 0.75 * grown))
 
@@ -154,7 +165,10 @@ def train(model: LlamaForCausalLM, steps: int, seed: int) -> Iterator[tuple[int,
     for step in range(steps):
         batch = corpus.batch(longest_document(step, steps))
         hidden = model.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, attention_mask=batch.mask, use_cache=False
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.mask,
+            use_cache=False,
         ).last_hidden_state
         loss = functional.cross_entropy(
             model.lm_head(hidden).flatten(0, 1), batch.labels.flatten(), ignore_index=_IGNORED
@@ -174,7 +188,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="optimiser steps of 1,024 tokens")
     parser.add_argument("--seed", type=int, default=1, help="seed of weights and data")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--out", type=Path, default=HERE / "policy_start", help="folder of the checkpoint")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "policy_start", help="folder of the checkpoint"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
@@ -183,7 +199,9 @@ def main() -> None:
     for step, loss, tokens in train(model, options.steps, options.seed):
         if step % 20 == 0 or step == options.steps:
             print(
-                f"step {step:4} loss {loss:.3f} tokens {tokens:7} seconds {time.perf_counter() - began:.0f}", flush=True
+                f"step {step:4} loss {loss:.3f} tokens {tokens:7} seconds "
+                f"{time.perf_counter() - began:.0f}",
+                flush=True,
             )
     model.to(torch.bfloat16).save_pretrained(options.out)
     write_tokenizer(options.out)

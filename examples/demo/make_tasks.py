@@ -1,4 +1,5 @@
-"""Writes the demo's training tasks and its fixed held-out prompts; no held-out pair is trained in either order.
+"""Writes the demo's training tasks and its fixed held-out prompts; no held-out pair is trained in
+either order.
 
 Usage: python make_tasks.py [--out DIR]
 """
@@ -21,7 +22,9 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     write_tasks(out / "tasks_train.jsonl", gcd_chain.sample_tasks(TRAIN_TASKS, "train", TRAIN_SEED))
-    write_tasks(out / "tasks_heldout.jsonl", gcd_chain.sample_tasks(HELDOUT_TASKS, "heldout", HELDOUT_SEED))
+    write_tasks(
+        out / "tasks_heldout.jsonl", gcd_chain.sample_tasks(HELDOUT_TASKS, "heldout", HELDOUT_SEED)
+    )
 
 
 if __name__ == "__main__":

@@ -28,10 +28,14 @@ def vocabulary() -> dict[str, int]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """A BPE model without merges splits text into characters; an unknown character becomes its UTF-8 bytes."""
+    """A BPE model without merges splits text into characters; an unknown character becomes its
+    UTF-8 bytes.
+    """
     ids = vocabulary()
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[], byte_fallback=True))
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", ids["<bos>"])]
     )
@@ -58,7 +62,9 @@ def write_tokenizer(directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the demo policy's tokenizer files.")
-    parser.add_argument("--out", type=Path, default=HERE / "policy_start", help="folder to write to")
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "policy_start", help="folder to write to"
+    )
     write_tokenizer(parser.parse_args().out)
 
 

@@ -1,4 +1,5 @@
-"""An agent that a run trains: claims its tasks, answers with the plain OpenAI client, scores and posts its own rewards.
+"""An agent that a run trains: claims its tasks, answers with the plain OpenAI client, scores and
+posts its own rewards.
 
 Nothing of Paceline is imported. See README.md for how to start the run.
 """
@@ -19,7 +20,9 @@ WAIT_S = 10.0  # the gateway answers a claim at once when it has a task, else af
 
 
 def reward(prompt: str, answer: str, finish_reason: str | None) -> float:
-    """1 for the right greatest common divisor after the last "#", 0 for anything else; the prompt is "48:36="."""
+    """1 for the right greatest common divisor after the last "#", 0 for anything else; the prompt
+    is "48:36=".
+    """
     first, second = (int(part) for part in prompt.rstrip("=").split(":"))
     _, marker, given = answer.rpartition("#")
     right = marker and given.strip().isdecimal() and int(given) == math.gcd(first, second)
@@ -31,7 +34,9 @@ class Agent:
 
     def __init__(self, url: str, patience_s: float) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=WAIT_S + 30)
-        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="each session has its own", max_retries=5)
+        self._openai = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="each session has its own", max_retries=5
+        )
         self._patience_s = patience_s
         self._last_task_s = time.monotonic()
         self.counts: Counter[str] = Counter()
@@ -52,10 +57,14 @@ class Agent:
             await self._attempt(session)
 
     async def _claim(self) -> dict[str, Any] | None:
-        """A session for the next task of the run; None when none has come for a while or the gateway is gone."""
+        """A session for the next task of the run; None when none has come for a while or the
+        gateway is gone.
+        """
         while time.monotonic() < self._last_task_s + self._patience_s:
             try:
-                answer = await self._http.post("/v1/sessions", json={"claim": True, "wait_s": WAIT_S})
+                answer = await self._http.post(
+                    "/v1/sessions", json={"claim": True, "wait_s": WAIT_S}
+                )
             except httpx.TransportError:
                 answer = httpx.Response(httpx.codes.SERVICE_UNAVAILABLE)
             if answer.is_server_error:
@@ -85,10 +94,15 @@ class Agent:
         self.counts["right" if value else "wrong"] += 1
 
     async def _post(self, key: str, action: str, body: dict[str, Any]) -> None:
-        """End the session of this key. What has ended already (409), or with its gateway, needs no end."""
+        """End the session of this key.
+
+        What has ended already (409), or with its gateway, needs no end.
+        """
         headers = {"authorization": f"Bearer {key}"}
         try:
-            answer = await self._http.post(f"/v1/sessions/current/{action}", json=body, headers=headers)
+            answer = await self._http.post(
+                f"/v1/sessions/current/{action}", json=body, headers=headers
+            )
         except httpx.TransportError:
             self.counts["unheard"] += 1
             return
@@ -100,7 +114,9 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
     parser.add_argument("--sessions", type=int, default=64, help="sessions at once")
-    parser.add_argument("--patience", type=float, default=60, help="seconds without a task, then the run is over")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds without a task, then the run is over"
+    )
     options = parser.parse_args()
     agent = Agent(options.url, options.patience)
     await agent.run(options.sessions)

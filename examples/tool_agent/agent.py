@@ -1,7 +1,9 @@
-"""A tool-calling agent in pydantic-ai whose runs are sessions: two samples of one task, each scored and exported.
+"""A tool-calling agent in pydantic-ai whose runs are sessions: two samples of one task, each scored
+and exported.
 
-The scripted engine says what script.json says: the first sample multiplies right, the second one does not. Ends with
-an error when the outcome is another one. See README.md for how to start the gateway.
+The scripted engine says what script.json says: the first sample multiplies right, the second one
+does not. Ends with an error when the outcome is another one. See README.md for how to start the
+gateway.
 """
 
 from __future__ import annotations
@@ -59,16 +61,27 @@ class Outcome:
 
 async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outcome:
     """One run of the agent under a session of its own."""
-    about = {"task_id": "bolts", "group_id": "bolts-0", "group_size": 2, "sample_index": sample_index}
+    about = {
+        "task_id": "bolts",
+        "group_id": "bolts-0",
+        "group_size": 2,
+        "sample_index": sample_index,
+    }
     opened = (await http.post("/v1/sessions", json=about)).raise_for_status().json()
     provider = OpenAIProvider(base_url=f"{url}/v1", api_key=opened["api_key"])
     model = OpenAIChatModel("model", provider=provider)
     warehouse = Warehouse()
-    run = await agent.run(QUESTION, model=model, deps=warehouse, model_settings={"seed": sample_index})
+    run = await agent.run(
+        QUESTION, model=model, deps=warehouse, model_settings={"seed": sample_index}
+    )
     headers = {"authorization": f"Bearer {opened['api_key']}"}
     value = 1.0 if WORTH in run.output else 0.0
-    (await http.post("/v1/sessions/current/reward", json={"value": value}, headers=headers)).raise_for_status()
-    export = await http.get("/v1/sessions/current/export", params={"form": "samples"}, headers=headers)
+    (
+        await http.post("/v1/sessions/current/reward", json={"value": value}, headers=headers)
+    ).raise_for_status()
+    export = await http.get(
+        "/v1/sessions/current/export", params={"form": "samples"}, headers=headers
+    )
     (sample,) = export.raise_for_status().json()["samples"]
     ended = await http.post("/v1/sessions/current/complete", headers=headers)
     tokens = run.usage.output_tokens
@@ -78,8 +91,14 @@ async def attempt(http: httpx.AsyncClient, url: str, sample_index: int) -> Outco
 def check(outcomes: list[Outcome]) -> None:
     """Raises AssertionError when anything is not as the script makes it."""
     right, wrong = outcomes
-    assert (right.answer, right.session["reward"]) == ("240 bolts at 0.35 each are worth 84.00.", 1.0), right
-    assert (wrong.answer, wrong.session["reward"]) == ("240 bolts at 0.35 each are worth 8.40.", 0.0), wrong
+    assert (right.answer, right.session["reward"]) == (
+        "240 bolts at 0.35 each are worth 84.00.",
+        1.0,
+    ), right
+    assert (wrong.answer, wrong.session["reward"]) == (
+        "240 bolts at 0.35 each are worth 8.40.",
+        0.0,
+    ), wrong
     for one in outcomes:
         assert one.asked == ["stock of bolts", "price of bolts"], one.asked
         assert one.session["state"] == "final", one.session
@@ -96,10 +115,15 @@ async def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
     options = parser.parse_args()
     async with httpx.AsyncClient(base_url=options.url, timeout=60) as http:
-        outcomes = list(await asyncio.gather(*(attempt(http, options.url, index) for index in range(2))))
+        outcomes = list(
+            await asyncio.gather(*(attempt(http, options.url, index) for index in range(2)))
+        )
     for one in outcomes:
         trained, tokens = sum(one.sample["loss_mask"]), len(one.sample["token_ids"])
-        print(f"{one.session['reward']:.0f}  {one.answer}  (asked for {', '.join(one.asked)};", end=" ")
+        print(
+            f"{one.session['reward']:.0f}  {one.answer}  (asked for {', '.join(one.asked)};",
+            end=" ",
+        )
         print(f"{trained} of {tokens} tokens are trained)")
     check(outcomes)
 

@@ -1,4 +1,5 @@
-"""What the names of arms say: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`. Owns no limits of an engine.
+"""What the names of arms say: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`. Owns no
+limits of an engine.
 
 The draft tokens count the root. topk 1 is a chain; more is a tree that keeps its most likely nodes.
 """
@@ -27,7 +28,9 @@ def read_arm(name: str) -> ArmName | None:
     found = _ARM.fullmatch(name)
     if found is None:
         return None
-    return ArmName(found["speculator"], int(found["steps"]), int(found["topk"]), int(found["tokens"]))
+    return ArmName(
+        found["speculator"], int(found["steps"]), int(found["topk"]), int(found["tokens"])
+    )
 
 
 def speculator_of(arm: str) -> str:

@@ -1,4 +1,5 @@
-"""The errors Paceline raises, one small tree. It does not own their translation to gRPC (paceline.rpc).
+"""The errors Paceline raises, one small tree. It does not own their translation to gRPC
+(paceline.rpc).
 
 PacelineError
  +-- InvalidInput          the caller sent something that can never work
@@ -15,15 +16,18 @@ PacelineError
  +-- DeadlineExceeded      a wait ended without its event
  +-- InternalError         our own fault
 
-Each carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` where a value was wrong. One that
-passes by itself (ResourceExhausted, Unavailable) may say with `retry_after_s` when the same call is worth another try.
+Each carries `reason` (UPPER_SNAKE, stable, machine-readable), and `seen` / `allowed` where a value
+was wrong. One that passes by itself (ResourceExhausted, Unavailable) may say with `retry_after_s`
+when the same call is worth another try.
 """
 
 from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """Base of all errors; `str()` is a whole sentence with the value seen and the values allowed."""
+    """Base of all errors; `str()` is a whole sentence with the value seen and the values
+    allowed.
+    """
 
     reason = "INTERNAL"
 

@@ -1,4 +1,7 @@
-"""Nouns of a rollout as frozen dataclasses. Owns their invariants; not their wire formats (streams, v1)."""
+"""Nouns of a rollout as frozen dataclasses.
+
+Owns their invariants; not their wire formats (streams, v1).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from itertools import zip_longest
 from paceline.errors import InvalidInput
 
 NEAR_TIE_GAP = 1e-5
-"""A draw whose perturbed top-two gap is below this may flip with the batch composition (DESIGN 2.2)."""
+"""A draw whose perturbed top-two gap is below this may flip with the batch composition (DESIGN
+2.2).
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -116,7 +121,9 @@ class Trajectory:
         if any(bit not in (0, 1) for bit in self.loss_mask):
             raise InvalidInput("loss_mask holds 0 and 1 only", seen=sorted(set(self.loss_mask))[:4])
         if self.branch_count < 1:
-            raise InvalidInput("branch_count of a trajectory counts the branch itself", seen=self.branch_count)
+            raise InvalidInput(
+                "branch_count of a trajectory counts the branch itself", seen=self.branch_count
+            )
 
     @property
     def trained_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """The gRPC calls behind the commands, one coroutine each; their answers become events.
 
-Owns requests, deadlines and what an answer means. Does not decide what follows a failure: errors of paceline.errors
-pass through to the executor.
+Owns requests, deadlines and what an answer means. Does not decide what follows a failure: errors of
+paceline.errors pass through to the executor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from coordinator import commands, events
 from coordinator.config import CoordinatorConfig
 from coordinator.events import Event, Figure
-from coordinator.figures import Samples, accept_length, accuracy, gate_figures, pulls, rollout_figures, round_costs
+from coordinator.figures import (
+    Samples,
+    accept_length,
+    accuracy,
+    gate_figures,
+    pulls,
+    rollout_figures,
+    round_costs,
+)
 from coordinator.groups import ClosedGroups
 from coordinator.peers import Peers
 from coordinator.state import Evaluation, Service, Versions
@@ -56,18 +64,26 @@ class Calls:
             self._samples = (command.step, Samples(request))
         samples = self._samples[1]
         with rpc_errors():
-            async for response in responses(self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)):
+            async for response in responses(
+                self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)
+            ):
                 match response.WhichOneof("event"):
                     case "sample":
                         samples.add(response.sample)
                     case "share":
-                        self.emit(events.ShareDone(self.clock(), command.epoch, response.share.worker_index))
+                        self.emit(
+                            events.ShareDone(
+                                self.clock(), command.epoch, response.share.worker_index
+                            )
+                        )
                     case "finished":
                         figures = rollout_figures(samples.ordered, response.finished)
                         self._round_costs = round_costs(response.finished.arms)
                         self.emit(events.TasksFinished(self.clock(), command.epoch, figures))
                         return
-        raise Unavailable("the gateway ended RunTasks before its last message", seen="end of stream")
+        raise Unavailable(
+            "the gateway ended RunTasks before its last message", seen="end of stream"
+        )
 
     async def evaluate(self, command: commands.Evaluate) -> None:
         """EvaluationDone; without a value when the engine cannot draft with the probe's arm."""
@@ -77,7 +93,9 @@ class Calls:
             if command.kind is not Evaluation.PROBE:
                 raise
             missing: dict[str, Figure] = {"reason": str(error)}
-            self.emit(events.EvaluationDone(self.clock(), command.epoch, command.kind, None, missing))
+            self.emit(
+                events.EvaluationDone(self.clock(), command.epoch, command.kind, None, missing)
+            )
             return
         value: float | None = accuracy(samples.ordered)
         if command.kind is Evaluation.PROBE:
@@ -92,17 +110,23 @@ class Calls:
         }
         self.emit(events.EvaluationDone(self.clock(), command.epoch, command.kind, value, figures))
 
-    async def _run_evaluation(self, command: commands.Evaluate) -> tuple[Samples, rollout_pb2.TasksFinished]:
+    async def _run_evaluation(
+        self, command: commands.Evaluate
+    ) -> tuple[Samples, rollout_pb2.TasksFinished]:
         request = self.source.evaluation_request(command.kind, command.step, command.epoch)
         samples = Samples(request)
         with rpc_errors():
-            async for response in responses(self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)):
+            async for response in responses(
+                self.peers.rollout.RunTasks(request, timeout=self.config.step_deadline_s)
+            ):
                 match response.WhichOneof("event"):
                     case "sample":
                         samples.add(response.sample)
                     case "finished":
                         return samples, response.finished
-        raise Unavailable("the gateway ended RunTasks before its last message", seen="end of stream")
+        raise Unavailable(
+            "the gateway ended RunTasks before its last message", seen="end of stream"
+        )
 
     async def activate(self, command: commands.ActivateDrafter) -> None:
         """DrafterActivated, GatePromoted or GateDecided for each decision, Detached.
@@ -127,7 +151,9 @@ class Calls:
                     self._emit_activation(command.epoch, response)
                     if response.HasField("detached"):
                         return
-        raise Unavailable("the drafter trainer ended Activate before its last message", seen="end of stream")
+        raise Unavailable(
+            "the drafter trainer ended Activate before its last message", seen="end of stream"
+        )
 
     def _emit_activation(self, epoch: int, response: drafter_pb2.ActivateResponse) -> None:
         match response.WhichOneof("event"):
@@ -143,13 +169,19 @@ class Calls:
             case "gate":
                 gate = response.gate
                 figures = gate_figures(gate)
-                self.emit(events.GateDecided(self.clock(), epoch, gate.decision, gate.drafter_version, figures))
+                self.emit(
+                    events.GateDecided(
+                        self.clock(), epoch, gate.decision, gate.drafter_version, figures
+                    )
+                )
             case "detached":
                 reason, figures = response.detached.reason, _detached_figures(response.detached)
                 self.emit(events.Detached(self.clock(), epoch, reason, figures))
 
     async def preempt(self, command: commands.PreemptDrafter) -> None:
-        """Preempted; DeadlineExceeded after the command's seconds: then the trainer itself kills its rank."""
+        """Preempted; DeadlineExceeded after the command's seconds: then the trainer itself kills
+        its rank.
+        """
         request = drafter_pb2.PreemptRequest(context=self.context(command.step, command.epoch))
         with rpc_errors():
             response = await self.peers.drafter.Preempt(request, timeout=command.deadline_s)
@@ -160,18 +192,26 @@ class Calls:
         self.emit(events.Preempted(self.clock(), command.epoch, figures))
 
     async def train_policy(self, command: commands.TrainPolicy) -> None:
-        """PolicyStepped, PolicyPrepared. The trainer waits for the groups that closed with the step's rollouts."""
+        """PolicyStepped, PolicyPrepared.
+
+        The trainer waits for the groups that closed with the step's rollouts.
+        """
         closed = self.groups.of(command.step)
         request = policy_pb2.TrainStepRequest(
             context=self.context(command.step, command.epoch),
             policy_version=command.policy_version,
-            groups=[policy_pb2.ExpectedGroup(group_id=group, size=size) for group, size in closed.items()],
+            groups=[
+                policy_pb2.ExpectedGroup(group_id=group, size=size)
+                for group, size in closed.items()
+            ],
             slots=command.slots,
             group_deadline_s=self.config.group_deadline_s,
         )
         batch: dict[str, Figure] = {}
         with rpc_errors():
-            async for response in responses(self.peers.policy.TrainStep(request, timeout=self.config.step_deadline_s)):
+            async for response in responses(
+                self.peers.policy.TrainStep(request, timeout=self.config.step_deadline_s)
+            ):
                 match response.WhichOneof("event"):
                     case "batch":
                         batch = {
@@ -180,23 +220,34 @@ class Calls:
                             "groups_dropped": sum(response.batch.dropped.values()),
                         }
                     case "stepped":
-                        version, figures = response.stepped.policy_version, batch | _policy_figures(response.stepped)
-                        self.emit(events.PolicyStepped(self.clock(), command.epoch, version, figures))
+                        version, figures = (
+                            response.stepped.policy_version,
+                            batch | _policy_figures(response.stepped),
+                        )
+                        self.emit(
+                            events.PolicyStepped(self.clock(), command.epoch, version, figures)
+                        )
                     case "prepared":
                         version = response.prepared.policy_version
                         pushed: dict[str, Figure] = {
                             "push_bytes": response.prepared.bytes,
                             "push_s": response.prepared.push_s,
                         }
-                        self.emit(events.PolicyPrepared(self.clock(), command.epoch, version, pushed))
+                        self.emit(
+                            events.PolicyPrepared(self.clock(), command.epoch, version, pushed)
+                        )
                         return
-        raise Unavailable("the policy trainer ended TrainStep before its last message", seen="end of stream")
+        raise Unavailable(
+            "the policy trainer ended TrainStep before its last message", seen="end of stream"
+        )
 
     async def commit(self, command: commands.Commit, service: Service) -> None:
         """Serves the set at one receiver; WeightsError when a part is not there."""
         wanted = VersionSet(command.versions.seq, command.versions.policy, command.versions.drafter)
         context = self.context(command.step, command.epoch)
-        await commit_versions(self.peers.channels[service], context, wanted, deadline_s=COMMIT_DEADLINE_S)
+        await commit_versions(
+            self.peers.channels[service], context, wanted, deadline_s=COMMIT_DEADLINE_S
+        )
 
     async def abort_drafter(self, command: commands.AbortDrafter) -> None:
         """Makes the gateway forget a candidate."""
@@ -208,24 +259,34 @@ class Calls:
         """Path of the policy's checkpoint; empty when no step was trained."""
         if command.step == 0:
             return ""
-        request = policy_pb2.SavePolicyCheckpointRequest(context=self.context(command.step, command.epoch))
+        request = policy_pb2.SavePolicyCheckpointRequest(
+            context=self.context(command.step, command.epoch)
+        )
         with rpc_errors():
-            response = await self.peers.policy.SavePolicyCheckpoint(request, timeout=CHECKPOINT_DEADLINE_S)
+            response = await self.peers.policy.SavePolicyCheckpoint(
+                request, timeout=CHECKPOINT_DEADLINE_S
+            )
         return str(response.path)
 
     async def save_drafter(self, command: commands.SaveCheckpoints) -> str:
         """Path of the drafter's checkpoint; empty when the run trains none."""
         if command.step == 0 or not self.config.drafter_enabled:
             return ""
-        request = drafter_pb2.SaveDrafterCheckpointRequest(context=self.context(command.step, command.epoch))
+        request = drafter_pb2.SaveDrafterCheckpointRequest(
+            context=self.context(command.step, command.epoch)
+        )
         with rpc_errors():
-            response = await self.peers.drafter.SaveDrafterCheckpoint(request, timeout=CHECKPOINT_DEADLINE_S)
+            response = await self.peers.drafter.SaveDrafterCheckpoint(
+                request, timeout=CHECKPOINT_DEADLINE_S
+            )
         return str(response.path)
 
     async def gateway_workers(self, deadline_s: float) -> int:
         """Engine workers of the gateway. Raises DeadlineExceeded when it has none."""
         with rpc_errors():
-            status = await self.peers.rollout.GetStatus(rollout_pb2.GetStatusRequest(), timeout=deadline_s)
+            status = await self.peers.rollout.GetStatus(
+                rollout_pb2.GetStatusRequest(), timeout=deadline_s
+            )
         if not status.workers:
             raise DeadlineExceeded("the gateway has no engine workers", seen=0, allowed="1 or more")
         return len(status.workers)
@@ -249,5 +310,14 @@ def _detached_figures(detached: drafter_pb2.Detached) -> dict[str, Figure]:
 
 
 def _policy_figures(stepped: policy_pb2.PolicyStepped) -> dict[str, Figure]:
-    names = ("loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size")
+    names = (
+        "loss",
+        "grad_norm",
+        "reward_mean",
+        "reward_std",
+        "entropy",
+        "behavior_gap",
+        "train_s",
+        "world_size",
+    )
     return {name: getattr(stepped, name) for name in names} | {"batch_hash": stepped.batch_hash}

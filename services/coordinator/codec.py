@@ -16,7 +16,9 @@ _NESTED: dict[str, Any] = {
     "versions": lambda value: Versions(**value),
     "service": Service,
     "kind": Evaluation,
-    "details": lambda value: {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()},
+    "details": lambda value: {
+        key: tuple(v) if isinstance(v, list) else v for key, v in value.items()
+    },
 }
 
 
@@ -29,13 +31,23 @@ def decode_event(name: str, at_s: float, data: dict[str, Any]) -> Event:
     """The event that `encode_event` was given. Raises DataLoss for an unknown name or field."""
     cls = _EVENTS.get(name)
     if cls is None:
-        raise DataLoss("the journal names an event that is not known here", seen=name, allowed=", ".join(_EVENTS))
+        raise DataLoss(
+            "the journal names an event that is not known here",
+            seen=name,
+            allowed=", ".join(_EVENTS),
+        )
     known = {field.name for field in fields(cls)}
     if not set(data) <= known:
-        raise DataLoss(f"the journal's {name} has fields not known here", seen=sorted(set(data) - known))
+        raise DataLoss(
+            f"the journal's {name} has fields not known here", seen=sorted(set(data) - known)
+        )
     try:
-        values = {key: _NESTED[key](value) if key in _NESTED else value for key, value in data.items()}
+        values = {
+            key: _NESTED[key](value) if key in _NESTED else value for key, value in data.items()
+        }
         event: Event = cls(at_s=at_s, **values)
     except (TypeError, ValueError) as error:
-        raise DataLoss(f"the journal's {name} does not decode: {error}", seen=str(data)[:200]) from error
+        raise DataLoss(
+            f"the journal's {name} does not decode: {error}", seen=str(data)[:200]
+        ) from error
     return event

@@ -1,6 +1,7 @@
 """What the machine wants done, as frozen dataclasses. Owns no execution (executor.py).
 
-Commands are idempotent: the receiver knows them by step, epoch or version, so a restart may issue them again.
+Commands are idempotent: the receiver knows them by step, epoch or version, so a restart may issue
+them again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class RunTasks:
 
 @dataclass(frozen=True, slots=True)
 class ActivateDrafter:
-    """Train the drafter on leased slots; answered by DrafterActivated, GatePromoted and Detached."""
+    """Train the drafter on leased slots; answered by DrafterActivated, GatePromoted and
+    Detached.
+    """
 
     step: int
     epoch: int

@@ -56,7 +56,9 @@ class EvaluationConfig(Config):
 
 
 class LaterConfig(Config):
-    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of what the policy says."""
+    """Other tasks from a step on: a second stage of a curriculum, or a deliberate shift of what the
+    policy says.
+    """
 
     from_step: int = Field(default=0, ge=0)
     """First RL step with these tasks; 0: never."""
@@ -70,9 +72,13 @@ class RollbackConfig(Config):
     """When a drafter that serves is taken back."""
 
     drop: float = Field(default=0.3, ge=0)
-    """Tokens of live acceptance length that a new drafter may lose against the one before; 0 never rolls back."""
+    """Tokens of live acceptance length that a new drafter may lose against the one before; 0 never
+    rolls back.
+    """
     window_steps: int = Field(default=1, ge=1)
-    """RL steps compared on either side of the change; receivers keep the drafter of the previous set only."""
+    """RL steps compared on either side of the change; receivers keep the drafter of the previous
+    set only.
+    """
 
 
 class CoordinatorConfig(ServiceConfig):
@@ -81,7 +87,10 @@ class CoordinatorConfig(ServiceConfig):
     steps: int = Field(default=200, ge=0)
     """RL steps of the run."""
     tasks_path: str = ""
-    """Training tasks, .jsonl or .parquet. Empty with environment "external": open traffic, agents bring their own."""
+    """Training tasks, .jsonl or .parquet.
+
+    Empty with environment "external": open traffic, agents bring their own.
+    """
     heldout_path: str = ""
     """Held-out tasks; empty makes no evaluations."""
     later: LaterConfig = LaterConfig()
@@ -101,7 +110,9 @@ class CoordinatorConfig(ServiceConfig):
     drafter_enabled: bool = True
     """Train the drafter on released slots; false needs no drafter trainer."""
     drafter_schedule: Literal["harvest", "serial"] = "harvest"
-    """When the drafter trains: on slots that rollouts leave idle, or after the policy step while everybody waits."""
+    """When the drafter trains: on slots that rollouts leave idle, or after the policy step while
+    everybody waits.
+    """
     training_interval_steps: int = Field(default=10, ge=1)
     """The drafter trains in every so many RL steps."""
     min_workers_for_training: int = Field(default=1, ge=1)
@@ -115,8 +126,9 @@ class CoordinatorConfig(ServiceConfig):
     preempt_deadline_s: float = Field(default=2.0, gt=0)
     """Seconds until the drafter must have given its slots back."""
     step_deadline_s: float = Field(default=900.0, gt=0)
-    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In open traffic the
-    rollouts last until enough groups have closed."""
+    """Seconds that the rollouts, the policy step or an evaluation may take before the run fails. In
+    open traffic the rollouts last until enough groups have closed.
+    """
     group_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
@@ -156,7 +168,9 @@ class CoordinatorConfig(ServiceConfig):
     @property
     def evaluated_by(self) -> Scoring:
         """Environment and reward of evaluations."""
-        return Scoring(self.evaluation.environment or self.environment, self.evaluation.reward or self.reward)
+        return Scoring(
+            self.evaluation.environment or self.environment, self.evaluation.reward or self.reward
+        )
 
     def machine_settings(self, workers: int) -> Settings:
         """What the machine decides by."""

@@ -1,7 +1,7 @@
 """The calls that the machine can decide on, and the leases they need. Owns no events (machine.py).
 
-Standard library only, no clock, no randomness. Every function takes a state and returns the state that waits for the
-call, with the call's command.
+Standard library only, no clock, no randomness. Every function takes a state and returns the state
+that waits for the call, with the call's command.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def next_call(state: State) -> Outcome:
         state = replace(state, phase=Phase.EVALUATE, phase_epoch=state.epoch)
         return state, (Evaluate(state.evaluations[0], state.step, state.epoch),)
     if state.step >= state.settings.total_steps:
-        state = replace(state, phase=Phase.CLOSING, epoch=state.epoch + 1, phase_epoch=state.epoch + 1)
+        state = replace(
+            state, phase=Phase.CLOSING, epoch=state.epoch + 1, phase_epoch=state.epoch + 1
+        )
         return state, (SaveCheckpoints(state.step, state.epoch),)
     return replace(state, phase=Phase.READY), (BeginStep(state.step),)
 
@@ -58,9 +60,13 @@ def evaluations_due(settings: Settings, finished: int) -> tuple[Evaluation, ...]
     """Evaluations to make when that many steps are finished."""
     ends = finished in (0, settings.total_steps)
     due: list[Evaluation] = []
-    if settings.accuracy_enabled and (ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)):
+    if settings.accuracy_enabled and (
+        ends or (settings.accuracy_every and finished % settings.accuracy_every == 0)
+    ):
         due.append(Evaluation.ACCURACY)
-    if settings.probe_enabled and (ends or (settings.probe_every and finished % settings.probe_every == 0)):
+    if settings.probe_enabled and (
+        ends or (settings.probe_every and finished % settings.probe_every == 0)
+    ):
         due.append(Evaluation.PROBE)
     return tuple(due)
 
@@ -96,7 +102,9 @@ def lease_drafter(state: State) -> Outcome:
 
 
 def drafter_due(state: State) -> bool:
-    """Whether the drafter may train in this step: it is one of its steps, its trainer is there and holds nothing."""
+    """Whether the drafter may train in this step: it is one of its steps, its trainer is there and
+    holds nothing.
+    """
     settings = state.settings
     return (
         settings.drafter_enabled
@@ -107,7 +115,8 @@ def drafter_due(state: State) -> bool:
 
 
 def train_drafter(state: State) -> Outcome:
-    """The serial schedule: the drafter has its slots while everybody waits; the set follows when it has left them.
+    """The serial schedule: the drafter has its slots while everybody waits; the set follows when it
+    has left them.
 
     Once a step: after a failed commit its workers are COMPLETED, and the set is committed as it is.
     """
@@ -123,7 +132,9 @@ def _lease(state: State, released: list[int]) -> Outcome:
     slots = tuple(slot for worker in workers for slot in worker_slots(settings, worker))
     state = lease_slots(move_workers(state, workers, Cause.LEASE_GRANTED), slots, Holder.DRAFTER)
     state = replace(state, lease=DrafterLease(state.epoch, slots), lease_epoch=state.epoch)
-    command = ActivateDrafter(state.step, state.epoch, slots, settings.activation_deadline_s, state.versions)
+    command = ActivateDrafter(
+        state.step, state.epoch, slots, settings.activation_deadline_s, state.versions
+    )
     return state, (command,)
 
 
@@ -140,15 +151,19 @@ def train_policy(state: State) -> Outcome:
     """All slots to the policy trainer under a new epoch; slots of a former attempt are fenced."""
     state = free_slots(state, held_by(state, Holder.POLICY), fence=True)
     state = lease_slots(state, range(len(state.slots)), Holder.POLICY)
-    state = replace(state, phase=Phase.POLICY, phase_epoch=state.epoch, committing=None, prepared=None)
+    state = replace(
+        state, phase=Phase.POLICY, phase_epoch=state.epoch, committing=None, prepared=None
+    )
     slots = tuple(range(len(state.slots)))
     return state, (TrainPolicy(state.step, state.epoch, slots, state.versions.policy),)
 
 
 def commit_prepared(state: State) -> Outcome:
-    """The new policy with the promoted drafter; before it, under its own seq, a drafter rollback that is due.
+    """The new policy with the promoted drafter; before it, under its own seq, a drafter rollback
+    that is due.
 
-    The rollback comes first because receivers keep the parts of the serving and the previous set only.
+    The rollback comes first because receivers keep the parts of the serving and the previous set
+    only.
     """
     served = state.versions
     assert state.prepared is not None
@@ -161,7 +176,14 @@ def commit_prepared(state: State) -> Outcome:
 def commit(state: State, versions: Versions) -> Outcome:
     """Waits for a set to serve, under a new epoch so that whoever is late is refused."""
     epoch = state.epoch + 1
-    state = replace(state, phase=Phase.COMMIT, epoch=epoch, phase_epoch=epoch, committing=versions, seq=versions.seq)
+    state = replace(
+        state,
+        phase=Phase.COMMIT,
+        epoch=epoch,
+        phase_epoch=epoch,
+        committing=versions,
+        seq=versions.seq,
+    )
     return state, (Commit(state.step, epoch, versions),)
 
 
@@ -174,7 +196,9 @@ def fail_if_exhausted(state: State, message: str) -> Outcome | None:
     """A failed run when the phase's call has begun too often, else None."""
     if state.attempts + 1 < state.settings.call_attempts:
         return None
-    return fail(state, f"{message} (attempt {state.attempts + 1} of {state.settings.call_attempts})")
+    return fail(
+        state, f"{message} (attempt {state.attempts + 1} of {state.settings.call_attempts})"
+    )
 
 
 def attempted(state: State) -> State:
@@ -185,4 +209,7 @@ def attempted(state: State) -> State:
 def fail(state: State, message: str) -> Outcome:
     """Ends the run for now; Resumed takes the phase up again."""
     stop = preempt(state)[1] if state.lease else ()
-    return replace(state, phase=Phase.FAILED, failed_phase=state.phase, failure=message), (*stop, FinishRun(message))
+    return replace(state, phase=Phase.FAILED, failed_phase=state.phase, failure=message), (
+        *stop,
+        FinishRun(message),
+    )

@@ -1,7 +1,9 @@
-"""What can happen to a run, as frozen dataclasses. Owns no meaning (machine.py) and no wire format (codec.py).
+"""What can happen to a run, as frozen dataclasses. Owns no meaning (machine.py) and no wire format
+(codec.py).
 
-Every event carries `at_s`, the wall clock in seconds at which it happened, and where it answers a command the epoch of
-that command. `details` are figures for the step's record; the machine does not read them.
+Every event carries `at_s`, the wall clock in seconds at which it happened, and where it answers a
+command the epoch of that command. `details` are figures for the step's record; the machine does not
+read them.
 """
 
 from __future__ import annotations
@@ -89,7 +91,9 @@ class GatePromoted:
 
 @dataclass(frozen=True, slots=True)
 class GateDecided:
-    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened or rolled_back."""
+    """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
+    or rolled_back.
+    """
 
     at_s: float
     epoch: int
@@ -129,7 +133,9 @@ class RankLost:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A wait ended without its event: "activation", "preempt", "rollout", "policy", "commit", "evaluate", "close"."""
+    """A wait ended without its event: "activation", "preempt", "rollout", "policy", "commit",
+    "evaluate", "close".
+    """
 
     at_s: float
     epoch: int
@@ -176,7 +182,9 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceFell:
-    """Live acceptance length since this drafter serves is below the one before by more than noise allows."""
+    """Live acceptance length since this drafter serves is below the one before by more than noise
+    allows.
+    """
 
     at_s: float
     drafter_version: int

@@ -1,7 +1,9 @@
-"""Turns commands into running calls and their failures into events. Owns the calls' lifetime and waits for lost peers.
+"""Turns commands into running calls and their failures into events. Owns the calls' lifetime and
+waits for lost peers.
 
-Decides nothing about the run: every outcome goes back to the machine through `emit`. One call per kind of command
-lives at a time; a newer one cancels the older, whose late answers the machine refuses by their epoch.
+Decides nothing about the run: every outcome goes back to the machine through `emit`. One call per
+kind of command lives at a time; a newer one cancels the older, whose late answers the machine
+refuses by their epoch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from coordinator import commands, events
 from coordinator.calls import COMMIT_DEADLINE_S, Calls
 from coordinator.commands import Command
 from coordinator.state import Service
-from paceline.errors import DeadlineExceeded, FailedPrecondition, NotFound, PacelineError, Unavailable
+from paceline.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    PacelineError,
+    Unavailable,
+)
 from paceline.telemetry import get_logger
 
 RANK_LOST = "RANK_LOST"
@@ -37,7 +45,9 @@ class Executor:
     """Runs commands; `close` ends all calls."""
 
     def __init__(self, calls: Calls, on_defect: Callable[[BaseException], None]) -> None:
-        """`on_defect` is told of an exception that is no error of paceline: our own defect, which ends the process."""
+        """`on_defect` is told of an exception that is no error of paceline: our own defect, which
+        ends the process.
+        """
         self._calls = calls
         self._on_defect = on_defect
         self._log = get_logger("coordinator")
@@ -78,7 +88,9 @@ class Executor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _start(self, key: str, work: Coroutine[Any, Any, None], context: contextvars.Context) -> None:
+    def _start(
+        self, key: str, work: Coroutine[Any, Any, None], context: contextvars.Context
+    ) -> None:
         if (older := self._running.get(key)) is not None:
             older.cancel()
         task = asyncio.get_running_loop().create_task(work, name=key, context=context)
@@ -98,7 +110,11 @@ class Executor:
             self._calls.emit(events.WorkerLost(self._now(), command.epoch, worker))
 
         await self._guard(
-            Service.GATEWAY, "rollout", command.epoch, self._calls.run_tasks(command), {WORKER_LOST: worker_lost}
+            Service.GATEWAY,
+            "rollout",
+            command.epoch,
+            self._calls.run_tasks(command),
+            {WORKER_LOST: worker_lost},
         )
 
     async def _activate(self, command: commands.ActivateDrafter) -> None:
@@ -112,7 +128,9 @@ class Executor:
             else:
                 self._lost(service, error)
         except (TimeoutError, DeadlineExceeded):
-            self._calls.emit(events.Deadline(self._now(), command.epoch, "activation", command.deadline_s))
+            self._calls.emit(
+                events.Deadline(self._now(), command.epoch, "activation", command.deadline_s)
+            )
         except PacelineError as error:
             # Whatever ails the drafter, the run goes on without it.
             self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
@@ -123,7 +141,9 @@ class Executor:
             async with asyncio.timeout(command.deadline_s):
                 await self._calls.preempt(command)
         except (TimeoutError, DeadlineExceeded):
-            self._calls.emit(events.Deadline(self._now(), command.epoch, "preempt", command.deadline_s))
+            self._calls.emit(
+                events.Deadline(self._now(), command.epoch, "preempt", command.deadline_s)
+            )
         except Unavailable as error:
             self._lost(service, error)
         except PacelineError as error:
@@ -154,7 +174,9 @@ class Executor:
                 self._lost(service, error)
                 return
             except DeadlineExceeded:
-                self._calls.emit(events.Deadline(self._now(), command.epoch, "commit", COMMIT_DEADLINE_S))
+                self._calls.emit(
+                    events.Deadline(self._now(), command.epoch, "commit", COMMIT_DEADLINE_S)
+                )
                 return
             except PacelineError as error:
                 self._failed(service, "commit", error)
@@ -174,14 +196,20 @@ class Executor:
             paths["drafter"] = await self._calls.save_drafter(command)
 
         saved = await self._guard(Service.POLICY_TRAINER, "close", command.epoch, save_policy())
-        if saved and await self._guard(Service.DRAFTER_TRAINER, "close", command.epoch, save_drafter()):
+        if saved and await self._guard(
+            Service.DRAFTER_TRAINER, "close", command.epoch, save_drafter()
+        ):
             self._calls.emit(events.CheckpointsSaved(self._now(), command.epoch, dict(paths)))
 
     async def _abort_drafter(self, command: commands.AbortDrafter) -> None:
         try:
             await self._calls.abort_drafter(command)
-        except PacelineError as error:  # A candidate that stays costs disk until the next commit, nothing else.
-            self._log.warning("candidate not aborted", drafter_version=command.drafter_version, error=str(error))
+        except (
+            PacelineError
+        ) as error:  # A candidate that stays costs disk until the next commit, nothing else.
+            self._log.warning(
+                "candidate not aborted", drafter_version=command.drafter_version, error=str(error)
+            )
 
     async def _guard(
         self,
@@ -191,7 +219,10 @@ class Executor:
         work: Awaitable[None],
         lost: dict[str, Callable[[Unavailable], None]] | None = None,
     ) -> bool:
-        """Awaits a call; a failure becomes the event that says so. `lost`: reasons of Unavailable with their own."""
+        """Awaits a call; a failure becomes the event that says so.
+
+        `lost`: reasons of Unavailable with their own.
+        """
         try:
             await work
         except Unavailable as error:
@@ -200,7 +231,9 @@ class Executor:
             else:
                 self._lost(service, error)
         except DeadlineExceeded:
-            self._calls.emit(events.Deadline(self._now(), epoch, what, self._calls.config.step_deadline_s))
+            self._calls.emit(
+                events.Deadline(self._now(), epoch, what, self._calls.config.step_deadline_s)
+            )
         except PacelineError as error:
             self._failed(service, what, error)
         else:
@@ -209,14 +242,17 @@ class Executor:
         return False
 
     async def _await_service(self, service: Service) -> None:
-        """ServiceBack when the peer is healthy again; CallFailed when it has been failing for too long."""
+        """ServiceBack when the peer is healthy again; CallFailed when it has been failing for too
+        long.
+        """
         limit_s = self._calls.config.service_recovery_s
         absence = self._absent.setdefault(service, _Absence(self._now()))
         left_s = absence.since_s + limit_s - self._now()
         try:
             if left_s <= 0:
                 raise Unavailable(f"{service} kept failing", seen=f"{limit_s:g} s")
-            # Healthy is not yet able: a peer whose own peers are away answers, and fails again at once.
+            # Healthy is not yet able: a peer whose own peers are away answers, and fails again at
+            # once.
             await asyncio.sleep(min(absence.pause_s, left_s))
             absence.pause_s = min(2 * absence.pause_s, _LONGEST_PAUSE_S)
             await self._calls.peers.wait_healthy(service, left_s)

@@ -24,8 +24,14 @@ def facts_of(
     record: pb.StepRecord | None,
     samples: int,
 ) -> list[pb.Fact]:
-    """Facts in the order in which they became so; unnumbered. `samples`: samples that a step asks for, if it does."""
-    facts = [pb.Fact(slot_changed=pb.SlotChanged(slot=slot_status(view))) for view in changed_slots(before, after)]
+    """Facts in the order in which they became so; unnumbered.
+
+    `samples`: samples that a step asks for, if it does.
+    """
+    facts = [
+        pb.Fact(slot_changed=pb.SlotChanged(slot=slot_status(view)))
+        for view in changed_slots(before, after)
+    ]
     if isinstance(event, events.StepBegan) and before.phase is Phase.READY:
         facts.insert(0, pb.Fact(step_began=pb.StepBegan(samples=samples)))
     if after.versions != before.versions:

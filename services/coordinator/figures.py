@@ -1,4 +1,7 @@
-"""Figures of rollouts and of the drafter's gate, from messages. Pure; owns no call and no record."""
+"""Figures of rollouts and of the drafter's gate, from messages.
+
+Pure; owns no call and no record.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ from paceline.v1.trajectory_pb2 import SpeculationStats
 
 
 class Samples:
-    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does not add.
+    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does
+    not add.
 
-    Samples of agents' own groups have no task here, and their agents number them as they like: the session tells them
-    apart.
+    Samples of agents' own groups have no task here, and their agents number them as they like: the
+    session tells them apart.
     """
 
     def __init__(self, request: RunTasksRequest) -> None:
@@ -39,7 +43,9 @@ class Samples:
         return [self._found[key] for key in sorted(self._found)]
 
 
-def rollout_figures(samples: Sequence[SampleFinished], finished: TasksFinished) -> dict[str, Figure]:
+def rollout_figures(
+    samples: Sequence[SampleFinished], finished: TasksFinished
+) -> dict[str, Figure]:
     """Everything that a step's record takes from its rollouts."""
     rewards = [sample.reward.value for sample in samples if sample.HasField("reward")]
     lengths = sorted(sample.response_tokens for sample in samples)
@@ -55,7 +61,11 @@ def rollout_figures(samples: Sequence[SampleFinished], finished: TasksFinished) 
         "trained_round_tokens": finished.speculation.trained_round_tokens,
         "near_ties": sum(sample.smallest_gap < NEAR_TIE_GAP for sample in samples),
         "tokens_hash": combined_hash(sample.tokens_hash for sample in samples),
-        "length_quantiles": (quantile(lengths, 0.5), quantile(lengths, 0.9), quantile(lengths, 1.0)),
+        "length_quantiles": (
+            quantile(lengths, 0.5),
+            quantile(lengths, 0.9),
+            quantile(lengths, 1.0),
+        ),
         "pulls": pulls(finished.arms),
         FIGURE: group_figure(finished.closed_groups),
     }
@@ -84,12 +94,21 @@ def quantile(ordered: Sequence[int], share: float) -> int:
 
 
 def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
-    """Seconds per row of a round by arm, relative to arm "off" in the same batch-size group, groups weighted by pulls.
+    """Seconds per row of a round by arm, relative to arm "off" in the same batch-size group, groups
+    weighted by pulls.
 
-    A row's round takes its mean tokens by its tokens per second. Arms are left out where a group lacks "off".
+    A row's round takes its mean tokens by its tokens per second. Arms are left out where a group
+    lacks "off".
     """
-    measured = [arm for arm in arms if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0]
-    seconds = {(arm.arm, arm.batch_group): arm.mean_accept_length / arm.mean_tokens_per_s for arm in measured}
+    measured = [
+        arm
+        for arm in arms
+        if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0
+    ]
+    seconds = {
+        (arm.arm, arm.batch_group): arm.mean_accept_length / arm.mean_tokens_per_s
+        for arm in measured
+    }
     summed: dict[str, float] = {}
     weights: dict[str, int] = {}
     for arm in measured:
@@ -103,12 +122,26 @@ def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
 
 def gate_figures(gate: GateDecision) -> dict[str, Figure]:
     """Everything that the journal keeps of a decision of the drafter's gate."""
-    names = ("candidate_accept_length", "serving_accept_length", "noise", "candidate_speedup", "serving_speedup",
-             "speedup_noise", "policy_version", "positions", "optimizer_steps", "temperature", "kind")  # fmt: skip
+    names = (
+        "candidate_accept_length",
+        "serving_accept_length",
+        "noise",
+        "candidate_speedup",
+        "serving_speedup",
+        "speedup_noise",
+        "policy_version",
+        "positions",
+        "optimizer_steps",
+        "temperature",
+        "kind",
+    )
     return {
         **{name: getattr(gate, name) for name in names},
         "costs_measured": int(gate.costs_measured),
-        **{name: tuple(getattr(gate, name)) for name in ("survival", "conditional", "serving_survival")},
+        **{
+            name: tuple(getattr(gate, name))
+            for name in ("survival", "conditional", "serving_survival")
+        },
         "lengths_by_bucket": dict(gate.lengths_by_bucket),
         "leaderboard_speedups": {one.kind: one.speedup for one in gate.leaderboard},
         "leaderboard_lengths": {one.kind: one.accept_length for one in gate.leaderboard},

@@ -1,6 +1,8 @@
-"""The groups that closed with a step's rollouts: what the policy trainer waits for. Owns them, not the wait (batcher).
+"""The groups that closed with a step's rollouts: what the policy trainer waits for. Owns them, not
+the wait (batcher).
 
-Built from the run's events alone, like its records, so that a restarted coordinator asks for the same groups.
+Built from the run's events alone, like its records, so that a restarted coordinator asks for the
+same groups.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ class ClosedGroups:
         self._step, self._groups = before.step, {group: int(size) for group, size in groups.items()}
 
     def of(self, step: int) -> Mapping[str, int]:
-        """Scored sessions by group. Raises InternalError for a step whose rollouts are not the newest that ended."""
+        """Scored sessions by group.
+
+        Raises InternalError for a step whose rollouts are not the newest that ended.
+        """
         if step != self._step:
-            raise InternalError("the groups of this step are not known", seen=step, allowed=self._step)
+            raise InternalError(
+                "the groups of this step are not known", seen=step, allowed=self._step
+            )
         return self._groups

@@ -1,7 +1,8 @@
 """The run's journal in the durable Redis: every event, appended before its commands are executed.
 
-Owns order and form of the entries, not their meaning (machine.py) and not their evaluation (paceline.report). Entries
-are numbered 1, 2, 3, ... and the number is the stream id, so that of two coordinators of one run only one can append.
+Owns order and form of the entries, not their meaning (machine.py) and not their evaluation
+(paceline.report). Entries are numbered 1, 2, 3, ... and the number is the stream id, so that of two
+coordinators of one run only one can append.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class JournalEntry:
     step: int
     phase: str
     slots: tuple[dict[str, Any], ...] = ()  # changed slots: slot, holder, epoch, worker_state
-    record: dict[str, Any] = field(default_factory=dict)  # StepRecord as JSON, with the event that closed the step
+    record: dict[str, Any] = field(
+        default_factory=dict
+    )  # StepRecord as JSON, with the event that closed the step
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; the form that paceline.report reads."""
@@ -53,15 +56,21 @@ class JournalEntry:
     def from_json(cls, values: dict[str, Any]) -> JournalEntry:
         """Raises DataLoss for another version or an event that does not decode."""
         if values.get("v") != VERSION:
-            raise DataLoss("a journal entry has another version", seen=values.get("v"), allowed=VERSION)
+            raise DataLoss(
+                "a journal entry has another version", seen=values.get("v"), allowed=VERSION
+            )
         event = decode_event(values["event"], values["at_s"], values["data"])
         record = values.get("record", {})
         return cls(event, values["step"], values["phase"], tuple(values["slots"]), record)
 
 
-def entry_of(before: State, event: Event, after: State, record: dict[str, Any] | None = None) -> JournalEntry:
+def entry_of(
+    before: State, event: Event, after: State, record: dict[str, Any] | None = None
+) -> JournalEntry:
     """The entry of one transition; a slot is listed when its holder, epoch or worker changed."""
-    return JournalEntry(event, before.step, after.phase.value, changed_slots(before, after), record or {})
+    return JournalEntry(
+        event, before.step, after.phase.value, changed_slots(before, after), record or {}
+    )
 
 
 def changed_slots(before: State, after: State) -> tuple[dict[str, Any], ...]:
@@ -93,33 +102,47 @@ class Journal:
         self._count = 0
 
     async def entries(self) -> AsyncIterator[JournalEntry]:
-        """Entries from the first to the last, in pages. Raises DataLoss when one is missing or does not decode."""
+        """Entries from the first to the last, in pages.
+
+        Raises DataLoss when one is missing or does not decode.
+        """
         self._count = 0
         while page := await self._range(f"({self._count}-0", "+"):
             for entry_id, fields in page:
                 if _number(entry_id) != self._count + 1:
-                    raise DataLoss("the journal has a gap", seen=entry_id, allowed=f"{self._count + 1}-0")
+                    raise DataLoss(
+                        "the journal has a gap", seen=entry_id, allowed=f"{self._count + 1}-0"
+                    )
                 self._count += 1
                 try:
                     entry = JournalEntry.from_json(json.loads(fields[_FIELD]))
                 except (KeyError, ValueError) as error:
-                    raise DataLoss(f"journal entry {self._count} does not decode: {error}") from error
+                    raise DataLoss(
+                        f"journal entry {self._count} does not decode: {error}"
+                    ) from error
                 yield entry
 
     async def append(self, entry: JournalEntry) -> None:
-        """Durable when this returns. Raises FailedPrecondition when another coordinator has appended meanwhile."""
+        """Durable when this returns.
+
+        Raises FailedPrecondition when another coordinator has appended meanwhile.
+        """
         body = json.dumps(entry.to_json(), separators=(",", ":")).encode()
         entry_id = f"{self._count + 1}-0"
         try:
             await self._client.xadd(self._key, {_FIELD: body}, id=entry_id)
         except OUTAGE_ERRORS as error:
-            raise Unavailable(f"Redis at {address_of(self._client)} does not take the journal: {error}") from error
+            raise Unavailable(
+                f"Redis at {address_of(self._client)} does not take the journal: {error}"
+            ) from error
         except ResponseError as error:
             # A repetition after a lost answer finds its own entry.
             here = await self._range(entry_id, entry_id)
             if not here or here[0][1].get(_FIELD) != body:
                 raise FailedPrecondition(
-                    f"another coordinator writes the journal {self._key}", reason="JOURNAL_TAKEN", seen=str(error)
+                    f"another coordinator writes the journal {self._key}",
+                    reason="JOURNAL_TAKEN",
+                    seen=str(error),
                 ) from error
         self._count += 1
 

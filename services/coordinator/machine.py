@@ -1,8 +1,9 @@
-"""The coordinator's decisions: `step(state, event) -> (state, commands)`, pure. Owns the order of a run and the leases.
+"""The coordinator's decisions: `step(state, event) -> (state, commands)`, pure. Owns the order of a
+run and the leases.
 
-Standard library only, no clock, no randomness: the same events give the same state and the same commands, so a journal
-replays. A late event of an old lease, set or call changes nothing and is answered by Refuse; an event that cannot
-happen raises MachineError.
+Standard library only, no clock, no randomness: the same events give the same state and the same
+commands, so a journal replays. A late event of an old lease, set or call changes nothing and is
+answered by Refuse; an event that cannot happen raises MachineError.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ from coordinator.state import (
 
 
 def step(state: State, event: Event) -> Outcome:
-    """The state after `event` and what is to be done. Raises MachineError when the event is illegal here."""
+    """The state after `event` and what is to be done.
+
+    Raises MachineError when the event is illegal here.
+    """
     if state.phase in (Phase.FINISHED, Phase.FAILED) and not isinstance(event, Resumed):
         return state, (Refuse(type(event).__name__, state.step, state.step),)
     match event:
@@ -119,7 +123,7 @@ def step(state: State, event: Event) -> Outcome:
             assert_never(event)
 
 
-# --- begin and end of a run -------------------------------------------------------------------------------------------
+# --- begin and end of a run -----------------------------------------------------------------------
 
 
 def _run_started(state: State, event: RunStarted) -> Outcome:
@@ -173,12 +177,19 @@ def _boundary_call_done(state: State, event: EvaluationDone | CheckpointsSaved) 
 
 
 def _stop_requested(state: State) -> State:
-    running = state.phase in (Phase.READY, Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
+    running = state.phase in (
+        Phase.READY,
+        Phase.ROLLOUT,
+        Phase.PREEMPT,
+        Phase.POLICY,
+        Phase.DRAFTER,
+        Phase.COMMIT,
+    )
     last = min(state.settings.total_steps, state.step + (1 if running else 0))
     return replace(state, settings=replace(state.settings, total_steps=last))
 
 
-# --- rollout ----------------------------------------------------------------------------------------------------------
+# --- rollout --------------------------------------------------------------------------------------
 
 
 def _step_began(state: State, event: StepBegan) -> Outcome:
@@ -205,9 +216,9 @@ def _rollout(state: State, event: ShareDone | TasksFinished | WorkerLost) -> Out
                 return train_policy(replace(state, attempts=0))
             return preempt(replace(state, phase=Phase.PREEMPT, attempts=0))
         case WorkerLost():
-            return fail_if_exhausted(state, f"worker {event.worker} of the gateway died") or run_tasks_again(
-                attempted(state)
-            )
+            return fail_if_exhausted(
+                state, f"worker {event.worker} of the gateway died"
+            ) or run_tasks_again(attempted(state))
         case _:
             assert_never(event)
 
@@ -219,10 +230,12 @@ def _release(state: State, worker: int) -> State:
     return free_slots(state, worker_slots(state.settings, worker))
 
 
-# --- drafter ----------------------------------------------------------------------------------------------------------
+# --- drafter --------------------------------------------------------------------------------------
 
 
-def _drafter(state: State, event: DrafterActivated | GatePromoted | Preempted | Detached) -> Outcome:
+def _drafter(
+    state: State, event: DrafterActivated | GatePromoted | Preempted | Detached
+) -> Outcome:
     if event.epoch > state.lease_epoch:
         raise MachineError(f"{type(event).__name__}(epoch={event.epoch})", state.describe())
     if isinstance(event, GatePromoted) and event.epoch == state.lease_epoch:
@@ -242,7 +255,11 @@ def _drafter(state: State, event: DrafterActivated | GatePromoted | Preempted | 
 def _promoted(state: State, event: GatePromoted) -> Outcome:
     older = state.promoted
     state = replace(state, promoted=event.drafter_version)
-    if older is None or older == event.drafter_version or (state.committing and state.committing.drafter == older):
+    if (
+        older is None
+        or older == event.drafter_version
+        or (state.committing and state.committing.drafter == older)
+    ):
         return state, ()
     return state, (AbortDrafter(state.step, state.epoch, older),)
 
@@ -268,7 +285,7 @@ def _acceptance_fell(state: State, event: AcceptanceFell) -> Outcome:
     return replace(state, rollback=True), ()
 
 
-# --- policy and commit ------------------------------------------------------------------------------------------------
+# --- policy and commit ----------------------------------------------------------------------------
 
 
 def _policy(state: State, event: PolicyStepped | PolicyPrepared) -> Outcome:
@@ -276,7 +293,9 @@ def _policy(state: State, event: PolicyStepped | PolicyPrepared) -> Outcome:
         return _refuse(state, event, event.epoch, state.phase_epoch)
     _require(state, event, Phase.POLICY, epoch=event.epoch)
     if event.policy_version != state.versions.policy + 1:
-        raise MachineError(f"{type(event).__name__}(policy_version={event.policy_version})", state.describe())
+        raise MachineError(
+            f"{type(event).__name__}(policy_version={event.policy_version})", state.describe()
+        )
     state = free_slots(state, held_by(state, Holder.POLICY))
     if isinstance(event, PolicyStepped):
         return state, ()
@@ -296,11 +315,15 @@ def _commit_answered(state: State, event: Committed | CommitFailed) -> Outcome:
     if event.versions.drafter == state.promoted:
         state = replace(state, promoted=None)
     if event.versions.drafter != served.drafter:
-        state = replace(state, previous_drafter=None if rolled_back else served.drafter, rollback=False)
+        state = replace(
+            state, previous_drafter=None if rolled_back else served.drafter, rollback=False
+        )
     if rolled_back:
         return commit_prepared(state)
     finished = state.step + 1
-    state = replace(state, step=finished, prepared=None, evaluations=evaluations_due(state.settings, finished))
+    state = replace(
+        state, step=finished, prepared=None, evaluations=evaluations_due(state.settings, finished)
+    )
     state, commands = next_call(state)
     return state, (CloseStep(finished - 1), *commands)
 
@@ -316,7 +339,7 @@ def _commit_failed(state: State, event: CommitFailed) -> Outcome:
     return fail_if_exhausted(state, f"commit: {event.message}") or train_policy(attempted(state))
 
 
-# --- losses and deadlines ---------------------------------------------------------------------------------------------
+# --- losses and deadlines -------------------------------------------------------------------------
 
 
 def _rank_lost(state: State, event: RankLost) -> Outcome:
@@ -327,7 +350,9 @@ def _rank_lost(state: State, event: RankLost) -> Outcome:
     if event.epoch < state.phase_epoch:
         return _refuse(state, event, event.epoch, state.phase_epoch)
     _require(state, event, Phase.POLICY, epoch=event.epoch)
-    return fail_if_exhausted(state, f"{event.service}: {event.message}") or train_policy(attempted(state))
+    return fail_if_exhausted(state, f"{event.service}: {event.message}") or train_policy(
+        attempted(state)
+    )
 
 
 def _deadline(state: State, event: Deadline) -> Outcome:
@@ -363,7 +388,9 @@ def _service_back(state: State, event: ServiceBack) -> Outcome:
             return run_tasks_again(state)
         case Phase.POLICY, Service.POLICY_TRAINER:
             return train_policy(state)
-        case Phase.COMMIT, Service.GATEWAY | Service.DRAFTER_TRAINER if state.committing is not None:
+        case Phase.COMMIT, Service.GATEWAY | Service.DRAFTER_TRAINER if (
+            state.committing is not None
+        ):
             return commit(state, state.committing)
         case Phase.EVALUATE, Service.GATEWAY:
             return next_call(state)

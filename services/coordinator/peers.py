@@ -1,4 +1,7 @@
-"""Channels and stubs of the services that the coordinator commands. Owns the connections, no call."""
+"""Channels and stubs of the services that the coordinator commands.
+
+Owns the connections, no call.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ class Peers:
 
     @classmethod
     def open(cls, addresses: AddressesConfig, security: SecurityConfig) -> Peers:
-        """Lazy channels; make them on the running event loop. Raises ConfigError for an insecure address."""
+        """Lazy channels; make them on the running event loop.
+
+        Raises ConfigError for an insecure address.
+        """
         by_service = {service: str(getattr(addresses, service.value)) for service in Service}
         channels = {service: channel(address, security) for service, address in by_service.items()}
         return cls(

@@ -1,6 +1,8 @@
-"""The record of each step, built from the run's events alone, so that a replay builds the same records.
+"""The record of each step, built from the run's events alone, so that a replay builds the same
+records.
 
-Owns the figures of StepRecord; not the machine's decisions and not the summary of a run (paceline.report).
+Owns the figures of StepRecord; not the machine's decisions and not the summary of a run
+(paceline.report).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ class StepRecords:
                 self._take_rollout(event.details)
             case events.Detached():  # Counted even where Preempted overtook it.
                 self._open.drafter_steps += int(_number(event.details, "steps"))
-            case events.PolicyStepped() | events.PolicyPrepared() if event.epoch == before.phase_epoch:
+            case events.PolicyStepped() | events.PolicyPrepared() if (
+                event.epoch == before.phase_epoch
+            ):
                 self._take_policy(event)
             case events.EvaluationDone() if event.epoch == before.phase_epoch:
                 return self._evaluated(event, after)
@@ -71,14 +75,19 @@ class StepRecords:
         record.near_ties = int(_number(details, "near_ties"))
         record.tokens_hash = str(details.get("tokens_hash", ""))
         lengths = details.get("length_quantiles")
-        record.response_length_quantiles.extend(map(int, lengths) if isinstance(lengths, tuple) else ())
+        record.response_length_quantiles.extend(
+            map(int, lengths) if isinstance(lengths, tuple) else ()
+        )
         for arm, rounds in self._new_pulls(details).items():
             record.arm_rounds[arm] = rounds
 
     def _new_pulls(self, details: Details) -> dict[str, int]:
         """Pulls since the last report; workers that restarted count from 0 again."""
         now = _pulls(details)
-        new = {arm: count - self._pulls[arm] if count >= self._pulls[arm] else count for arm, count in now.items()}
+        new = {
+            arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
+            for arm, count in now.items()
+        }
         self._pulls = now
         return {arm: count for arm, count in sorted(new.items()) if count}
 
@@ -130,4 +139,8 @@ def _number(details: Mapping[str, Any], name: str) -> float:
 
 def _pulls(details: Details) -> Counter[str]:
     pulls = details.get("pulls")
-    return Counter({arm: int(n) for arm, n in pulls.items()}) if isinstance(pulls, Mapping) else Counter()
+    return (
+        Counter({arm: int(n) for arm, n in pulls.items()})
+        if isinstance(pulls, Mapping)
+        else Counter()
+    )

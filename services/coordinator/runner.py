@@ -1,7 +1,8 @@
-"""The loop of a run: event, machine, journal, facts, commands. Owns the current state and the span of the step.
+"""The loop of a run: event, machine, journal, facts, commands. Owns the current state and the span
+of the step.
 
-Decides nothing (machine.py) and calls nobody itself (executor.py). What it applies is journaled first, so a new runner
-of the same run takes up where this one ended.
+Decides nothing (machine.py) and calls nobody itself (executor.py). What it applies is journaled
+first, so a new runner of the same run takes up where this one ended.
 """
 
 from __future__ import annotations
@@ -46,9 +47,17 @@ class Runner:
     """One run; `run` returns when it is over or asked to leave."""
 
     def __init__(
-        self, config: CoordinatorConfig, journal: Journal, peers: Peers, publish: Publish, clock: Callable[[], float]
+        self,
+        config: CoordinatorConfig,
+        journal: Journal,
+        peers: Peers,
+        publish: Publish,
+        clock: Callable[[], float],
     ) -> None:
-        """`clock` is the wall clock in seconds. Raises TaskFileError when the tasks cannot be read."""
+        """`clock` is the wall clock in seconds.
+
+        Raises TaskFileError when the tasks cannot be read.
+        """
         self.state = State()
         self.records = StepRecords()
         self._config = config
@@ -60,7 +69,9 @@ class Runner:
         self._source = TaskSource(config)
         self._queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._groups = ClosedGroups()
-        self._calls = Calls(config, peers, self._source, self._queue.put_nowait, self.now, self._groups)
+        self._calls = Calls(
+            config, peers, self._source, self._queue.put_nowait, self.now, self._groups
+        )
         self._executor = Executor(self._calls, self._queue.put_nowait)
         self._watch = AcceptanceWatch(config.rollback.drop, config.rollback.window_steps)
         self._span: Span | None = None
@@ -79,7 +90,8 @@ class Runner:
         return step(self.state, event)[0].settings.total_steps
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Runs to the end; False when `stop` came first. Raises MachineError and errors of the journal.
+        """Runs to the end; False when `stop` came first. Raises MachineError and errors of the
+        journal.
 
         The outcome stands in `state`: phase FINISHED, or FAILED with its failure.
         """
@@ -143,19 +155,31 @@ class Runner:
     def _acceptance(self, before: State, event: Event) -> dict[str, float] | None:
         if not isinstance(event, events.TasksFinished) or before.phase is not Phase.ROLLOUT:
             return None
-        tokens, rounds = event.details.get("trained_round_tokens"), event.details.get("trained_rounds")
+        tokens, rounds = (
+            event.details.get("trained_round_tokens"),
+            event.details.get("trained_rounds"),
+        )
         if not isinstance(tokens, int) or not isinstance(rounds, int):
             return None
         return self._watch.observe(before.versions.drafter, tokens, rounds)
 
-    async def _tell(self, before: State, event: Event, issued: tuple[Command, ...], record: StepRecord | None) -> None:
+    async def _tell(
+        self, before: State, event: Event, issued: tuple[Command, ...], record: StepRecord | None
+    ) -> None:
         samples = self._source.samples_per_step
         run_id = self._config.run.id
-        for fact in facts_of(run_id, before, event, self.state, issued, record=record, samples=samples):
+        for fact in facts_of(
+            run_id, before, event, self.state, issued, record=record, samples=samples
+        ):
             await self._publish(fact)
-        self._log.info(type(event).__name__, step=before.step, phase=self.state.phase.value, epoch=self.state.epoch)
+        self._log.info(
+            type(event).__name__,
+            step=before.step,
+            phase=self.state.phase.value,
+            epoch=self.state.epoch,
+        )
 
-    # --- begin ---------------------------------------------------------------------------------------------------
+    # --- begin ------------------------------------------------------------------------------------
 
     async def _replay(self) -> None:
         async for entry in self._journal.entries():
@@ -180,22 +204,33 @@ class Runner:
     async def _first_event(self) -> Event:
         if self.state.phase is not Phase.NEW:
             if self.state.phase in _IN_STEP or self.state.failed_phase:
-                self._span = tracer().start_span("step", context=extract({"traceparent": self._traceparent}))
+                self._span = tracer().start_span(
+                    "step", context=extract({"traceparent": self._traceparent})
+                )
             return events.Resumed(self.now(), self._config.steps)
         workers = self._config.workers or await self._calls.gateway_workers(_QUERY_DEADLINE_S)
         settings = self._config.machine_settings(workers)
         stub = WeightServiceStub(self._peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
         with rpc_errors():
-            served = (await stub.GetVersions(GetVersionsRequest(), timeout=_QUERY_DEADLINE_S)).versions
-        return events.RunStarted(self.now(), settings, Versions(served.seq, served.policy, served.drafter))
+            served = (
+                await stub.GetVersions(GetVersionsRequest(), timeout=_QUERY_DEADLINE_S)
+            ).versions
+        return events.RunStarted(
+            self.now(), settings, Versions(served.seq, served.policy, served.drafter)
+        )
 
-    # --- the step's span -----------------------------------------------------------------------------------------
+    # --- the step's span --------------------------------------------------------------------------
 
     def _begin_span(self, number: int) -> str:
         self._end_span()
-        attributes: dict[str, str | int] = {"paceline.run": self._config.run.id, "paceline.step": number}
+        attributes: dict[str, str | int] = {
+            "paceline.run": self._config.run.id,
+            "paceline.step": number,
+        }
         # A root of its own, whatever span the caller is in: one trace per RL step.
-        self._span = tracer().start_span("step", context=otel_context.Context(), attributes=attributes)
+        self._span = tracer().start_span(
+            "step", context=otel_context.Context(), attributes=attributes
+        )
         return inject(set_span_in_context(self._span)).get("traceparent", "")
 
     def _end_span(self) -> None:
@@ -205,14 +240,18 @@ class Runner:
 
 
 def _closing_record(record: StepRecord | None, event: Event) -> dict[str, Any]:
-    """The record as JSON with the event that ends its step; later evaluations stand in entries of their own."""
+    """The record as JSON with the event that ends its step; later evaluations stand in entries of
+    their own.
+    """
     if record is None or not isinstance(event, events.Committed):
         return {}
     return MessageToDict(record, preserving_proto_field_name=True)
 
 
 async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Awaits work unless `stop` is set first; then the work is cancelled and the answer is False."""
+    """Awaits work unless `stop` is set first; then the work is cancelled and the answer is
+    False.
+    """
     task = asyncio.ensure_future(work)
     stopped = asyncio.ensure_future(stop.wait())
     try:

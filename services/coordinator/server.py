@@ -1,4 +1,7 @@
-"""The coordinator's process: CoordinatorService, facts and the runner. Owns their start and end, no decision."""
+"""The coordinator's process: CoordinatorService, facts and the runner.
+
+Owns their start and end, no decision.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,19 @@ from paceline.rpc import Server
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+from paceline.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
 _STOP_GRACE_S = 1.0
 
 
 class RunFailed(FailedPrecondition):
-    """The run ended in phase failed; its journal says where, and the same run id takes it up again."""
+    """The run ended in phase failed; its journal says where, and the same run id takes it up
+    again.
+    """
 
     reason = "RUN_FAILED"
 
@@ -40,7 +48,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         self._runner = runner
         self._facts = facts
 
-    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def GetSnapshot(
+        self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
         """The whole state."""
         state, records = self._runner.state, self._runner.records
         return pb.GetSnapshotResponse(
@@ -56,7 +66,9 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             trace_id=records.trace_id,
         )
 
-    async def ListSteps(self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext) -> Any:
+    async def ListSteps(
+        self, request: pb.ListStepsRequest, context: grpc.aio.ServicerContext
+    ) -> Any:
         """Records of the finished steps from the one asked for."""
         return pb.ListStepsResponse(steps=self._runner.records.finished[request.from_step :])
 

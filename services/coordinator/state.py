@@ -1,6 +1,8 @@
-"""The coordinator's state: slots, leases, phase, versions. Owns the nouns and the transitions of workers and slots.
+"""The coordinator's state: slots, leases, phase, versions. Owns the nouns and the transitions of
+workers and slots.
 
-Does not decide anything (machine.py) and does no I/O. Standard library only, no clock, no randomness.
+Does not decide anything (machine.py) and does no I/O. Standard library only, no clock, no
+randomness.
 """
 
 from __future__ import annotations
@@ -110,14 +112,18 @@ class Settings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
-    serial_drafter: bool = False  # the drafter trains between policy step and commit, not in bubbles
+    serial_drafter: bool = (
+        False  # the drafter trains between policy step and commit, not in bubbles
+    )
     activation_deadline_s: float = 30.0
     preempt_deadline_s: float = 2.0
     accuracy_enabled: bool = False
     accuracy_every: int = 0  # RL steps; 0: at start and end only
     probe_enabled: bool = False
     probe_every: int = 10  # RL steps; 0: at start and end only
-    call_attempts: int = 3  # times that a phase's call may begin again because of a failure of its service
+    call_attempts: int = (
+        3  # times that a phase's call may begin again because of a failure of its service
+    )
 
     @property
     def slots(self) -> int:
@@ -159,7 +165,9 @@ class State:
     previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
     rollback: bool = False  # serve the previous drafter again before the next policy
-    prepared: int | None = None  # policy prepared at the gateway, served by the commit after a rollback
+    prepared: int | None = (
+        None  # policy prepared at the gateway, served by the commit after a rollback
+    )
     committing: Versions | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     rollout_restart: bool = False  # run the tasks again as soon as the drafter is off its slots
@@ -172,7 +180,10 @@ class State:
     def describe(self) -> str:
         """One line for errors."""
         workers = ",".join(self.workers)
-        return f"{self.phase} (step {self.step}, epoch {self.phase_epoch}, workers {workers or 'none'})"
+        return (
+            f"{self.phase} (step {self.step}, epoch {self.phase_epoch}, workers "
+            f"{workers or 'none'})"
+        )
 
 
 def worker_slots(settings: Settings, worker: int) -> tuple[int, ...]:
@@ -182,12 +193,17 @@ def worker_slots(settings: Settings, worker: int) -> tuple[int, ...]:
 
 
 def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
-    """The workers after `cause`. Raises MachineError where DESIGN's table has no such transition."""
+    """The workers after `cause`.
+
+    Raises MachineError where DESIGN's table has no such transition.
+    """
     moved = list(state.workers)
     for worker in workers:
         target = WORKER_TRANSITIONS.get((moved[worker], cause))
         if target is None:
-            raise MachineError(cause.value, f"worker {worker} {moved[worker]} in {state.describe()}")
+            raise MachineError(
+                cause.value, f"worker {worker} {moved[worker]} in {state.describe()}"
+            )
         moved[worker] = target
     return replace(state, workers=tuple(moved))
 
@@ -198,13 +214,17 @@ def lease_slots(state: State, slots: Iterable[int], holder: Holder) -> State:
     leased = list(state.slots)
     for slot in slots:
         if leased[slot].holder is not Holder.NONE:
-            raise MachineError(f"lease of slot {slot} to {holder}", f"held by {leased[slot].holder}")
+            raise MachineError(
+                f"lease of slot {slot} to {holder}", f"held by {leased[slot].holder}"
+            )
         leased[slot] = Slot(holder, epoch)
     return replace(state, slots=tuple(leased), epoch=epoch)
 
 
 def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
-    """Slots held by nobody; `fence` gives them a new epoch because their holder has not confirmed."""
+    """Slots held by nobody; `fence` gives them a new epoch because their holder has not
+    confirmed.
+    """
     chosen = tuple(slots)
     epoch = state.epoch + 1 if fence and chosen else state.epoch
     freed = list(state.slots)

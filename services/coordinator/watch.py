@@ -1,4 +1,7 @@
-"""Watches live acceptance length across a change of drafter. Owns the comparison, not the rollback (machine.py)."""
+"""Watches live acceptance length across a change of drafter.
+
+Owns the comparison, not the rollback (machine.py).
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,16 @@ from collections import deque
 class AcceptanceWatch:
     """Compares the first steps of a new drafter with the last steps of the one before.
 
-    A rise of the policy's own difficulty falls on both sides of a change alike only when the windows are short; gates
-    have judged the candidate on held-out rows already, so this is the guard against a bad swap, not a second gate.
+    A rise of the policy's own difficulty falls on both sides of a change alike only when the
+    windows are short; gates have judged the candidate on held-out rows already, so this is the
+    guard against a bad swap, not a second gate.
     """
 
     def __init__(self, drop: float, window_steps: int) -> None:
-        """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off. `window_steps`: RL steps."""
+        """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off.
+
+        `window_steps`: RL steps.
+        """
         self._drop = drop
         self._before: float | None = None
         self._drafter: int | None = None
@@ -21,7 +28,9 @@ class AcceptanceWatch:
         self._judged = True
 
     def observe(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """One step's rounds of the trained drafter and their tokens; a fall's figures, once per change, else None."""
+        """One step's rounds of the trained drafter and their tokens; a fall's figures, once per
+        change, else None.
+        """
         if not rounds or not self._drop:
             return None
         if drafter_version != self._drafter:

@@ -1,6 +1,8 @@
-"""The tasks of steps and evaluations as RunTasks requests. Owns which tasks a step gets and their group ids.
+"""The tasks of steps and evaluations as RunTasks requests. Owns which tasks a step gets and their
+group ids.
 
-A step's tasks depend on the run's seed and the step alone, so a restarted coordinator asks for the same again.
+A step's tasks depend on the run's seed and the step alone, so a restarted coordinator asks for the
+same again.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class TaskSource:
     """Training tasks step by step, held-out tasks for evaluations."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
-        """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too few tasks."""
+        """Raises TaskFileError (InvalidInput) for a file that cannot be used, ConfigError for too
+        few tasks.
+        """
         self._config = config
         later = config.later
         tasks = [] if config.open_traffic else _enough(config, config.tasks_path)
@@ -41,10 +45,16 @@ class TaskSource:
     @property
     def samples_per_step(self) -> int:
         """Samples that a step asks for; 0 in open traffic, where agents decide."""
-        return 0 if self._config.open_traffic else self._config.prompts_per_step * self._config.samples_per_task
+        return (
+            0
+            if self._config.open_traffic
+            else self._config.prompts_per_step * self._config.samples_per_task
+        )
 
     def step_request(self, step: int, epoch: int) -> RunTasksRequest:
-        """The training tasks of one step; in open traffic none, but the number of groups it takes."""
+        """The training tasks of one step; in open traffic none, but the number of groups it
+        takes.
+        """
         config = self._config
         return RunTasksRequest(
             context=CommandContext(run_id=config.run.id, step=step, epoch=epoch),
@@ -52,7 +62,9 @@ class TaskSource:
             tasks=[] if config.open_traffic else _specs(self._draw(step), f"s{step}"),
             open_groups=config.prompts_per_step if config.open_traffic else 0,
             samples_per_task=config.samples_per_task,
-            sampling=SamplingParams(temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens),
+            sampling=SamplingParams(
+                temperature=config.sampling.temperature, max_tokens=config.sampling.max_tokens
+            ),
             run_seed=config.run.seed,
             environment=config.environment,
             reward=config.reward,
@@ -63,7 +75,9 @@ class TaskSource:
         return next(stage for stage in reversed(self._stages) if step >= stage.from_step)
 
     def _draw(self, step: int) -> list[Task]:
-        """Distinct tasks: where a step spans two epochs, one drawn already gives way to the next."""
+        """Distinct tasks: where a step spans two epochs, one drawn already gives way to the
+        next.
+        """
         count, stage = self._config.prompts_per_step, self._stage(step)
         cursor = TaskCursor(stage.tasks, self._config.run.seed, (step - stage.from_step) * count)
         drawn: dict[str, Task] = {}
@@ -72,8 +86,12 @@ class TaskSource:
             drawn.setdefault(task.task_id, task)
         return list(drawn.values())
 
-    def evaluation_request(self, kind: Evaluation, finished_steps: int, epoch: int) -> RunTasksRequest:
-        """Held-out tasks; step 0 in the context gives every evaluation of a run the same request seeds."""
+    def evaluation_request(
+        self, kind: Evaluation, finished_steps: int, epoch: int
+    ) -> RunTasksRequest:
+        """Held-out tasks; step 0 in the context gives every evaluation of a run the same request
+        seeds.
+        """
         config, evaluation = self._config, self._config.evaluation
         environment, reward = config.evaluated_by
         probe = kind is Evaluation.PROBE
@@ -100,7 +118,9 @@ def _enough(config: CoordinatorConfig, path: str) -> list[Task]:
     """The training tasks of a file. Raises ConfigError when a step needs more."""
     tasks = read_tasks(path)
     if len(tasks) < config.prompts_per_step:
-        raise ConfigError(f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}")
+        raise ConfigError(
+            f"{path} has too few tasks", seen=config.prompts_per_step, allowed=f"1..{len(tasks)}"
+        )
     return tasks
 
 

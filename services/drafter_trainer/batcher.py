@@ -1,7 +1,8 @@
 """Packs samples into one row. Pure; owns no buffer, no model, not what a row means (packed.py).
 
-Positions count from the start of a document's window, not of its sequence: rotary attention depends on distances alone,
-and a drafter then trains on the angles that it needs for short sequences as well.
+Positions count from the start of a document's window, not of its sequence: rotary attention depends
+on distances alone, and a drafter then trains on the angles that it needs for short sequences as
+well.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from paceline.speculators import PackedRow
 
 
 def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
-    """One row from samples of one head; a sample longer than `window` positions gives its last `window`.
+    """One row from samples of one head; a sample longer than `window` positions gives its last
+    `window`.
 
-    A document is a sample's sequence, then its rejected drafts: a draft with token r under row i pairs the state h_i
-    with r, as position i pairs it with the token that was drawn, and stands beside position i under position i - 1.
+    A document is a sample's sequence, then its rejected drafts: a draft with token r under row i
+    pairs the state h_i with r, as position i pairs it with the token that was drawn, and stands
+    beside position i under position i - 1.
     """
     parts, first = list[dict[str, Tensor]](), 0
     for number, sample in enumerate(samples):
@@ -41,27 +44,53 @@ def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
 
 
 def pack_jagged(
-    states: Tensor, token_ids: Tensor, mask: Tensor, *, hidden_size: int, lm_head_hash: str, layers: str = "last"
+    states: Tensor,
+    token_ids: Tensor,
+    mask: Tensor,
+    *,
+    hidden_size: int,
+    lm_head_hash: str,
+    layers: str = "last",
 ) -> PackedRow:
-    """One row from jagged nested tensors (torch.jagged): states [B, j, W], token_ids and mask [B, j + 1].
+    """One row from jagged nested tensors (torch.jagged): states [B, j, W], token_ids and mask [B, j
+    + 1].
 
-    Sequence b has j rows, at its tokens 0 .. j - 1; mask is True at tokens that may be a drafting target. The last
-    `hidden_size` of the W columns are the last hidden state. Raises InvalidInput for other layouts or lengths.
+    Sequence b has j rows, at its tokens 0 .. j - 1; mask is True at tokens that may be a drafting
+    target. The last `hidden_size` of the W columns are the last hidden state. Raises InvalidInput
+    for other layouts or lengths.
     """
     batches = (states, token_ids, mask)
     if not all(batch.is_nested and batch.layout == torch.jagged for batch in batches):
-        raise InvalidInput("a batch is not jagged", seen=[str(b.layout) for b in batches], allowed="torch.jagged")
+        raise InvalidInput(
+            "a batch is not jagged", seen=[str(b.layout) for b in batches], allowed="torch.jagged"
+        )
     samples = list[FeatureSample]()
     if len({batch.size(0) for batch in batches}) > 1:
-        raise InvalidInput("batches differ in their number of sequences", seen=[batch.size(0) for batch in batches])
-    for number, (rows, tokens, targets) in enumerate(zip(*(batch.unbind() for batch in batches), strict=True)):
+        raise InvalidInput(
+            "batches differ in their number of sequences", seen=[batch.size(0) for batch in batches]
+        )
+    for number, (rows, tokens, targets) in enumerate(
+        zip(*(batch.unbind() for batch in batches), strict=True)
+    ):
         lengths = (len(rows), len(tokens), len(targets))
         if len(rows) < 2 or lengths[1:] != (len(rows) + 1, len(rows) + 1):
             raise InvalidInput(
-                "lengths of a sequence do not fit", seen=(number, *lengths), allowed="j >= 2 rows, j + 1 tokens"
+                "lengths of a sequence do not fit",
+                seen=(number, *lengths),
+                allowed="j >= 2 rows, j + 1 tokens",
             )
         samples.append(
-            FeatureSample("", 0, 0, lm_head_hash, rows, tokens.long(), targets.bool(), hidden_size, layers=layers)
+            FeatureSample(
+                "",
+                0,
+                0,
+                lm_head_hash,
+                rows,
+                tokens.long(),
+                targets.bool(),
+                hidden_size,
+                layers=layers,
+            )
         )
     return pack(samples, window=max(sample.positions for sample in samples))
 
@@ -86,8 +115,11 @@ def _drafts(sample: FeatureSample) -> dict[str, Tensor] | None:
     if branches is None:
         return None
     rows, hidden = sample.hidden.shape[0], branches.hidden.float()
-    # Under row i of the sequence: beside position i. Under another draft: that draft's own position.
-    under = torch.where(branches.parents < rows, branches.parents - 1, branches.parents - rows + sample.positions)
+    # Under row i of the sequence: beside position i. Under another draft: that draft's own
+    # position.
+    under = torch.where(
+        branches.parents < rows, branches.parents - 1, branches.parents - rows + sample.positions
+    )
     return {
         "states": torch.cat([sample.hidden.float(), hidden])[branches.parents],
         "next_states": hidden[:, -sample.hidden_size :],

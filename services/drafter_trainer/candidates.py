@@ -1,4 +1,7 @@
-"""Drafter versions on disk: what was promoted, to be pushed, judged against and rolled back to. Owns the directory."""
+"""Drafter versions on disk: what was promoted, to be pushed, judged against and rolled back to.
+
+Owns the directory.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ KEPT = 4
 
 
 class Candidates:
-    """`<directory>/drafter-<version>`: the newest few, the one that serves and the one before it."""
+    """`<directory>/drafter-<version>`: the newest few, the one that serves and the one before
+    it.
+    """
 
-    def __init__(self, directory: Path, target: ModelConfig, own: Sequence[type[DraftNet]] = ()) -> None:
+    def __init__(
+        self, directory: Path, target: ModelConfig, own: Sequence[type[DraftNet]] = ()
+    ) -> None:
         """own: kinds that the table of speculators does not have."""
         self._directory, self._target, self._own = directory, target, tuple(own)
         self._needed: list[int] = []
@@ -47,10 +54,11 @@ class Candidates:
         return read_drafter(self.path(version), self._target, self._own).eval()
 
     def export_best(self, net: DraftNet, rank: tuple[int, float]) -> None:
-        """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the directory.
+        """Keeps the best of a kind that no engine here serves, as `speculator-<kind>` beside the
+        directory.
 
-        `rank`: policy version and length on its held-out rows; lengths on rows of different policies do not compare,
-        so the newer policy's counts more.
+        `rank`: policy version and length on its held-out rows; lengths on rows of different
+        policies do not compare, so the newer policy's counts more.
         """
         if rank >= self._best.get(net.speculator, (-1, 0.0)):
             self._best[net.speculator] = rank

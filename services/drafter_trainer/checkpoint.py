@@ -1,8 +1,10 @@
-"""Checkpoints of the drafter trainer: trainables, optimiser, counters. Owns the files, not when they are written.
+"""Checkpoints of the drafter trainer: trainables, optimiser, counters. Owns the files, not when
+they are written.
 
-`<directory>/checkpoint-<number>/`: the tensors as a distributed checkpoint (torch.distributed.checkpoint), each rank's
-shards in a file of its own, which any number of ranks can load; all else in state.json; and what `export` puts beside
-it. A checkpoint is written under another name and renamed when all of it is on disk; the newest two are kept.
+`<directory>/checkpoint-<number>/`: the tensors as a distributed checkpoint
+(torch.distributed.checkpoint), each rank's shards in a file of its own, which any number of ranks
+can load; all else in state.json; and what `export` puts beside it. A checkpoint is written under
+another name and renamed when all of it is on disk; the newest two are kept.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class CheckpointWriter:
         Waits for the write before; raises Unavailable when that one has failed.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(state, number, members), name="checkpoint")
+        self._thread = threading.Thread(
+            target=self._write, args=(state, number, members), name="checkpoint"
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -76,13 +80,20 @@ class CheckpointWriter:
             self._thread = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise Unavailable(f"no checkpoint in {self._directory}", seen=_cause(failure)) from failure
+            raise Unavailable(
+                f"no checkpoint in {self._directory}", seen=_cause(failure)
+            ) from failure
 
     def _write(self, state: dict[str, Any], number: int, members: Members) -> None:
         temporary = self._directory / f".{number}.tmp"
         try:
             tensors = dict(_tensors(state))
-            save(tensors, checkpoint_id=temporary, process_group=members.writing, no_dist=members.size == 1)
+            save(
+                tensors,
+                checkpoint_id=temporary,
+                process_group=members.writing,
+                no_dist=members.size == 1,
+            )
             if dist.get_rank() == 0:
                 (temporary / STATE).write_text(json.dumps(_without_tensors(state), indent=1) + "\n")
                 self._export(state, temporary)
@@ -103,7 +114,8 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def read_checkpoint(checkpoint: Path, like: Mapping[str, Any], members: Members) -> dict[str, Any]:
-    """The state; every member calls it. `like` is a state whose tensors, however they are sharded, are overwritten.
+    """The state; every member calls it. `like` is a state whose tensors, however they are sharded,
+    are overwritten.
 
     Tensors that only one of both has are left out. Raises DataLoss when shapes or bytes do not fit.
     """
@@ -124,15 +136,25 @@ def read_whole(checkpoint: Path, part: str, like: Mapping[str, Any]) -> dict[str
     """The tensors under `part`, "learner/model", unsharded, on this rank alone. Raises DataLoss."""
     found = {name: tensor for name, tensor in _tensors(like) if name.startswith(part + "/")}
     whole = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in found.items()}
-    return {name.removeprefix(part + "/"): tensor for name, tensor in _load(checkpoint, whole, None).items()}
+    return {
+        name.removeprefix(part + "/"): tensor
+        for name, tensor in _load(checkpoint, whole, None).items()
+    }
 
 
-def _load(checkpoint: Path, tensors: dict[str, Tensor], members: Members | None) -> dict[str, Tensor]:
+def _load(
+    checkpoint: Path, tensors: dict[str, Tensor], members: Members | None
+) -> dict[str, Tensor]:
     alone = members is None or members.size == 1
     try:
         there = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         wanted = {name: tensor for name, tensor in tensors.items() if name in there}
-        load(wanted, checkpoint_id=checkpoint, process_group=members.group if members else None, no_dist=alone)
+        load(
+            wanted,
+            checkpoint_id=checkpoint,
+            process_group=members.group if members else None,
+            no_dist=alone,
+        )
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as error:
         raise DataLoss(f"the checkpoint {checkpoint} does not load", seen=_cause(error)) from error
     return wanted

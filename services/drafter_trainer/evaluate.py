@@ -1,4 +1,7 @@
-"""Measuring drafters on held-out rows, in pieces short enough to be preempted. Owns the estimates, no decision."""
+"""Measuring drafters on held-out rows, in pieces short enough to be preempted.
+
+Owns the estimates, no decision.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ PROMPT_END = 8
 
 @torch.inference_mode()
 def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
-    """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the policy's own token?
+    """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the
+    policy's own token?
 
-    Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were right. Drafts past
-    the end of a document count as misses.
+    Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were
+    right. Drafts past the end of a document count as misses.
     """
     net.bind(head.embed_tokens, head.lm_head)
     matches = []
@@ -39,18 +43,28 @@ def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -
 
 @torch.inference_mode()
 def chain_survival(
-    net: DraftNet, row: PackedRow, head: PolicyHead, steps: int, *, temperature: float, sampled: bool = False
+    net: DraftNet,
+    row: PackedRow,
+    head: PolicyHead,
+    steps: int,
+    *,
+    temperature: float,
+    sampled: bool = False,
 ) -> Tensor:
-    """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all accepted).
+    """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
+    accepted).
 
-    A round accepts a draft y of q with probability min(1, p(y) / q(y)), p the policy at the temperature; greedy drafts
-    are the case of a q that has all its mass on argmax. Then, with x drawn from p,
+    A round accepts a draft y of q with probability min(1, p(y) / q(y)), p the policy at the
+    temperature; greedy drafts are the case of a q that has all its mass on argmax. Then, with x
+    drawn from p,
 
-        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = min(1, q(x) / p(x)),   alpha = sum_y min(p(y), q(y)),
+        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = min(1, q(x) / p(x)),   alpha =
+        sum_y min(p(y), q(y)),
 
-    where step k is teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the draft" and alpha is
-    p(draft): chain_matches with its last draw replaced by the expectation over it, so never of more variance. The
-    product of p(draft) at all steps instead would be biased: it counts paths that the engine has left.
+    where step k is teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the
+    draft" and alpha is p(draft): chain_matches with its last draw replaced by the expectation over
+    it, so never of more variance. The product of p(draft) at all steps instead would be biased: it
+    counts paths that the engine has left.
 
     Drafts past the end of a document or of the policy's own tokens count as rejected.
     """
@@ -78,15 +92,21 @@ def chain_survival(
 
 
 def position_buckets(row: PackedRow) -> Tensor:
-    """int64 [N] index into BUCKETS of the row's judged positions, by where they stand in their document.
+    """int64 [N] index into BUCKETS of the row's judged positions, by where they stand in their
+    document.
 
-    The first PROMPT_END behind a prompt or a tool's answer; of the rest the first half of the document, then the other.
+    The first PROMPT_END behind a prompt or a tool's answer; of the rest the first half of the
+    document, then the other.
     """
     here = torch.arange(len(row))
-    first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(0, row.documents, here, "amin")
+    first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(
+        0, row.documents, here, "amin"
+    )
     sizes = torch.bincount(row.documents)
     drawn = _drawn(row)
-    broken = torch.where(drawn, -1, here).cummax(0).values  # the last position before it that is not judged
+    broken = (
+        torch.where(drawn, -1, here).cummax(0).values
+    )  # the last position before it that is not judged
     since = here - broken
     after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
     late = (here - first[row.documents]) * 2 >= sizes[row.documents]
@@ -110,11 +130,15 @@ class HeldOut:
         """E[len] of one drafter by part of the response; buckets without positions are left out."""
         totals = 1.0 + self.accepted[drafter].sum(axis=1)
         there = {name: self.buckets == number for number, name in enumerate(BUCKETS)}
-        return {name: float(totals[chosen].mean()) for name, chosen in there.items() if chosen.any()}
+        return {
+            name: float(totals[chosen].mean()) for name, chosen in there.items() if chosen.any()
+        }
 
 
 class GateJob:
-    """Measures frozen drafters on the same held-out rows; `advance` until `done`, one drafter and piece at a time."""
+    """Measures frozen drafters on the same held-out rows; `advance` until `done`, one drafter and
+    piece at a time.
+    """
 
     def __init__(
         self,
@@ -152,7 +176,12 @@ class GateJob:
         row, net = self._row, self._nets[self._next]
         assert row is not None
         survival = chain_survival(
-            net, row, self._heads[row.lm_head_hash], self._steps, temperature=self._temperature, sampled=self._sampled
+            net,
+            row,
+            self._heads[row.lm_head_hash],
+            self._steps,
+            temperature=self._temperature,
+            sampled=self._sampled,
         )
         self._accepted[self._next].append(survival.numpy())
         self._next += 1
@@ -175,7 +204,9 @@ def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureS
     """Samples of one head each, few enough to be measured between two looks at the lease."""
     pieces: list[list[FeatureSample]] = [[]]
     for sample in samples:
-        full = sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
+        full = (
+            sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
+        )
         if pieces[-1] and (full or pieces[-1][0].lm_head_hash != sample.lm_head_hash):
             pieces.append([])
         pieces[-1].append(sample)

@@ -1,6 +1,8 @@
-"""`python -m drafter_trainer.export`: a trained drafter as another engine's checkpoint. Owns the files it writes.
+"""`python -m drafter_trainer.export`: a trained drafter as another engine's checkpoint. Owns the
+files it writes.
 
-What each engine wants is paceline.speculators.export. What was written is read back and compared, name by name.
+What each engine wants is paceline.speculators.export. What was written is read back and compared,
+name by name.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ HELP = """Write a trained drafter as another engine's checkpoint.
 
 sglang: EAGLE of Llama and Qwen2 (--speculative-algorithm EAGLE), EAGLE-3 (EAGLE3).
 
-vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator (mlp_speculator).
+vllm: EAGLE of Llama (method eagle; no bias behind fc), EAGLE-3 (eagle3), MLP speculator
+(mlp_speculator).
 
 arctic: LSTM speculator, for Snowflake's ArcticInference plugin of vLLM (method arctic).
 
@@ -46,12 +49,20 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 @app.command(help=HELP)
 def export(
-    source: Annotated[Path, typer.Option("--from", help="drafter: config.json and model.safetensors", exists=True)],
-    model: Annotated[Path, typer.Option(help="checkpoint directory of the target it drafts for", exists=True)],
+    source: Annotated[
+        Path, typer.Option("--from", help="drafter: config.json and model.safetensors", exists=True)
+    ],
+    model: Annotated[
+        Path, typer.Option(help="checkpoint directory of the target it drafts for", exists=True)
+    ],
     out: Annotated[Path, typer.Option(help="directory to write; must be new or empty")],
     form: Annotated[Format, typer.Option("--format", help="who is to load it")] = Format.NATIVE,
-    dtype: Annotated[Dtype | None, typer.Option(help="dtype of the weights; default: as stored")] = None,
-    speculator: Annotated[str | None, typer.Option(help="package.module:KIND of a speculator of your own")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="dtype of the weights; default: as stored")
+    ] = None,
+    speculator: Annotated[
+        str | None, typer.Option(help="package.module:KIND of a speculator of your own")
+    ] = None,
 ) -> None:
     """See HELP."""
     try:
@@ -63,18 +74,30 @@ def export(
 
 
 def export_checkpoint(
-    source: Path, model: Path, out: Path, form: Format, dtype: torch.dtype | None = None, speculator: str | None = None
+    source: Path,
+    model: Path,
+    out: Path,
+    form: Format,
+    dtype: torch.dtype | None = None,
+    speculator: str | None = None,
 ) -> Exported:
     """Reads the drafter `source` of the target `model`, writes it into `out` and reads that back.
 
-    Raises InvalidInput, WeightsError or DataLoss naming what does not fit; ConfigError when `out` is not empty.
+    Raises InvalidInput, WeightsError or DataLoss naming what does not fit; ConfigError when `out`
+    is not empty.
     """
     if out.exists() and any(out.iterdir()):
-        raise ConfigError("the output directory is not empty", seen=out, allowed="a new or empty directory")
+        raise ConfigError(
+            "the output directory is not empty", seen=out, allowed="a new or empty directory"
+        )
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
     # A kind of our own is first read whole by its network: stricter than any loader.
     kinds = [find_kind(speculator)] if speculator else list(SPECULATORS.values())
-    nets = [kind.net for kind in kinds if kind.net is not None and architecture(raw) in kind.net.architectures]
+    nets = [
+        kind.net
+        for kind in kinds
+        if kind.net is not None and architecture(raw) in kind.net.architectures
+    ]
     for net in nets:
         net.read(source, target)
     exported = export_drafter(raw, tensors, target, form, dtype)

@@ -1,4 +1,7 @@
-"""When training no longer pays, and when it does again. Owns the rule and its memory; pure arithmetic."""
+"""When training no longer pays, and when it does again.
+
+Owns the rule and its memory; pure arithmetic.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,11 @@ class Baseline:
 
 
 class Freeze:
-    """Frozen after `after` judgements in a row that promoted nothing and promised at most a share `gain` of speed.
+    """Frozen after `after` judgements in a row that promoted nothing and promised at most a share
+    `gain` of speed.
 
-    Reopened when the serving drafter's length on a newer policy's rows is below that at the freeze by more than the
-    noise of both measurements together. `after` 0 never freezes.
+    Reopened when the serving drafter's length on a newer policy's rows is below that at the freeze
+    by more than the noise of both measurements together. `after` 0 never freezes.
     """
 
     def __init__(self, after: int, gain: float) -> None:
@@ -49,7 +53,9 @@ class Freeze:
 
     def measured(self, length: float, noise: float) -> bool:
         """Takes the serving drafter's length on newer rows in; True when it reopened training."""
-        if self.baseline is None or self.baseline.length - length <= math.hypot(self.baseline.noise, noise):
+        if self.baseline is None or self.baseline.length - length <= math.hypot(
+            self.baseline.noise, noise
+        ):
             return False
         self.reopen()
         return True
@@ -61,7 +67,10 @@ class Freeze:
 
     def state(self) -> dict[str, Any]:
         """What a later process needs."""
-        return {"gains": list(self._gains), "baseline": asdict(self.baseline) if self.baseline else None}
+        return {
+            "gains": list(self._gains),
+            "baseline": asdict(self.baseline) if self.baseline else None,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from `state`."""

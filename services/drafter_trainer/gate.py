@@ -1,7 +1,9 @@
-"""Is a candidate better than the serving drafter, beyond noise? Pure arithmetic over acceptance; owns no model.
+"""Is a candidate better than the serving drafter, beyond noise? Pure arithmetic over acceptance;
+owns no model.
 
-Words: survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum of survivals counts
-the bonus token. The projected speed-up is E[len] up to k drafts over the cost of such a round (economy.py), best k.
+Words: survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum
+of survivals counts the bonus token. The projected speed-up is E[len] up to k drafts over the cost
+of such a round (economy.py), best k.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """Outcome of one comparison; lengths count the bonus token (>= 1). Noise: half-widths of 95 % intervals."""
+    """Outcome of one comparison; lengths count the bonus token (>= 1).
+
+    Noise: half-widths of 95 % intervals.
+    """
 
     candidate: float
     serving: float
@@ -43,7 +48,9 @@ class Judgement:
 
     @property
     def better(self) -> bool:
-        """Better by more than the noise: in length within a kind, where costs are equal, else in speed-up."""
+        """Better by more than the noise: in length within a kind, where costs are equal, else in
+        speed-up.
+        """
         if self.same_kind:
             return self.candidate - self.serving > self.noise
         return self.candidate_speedup - self.serving_speedup > self.speedup_noise
@@ -55,23 +62,33 @@ class Judgement:
 
 
 def accepted_tokens(matches: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """[N, K] whether draft k equalled the target's draw -> [N] drafts accepted before the first miss."""
+    """[N, K] whether draft k equalled the target's draw -> [N] drafts accepted before the first
+    miss.
+    """
     return np.cumprod(matches, axis=1, dtype=np.int64).sum(axis=1)
 
 
 def conditional(survival: tuple[float, ...]) -> tuple[float, ...]:
     """Acceptance of draft i where all before it were accepted; 0 where that never happened."""
     before = (1.0, *survival[:-1])
-    return tuple(now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True))
+    return tuple(
+        now / earlier if earlier > 0 else 0.0 for now, earlier in zip(survival, before, strict=True)
+    )
 
 
 def judge(
-    candidate: Chain, serving: Chain, documents: npt.NDArray[np.int64], *, resamples: int, seed: int = 0
+    candidate: Chain,
+    serving: Chain,
+    documents: npt.NDArray[np.int64],
+    *,
+    resamples: int,
+    seed: int = 0,
 ) -> Judgement:
-    """Compares two drafters position by position; `documents` [N] is the sequence each position belongs to.
+    """Compares two drafters position by position; `documents` [N] is the sequence each position
+    belongs to.
 
-    Positions of one sequence depend on each other, so whole sequences are resampled (paired bootstrap; Efron &
-    Tibshirani 1993, chapter 8).
+    Positions of one sequence depend on each other, so whole sequences are resampled (paired
+    bootstrap; Efron & Tibshirani 1993, chapter 8).
     """
     _, index = np.unique(documents, return_inverse=True)
     sizes = np.bincount(index).astype(np.float64)
@@ -83,7 +100,10 @@ def judge(
         drawn.append(sums[draws].sum(axis=1) / weights)  # [resamples, K]
         survival.append(one.accepted.mean(axis=0))
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
-    speedups = [speedup(resampled, one.costs) for resampled, one in zip(drawn, (candidate, serving), strict=True)]
+    speedups = [
+        speedup(resampled, one.costs)
+        for resampled, one in zip(drawn, (candidate, serving), strict=True)
+    ]
     several = len(sizes) > 1
     return Judgement(
         candidate=1.0 + float(survival[0].sum()),
@@ -101,9 +121,13 @@ def judge(
 
 
 def speedup(survival: Floats, costs: Mapping[int, float]) -> Floats:
-    """[..., K] survival -> [...] tokens per cost of the best number of drafts, plain decoding being 1."""
+    """[..., K] survival -> [...] tokens per cost of the best number of drafts, plain decoding being
+    1.
+    """
     lengths = 1.0 + np.cumsum(survival, axis=-1)
-    best: Floats = np.max([lengths[..., drafts - 1] / cost for drafts, cost in costs.items()], axis=0)
+    best: Floats = np.max(
+        [lengths[..., drafts - 1] / cost for drafts, cost in costs.items()], axis=0
+    )
     return best
 
 

@@ -1,4 +1,6 @@
-"""The policy's embedding and head, kept by hash for the versions whose rows may still be trained on."""
+"""The policy's embedding and head, kept by hash for the versions whose rows may still be trained
+on.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ class PolicyHead:
 def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
     """Reads embed_tokens and lm_head from a checkpoint or spool directory.
 
-    The hash is taken over the head's bytes as they stand in the file, as the engine does. A tied checkpoint has no
-    lm_head; its embedding is the head. Raises InvalidInput when there is no embedding.
+    The hash is taken over the head's bytes as they stand in the file, as the engine does. A tied
+    checkpoint has no lm_head; its embedding is the head. Raises InvalidInput when there is no
+    embedding.
     """
     tensors: dict[str, Tensor] = {}
     files = weight_files(path)
@@ -41,7 +44,11 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
             for name in set(opened.keys()) & {EMBED, HEAD}:
                 tensors[name] = opened.get_tensor(name)
     if EMBED not in tensors:
-        raise InvalidInput(f"no {EMBED} in {path}", seen=[file.name for file in files], allowed="a checkpoint with it")
+        raise InvalidInput(
+            f"no {EMBED} in {path}",
+            seen=[file.name for file in files],
+            allowed="a checkpoint with it",
+        )
     head = tensors.get(HEAD, tensors[EMBED]).contiguous()
     raw = head.view(torch.uint8).numpy().tobytes()
     return PolicyHead(head_hash(raw), policy_version, tensors[EMBED].float(), head.float())

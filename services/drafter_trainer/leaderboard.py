@@ -1,4 +1,7 @@
-"""How the kinds of drafters stand, and decisions of the gate as records. Owns their numbers' form, no decision."""
+"""How the kinds of drafters stand, and decisions of the gate as records.
+
+Owns their numbers' form, no decision.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,13 @@ class Leaderboard:
         self._contenders: dict[str, m.Contender] = {}
 
     def place(
-        self, kind: str, judgement: Judgement, *, optimizer_steps: int, policy_version: int, servable: bool
+        self,
+        kind: str,
+        judgement: Judgement,
+        *,
+        optimizer_steps: int,
+        policy_version: int,
+        servable: bool,
     ) -> None:
         """Takes the place of the kind's last entry."""
         self._contenders[kind] = m.Contender(
@@ -92,5 +101,7 @@ def log_decision(decision: m.Judged) -> None:
         noise=decision.noise,
         speedups=(decision.candidate_speedup, decision.serving_speedup, decision.speedup_noise),
         positions=decision.positions,
-        leaderboard=[f"{one.kind} {one.accept_length:.2f} x{one.speedup:.2f}" for one in decision.leaderboard],
+        leaderboard=[
+            f"{one.kind} {one.accept_length:.2f} x{one.speedup:.2f}" for one in decision.leaderboard
+        ],
     )

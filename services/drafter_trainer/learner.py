@@ -1,4 +1,7 @@
-"""Network, optimiser and the partial gradient between two optimiser steps. Owns no data, no lease."""
+"""Network, optimiser and the partial gradient between two optimiser steps.
+
+Owns no data, no lease.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +32,33 @@ class MicroResult:
 
 
 class DrafterLearner:
-    """A drafter sharded over the members, stepped as soon as they have added `micro_batches` rows between them.
+    """A drafter sharded over the members, stepped as soon as they have added `micro_batches` rows
+    between them.
 
-    So a step learns from as many rows whoever the members are, or from a few more where they do not divide it.
-    Gradients are sums over positions until the step divides them by the positions of all rows, so that a partial
-    gradient can wait through a preemption or a change of membership and still weighs every position equally.
+    So a step learns from as many rows whoever the members are, or from a few more where they do not
+    divide it. Gradients are sums over positions until the step divides them by the positions of all
+    rows, so that a partial gradient can wait through a preemption or a change of membership and
+    still weighs every position equally.
     """
 
     def __init__(
-        self, net: DraftNet, config: OptimizerConfig, *, micro_batches: int, members: Members | None = None
+        self,
+        net: DraftNet,
+        config: OptimizerConfig,
+        *,
+        micro_batches: int,
+        members: Members | None = None,
     ) -> None:
         self._whole = net.twin()  # never sharded: what snapshots are copied from
         self._config, self._micro_batches = config, micro_batches
         self.members = members or on_cpu(dist.get_world_size())
-        self._sharded = ShardedDrafter(net, config, self.members) if self.members.takes_part else None
-        self._pending_rows, self._pending_positions = 0, 0  # rows of all members, positions of this rank's
+        self._sharded = (
+            ShardedDrafter(net, config, self.members) if self.members.takes_part else None
+        )
+        self._pending_rows, self._pending_positions = (
+            0,
+            0,
+        )  # rows of all members, positions of this rank's
         self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 
@@ -93,7 +108,10 @@ class DrafterLearner:
         self._pending_rows, self._pending_positions = 0, 0
 
     def attach(self, members: Members) -> None:
-        """Brings everything to where `members` compute; shards anew when they are others. A collective of all ranks."""
+        """Brings everything to where `members` compute; shards anew when they are others.
+
+        A collective of all ranks.
+        """
         if members is not self.members:
             self._reshard(members)
         if self._sharded is not None:
@@ -107,7 +125,11 @@ class DrafterLearner:
             dist.all_reduce(positions)
         self.total_steps, self.total_tokens, self._pending_rows = counters.tolist()
         self._pending_positions = int(positions) if dist.get_rank() == 0 else 0
-        new = ShardedDrafter(self._whole.twin(), self._config, members) if members.takes_part else None
+        new = (
+            ShardedDrafter(self._whole.twin(), self._config, members)
+            if members.takes_part
+            else None
+        )
         sizes = (self.members.size, members.size)
         move(self._whole, self._sharded, new, sizes, gradients=self._pending_rows > 0)
         self._sharded, self.members, self._bound = new, members, None
@@ -120,7 +142,9 @@ class DrafterLearner:
             self._sharded.offload()
 
     def snapshot(self) -> DraftNet:
-        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of the members."""
+        """A whole, unsharded copy of the drafter as it is now, on rank 0; a collective of the
+        members.
+        """
         tensors: dict[str, Any] = get_model_state_dict(self.sharded.net, options=_FULL)
         copy = self._whole.twin()
         if tensors:  # only rank 0 receives the full state
@@ -128,11 +152,16 @@ class DrafterLearner:
         return copy.eval()
 
     def state(self) -> dict[str, Any]:
-        """Everything a later process needs to go on, as copies on the CPU; see ShardedDrafter.state. Only members.
+        """Everything a later process needs to go on, as copies on the CPU; see
+        ShardedDrafter.state. Only members.
 
         A partial gradient is not part of it: a checkpoint loses less than one step of it.
         """
-        return {**self.sharded.state(), "total_steps": self.total_steps, "total_tokens": self.total_tokens}
+        return {
+            **self.sharded.state(),
+            "total_steps": self.total_steps,
+            "total_tokens": self.total_tokens,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from the `state` of as many members."""

@@ -1,4 +1,7 @@
-"""What reaches a rank from outside: commands of its parent, rows of the features stream. Owns both connections."""
+"""What reaches a rank from outside: commands of its parent, rows of the features stream.
+
+Owns both connections.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ log = telemetry.get_logger("drafter_trainer.link")
 class TrainerLink:
     """Blocking, for the one thread of a rank; only rank 0 has a stream.
 
-    Commands that may be obeyed at any time (new heads, serving versions) go to `on_command` as soon as they are seen;
-    a preemption is kept for the loop to find; activations and checkpoints wait for their turn, because all ranks take
-    part in them.
+    Commands that may be obeyed at any time (new heads, serving versions) go to `on_command` as soon
+    as they are seen; a preemption is kept for the loop to find; activations and checkpoints wait
+    for their turn, because all ranks take part in them.
     """
 
     def __init__(self, link: RankLink, stream: Stream | None, target: ModelConfig) -> None:
@@ -58,7 +61,9 @@ class TrainerLink:
         end = time.monotonic() + deadline_s
         while not known():
             if time.monotonic() >= end:
-                raise DeadlineExceeded("a command other ranks have seen did not come", seen=f"{deadline_s} s")
+                raise DeadlineExceeded(
+                    "a command other ranks have seen did not come", seen=f"{deadline_s} s"
+                )
             self._obey(self._link.receive(end - time.monotonic()))
 
     def preempted(self, epoch: int) -> bool:
@@ -84,9 +89,11 @@ class TrainerLink:
             self._runner.run(self._stream.create_group(GROUP))
 
     def read_samples(self, wait_s: float) -> list[FeatureSample]:
-        """What the stream holds now, at most `ENTRIES_PER_READ`, waiting up to `wait_s` for the first.
+        """What the stream holds now, at most `ENTRIES_PER_READ`, waiting up to `wait_s` for the
+        first.
 
-        Entries leave the stream once decoded. A Redis that is away costs one deadline, not the activation.
+        Entries leave the stream once decoded. A Redis that is away costs one deadline, not the
+        activation.
         """
         if self._stream is None:
             return []
@@ -103,9 +110,15 @@ class TrainerLink:
             if not entries:
                 return []
             with span(
-                "features.read", kind="consumer", links=[entry.fields.get("traceparent", "") for entry in entries]
+                "features.read",
+                kind="consumer",
+                links=[entry.fields.get("traceparent", "") for entry in entries],
             ):
-                usable = {entry.id: sample for entry in entries if (sample := await self._decode(stream, entry))}
+                usable = {
+                    entry.id: sample
+                    for entry in entries
+                    if (sample := await self._decode(stream, entry))
+                }
                 await stream.ack(GROUP, list(usable), delete=True)
         return list(usable.values())
 

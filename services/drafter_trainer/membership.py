@@ -1,4 +1,7 @@
-"""Which ranks train under a lease, and where each computes. Owns process groups and devices, not what is on them."""
+"""Which ranks train under a lease, and where each computes.
+
+Owns process groups and devices, not what is on them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from paceline.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """Ranks 0 .. n - 1 of the trainer: those that train together. Groups and mesh are None on the ranks beside them."""
+    """Ranks 0 .. n - 1 of the trainer: those that train together.
+
+    Groups and mesh are None on the ranks beside them.
+    """
 
     devices: tuple[str, ...]
     """[n] where each computes, "cpu" or "cuda:<slot>"."""
@@ -48,7 +54,9 @@ class Members:
             dist.all_reduce(torch.zeros(()), group=self.group)
 
     def agree(self, *numbers: int) -> list[int]:
-        """Rank 0's numbers on all of them; what the others give counts for nothing but how many there are."""
+        """Rank 0's numbers on all of them; what the others give counts for nothing but how many
+        there are.
+        """
         values = torch.tensor(numbers)
         if self.size > 1:
             dist.broadcast(values, 0, group=self.group)
@@ -61,7 +69,8 @@ def on_cpu(size: int) -> Members:
 
 
 class Membership:
-    """Follows the leases: another set of slots is another process group, the same set the one of before.
+    """Follows the leases: another set of slots is another process group, the same set the one of
+    before.
 
     Every rank calls `join` for every lease, in the same order: groups are made together.
     """
@@ -71,7 +80,8 @@ class Membership:
         self.members = on_cpu(dist.get_world_size())
 
     def join(self, slots: Sequence[int]) -> Members:
-        """The ranks that train on these slots, rank i on slot i of them; ranks that are too many stay out.
+        """The ranks that train on these slots, rank i on slot i of them; ranks that are too many
+        stay out.
 
         Raises ConfigError for a slot that is no CUDA device here.
         """
@@ -91,7 +101,9 @@ class Membership:
             return ("cpu",) * len(slots)
         if max(slots) >= torch.cuda.device_count():
             raise ConfigError(
-                "a leased slot is no CUDA device", seen=max(slots), allowed=f"below {torch.cuda.device_count()}"
+                "a leased slot is no CUDA device",
+                seen=max(slots),
+                allowed=f"below {torch.cuda.device_count()}",
             )
         return tuple(f"cuda:{slot}" for slot in slots)
 

@@ -1,4 +1,7 @@
-"""What parent and rank say to each other over the rank link: small JSON objects. Owns their shapes only."""
+"""What parent and rank say to each other over the rank link: small JSON objects.
+
+Owns their shapes only.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,12 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
-    round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1; see economy.py
-    slots: list[int] = field(default_factory=lambda: [0])  # leased; rank i of the members computes on slot i
+    round_costs: dict[str, float] = field(
+        default_factory=dict
+    )  # by arm, a plain round being 1; see economy.py
+    slots: list[int] = field(
+        default_factory=lambda: [0]
+    )  # leased; rank i of the members computes on slot i
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +83,9 @@ class Contender:
 class Judged:
     """A decision of the gate with its numbers; a promoted candidate lies at `path`.
 
-    Lengths count the bonus token; noises are half-widths of 95 % intervals of the paired difference. A rollback has
-    the numbers of the promotion that it takes back, as far as they are still known.
+    Lengths count the bonus token; noises are half-widths of 95 % intervals of the paired
+    difference. A rollback has the numbers of the promotion that it takes back, as far as they are
+    still known.
     """
 
     epoch: int
@@ -98,9 +106,13 @@ class Judged:
     lm_head_hash: str = ""
     path: str = ""  # where a promoted candidate was written
     survival: list[float] = field(default_factory=list)  # P(drafts 1 .. i all accepted)
-    conditional: list[float] = field(default_factory=list)  # P(draft i accepted | all before it were)
+    conditional: list[float] = field(
+        default_factory=list
+    )  # P(draft i accepted | all before it were)
     serving_survival: list[float] = field(default_factory=list)
-    lengths_by_bucket: dict[str, float] = field(default_factory=dict)  # E[len] by part of the response
+    lengths_by_bucket: dict[str, float] = field(
+        default_factory=dict
+    )  # E[len] by part of the response
     leaderboard: list[Contender] = field(default_factory=list)  # best first
 
 
@@ -150,7 +162,19 @@ class Saved:
     total_steps: int
 
 
-Message = Activate | Preempt | NewHead | Serving | Save | Attached | Judged | Stopped | Standing | Saving | Saved
+Message = (
+    Activate
+    | Preempt
+    | NewHead
+    | Serving
+    | Save
+    | Attached
+    | Judged
+    | Stopped
+    | Standing
+    | Saving
+    | Saved
+)
 _KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 

@@ -40,10 +40,17 @@ class TrainerMetrics:
     def judged(self, decision: Judged) -> None:
         """One decision of the gate."""
         self._decisions.add(1, {"drafter": decision.kind, "decision": decision.decision})
-        if decision.decision in ("frozen", "rolled_back"):  # the numbers of another decision, counted there
+        if decision.decision in (
+            "frozen",
+            "rolled_back",
+        ):  # the numbers of another decision, counted there
             return
-        # The policy version is a value, not a label: a label would make new series at every RL step.
-        where: dict[str, str | float] = {"drafter": decision.kind, "temperature": decision.temperature}
+        # The policy version is a value, not a label: a label would make new series at every RL
+        # step.
+        where: dict[str, str | float] = {
+            "drafter": decision.kind,
+            "temperature": decision.temperature,
+        }
         self._policy_version.set(decision.policy_version, {"drafter": decision.kind})
         if decision.candidate:
             sides = {"candidate": decision.survival, "serving": decision.serving_survival}

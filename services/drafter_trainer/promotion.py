@@ -1,6 +1,8 @@
-"""The publish gate: when candidates are judged, which is promoted, when training freezes. Owns the decisions.
+"""The publish gate: when candidates are judged, which is promoted, when training freezes. Owns the
+decisions.
 
-Measuring is evaluate.py, the arithmetic gate.py, the freeze rule freeze.py; pushing and serving are not done here.
+Measuring is evaluate.py, the arithmetic gate.py, the freeze rule freeze.py; pushing and serving are
+not done here.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class DrafterState:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """One round of judging: `rivals` are the serving drafter and, after a rollback, the one that was taken back."""
+    """One round of judging: `rivals` are the serving drafter and, after a rollback, the one that
+    was taken back.
+    """
 
     job: GateJob
     candidates: tuple[DrafterState, ...]
@@ -64,13 +68,20 @@ class PublishGate:
         candidates: Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
-        self._students, self._heads, self._buffer, self._candidates = students, heads, buffer, candidates
+        self._students, self._heads, self._buffer, self._candidates = (
+            students,
+            heads,
+            buffer,
+            candidates,
+        )
         self._warm_start = Path(config.drafter).is_dir()
         self._round: _Round | None = None
         self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
         self._handed_over = False  # this activation has promoted a candidate
         self._last_judged_step = students.primary.learner.total_steps
-        self._checked_policy = 0  # newest policy version whose rows measured the serving drafter while frozen
+        self._checked_policy = (
+            0  # newest policy version whose rows measured the serving drafter while frozen
+        )
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions made between activations
         self._taken_back: DrafterState | None = None
@@ -98,13 +109,18 @@ class PublishGate:
         return [replace(decision, epoch=command.epoch) for decision in untold]
 
     def due(self) -> bool:
-        """Whether a round should begin: of candidates, or of the serving drafter alone while frozen."""
+        """Whether a round should begin: of candidates, or of the serving drafter alone while
+        frozen.
+        """
         if self.frozen:
             samples = self._heldout()
             return self._enough(samples) and samples[-1].policy_version > self._checked_policy
         if self._handed_over:
             return False
-        return self._students.primary.learner.total_steps - self._last_judged_step >= self._settings.interval_steps
+        return (
+            self._students.primary.learner.total_steps - self._last_judged_step
+            >= self._settings.interval_steps
+        )
 
     def start(self) -> None:
         """Begins a round, unless too little is held out; snapshots are collectives of all ranks."""
@@ -112,7 +128,11 @@ class PublishGate:
         samples = self._heldout()
         if not self._enough(samples):
             return
-        heads = {one: head for one in {s.lm_head_hash for s in samples} if (head := self._heads.get(one)) is not None}
+        heads = {
+            one: head
+            for one in {s.lm_head_hash for s in samples}
+            if (head := self._heads.get(one)) is not None
+        }
         candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
         rivals = [self.serving]
         if candidates and self._taken_back is not None:
@@ -143,13 +163,17 @@ class PublishGate:
         return [replace(decision, epoch=epoch) for decision in decisions]
 
     def on_serving(self, version: int) -> None:
-        """The engines serve this drafter now: a promotion was committed, or an older one came back."""
+        """The engines serve this drafter now: a promotion was committed, or an older one came
+        back.
+        """
         self._candidates.serves(version)
         if version == self.serving.version:
             return
         net = self._candidates.load(version)
         if net is None:
-            log.warning("the serving drafter is not kept here", seen=version, kept=self._candidates.versions)
+            log.warning(
+                "the serving drafter is not kept here", seen=version, kept=self._candidates.versions
+            )
             return
         before, self.serving = self.serving, DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
@@ -180,16 +204,23 @@ class PublishGate:
         self._checked_policy = state["checked_policy"]
         self._last_judged_step = self._students.primary.learner.total_steps
 
-    # --- a round -----------------------------------------------------------------------------------------------------
+    # --- a round ----------------------------------------------------------------------------------
 
     def _heldout(self) -> list[FeatureSample]:
-        return self._buffer.heldout(self._heads.hashes, self._settings.min_positions)[-self._settings.samples :]
+        return self._buffer.heldout(self._heads.hashes, self._settings.min_positions)[
+            -self._settings.samples :
+        ]
 
     def _enough(self, samples: list[FeatureSample]) -> bool:
-        return bool(samples) and sum(sample.targets for sample in samples) >= self._settings.min_positions
+        return (
+            bool(samples)
+            and sum(sample.targets for sample in samples) >= self._settings.min_positions
+        )
 
     def _snapshots(self, layers: str) -> list[DrafterState]:
-        """Candidates of all students that have learned; they share the next version, which one of them may get."""
+        """Candidates of all students that have learned; they share the next version, which one of
+        them may get.
+        """
         taken = []
         for student in self._students:
             if student.learner.total_steps and student.reads(layers):
@@ -209,7 +240,9 @@ class PublishGate:
         for number, drafter in enumerate(now.candidates):
             this = chain(len(now.rivals) + number, drafter)
             against = [
-                judge(this, chain(index, rival), heldout.documents, resamples=self._settings.bootstrap)
+                judge(
+                    this, chain(index, rival), heldout.documents, resamples=self._settings.bootstrap
+                )
                 for index, rival in enumerate(now.rivals)
             ]
             judgements.append(against[0])
@@ -220,22 +253,38 @@ class PublishGate:
             return []
         promoted, number = best[0], -best[2]
         drafter, index = now.candidates[number], len(now.rivals) + number
-        decision = judged(drafter.kind, drafter.version, judgements[number], head, heldout=heldout, index=index)
-        decision = self._complete(replace(decision, optimizer_steps=now.steps[drafter.kind]), measured)
+        decision = judged(
+            drafter.kind, drafter.version, judgements[number], head, heldout=heldout, index=index
+        )
+        decision = self._complete(
+            replace(decision, optimizer_steps=now.steps[drafter.kind]), measured
+        )
         if promoted:
             decision = self._promote(drafter, decision)
         # That a fresh drafter is not beaten yet is no reason to stop.
         learning = not self.serving.version and not self._warm_start
-        if not self._freeze.judged(judgements[number], head.policy_version, promoted=promoted or learning):
+        if not self._freeze.judged(
+            judgements[number], head.policy_version, promoted=promoted or learning
+        ):
             return [decision]
         self._checked_policy = head.policy_version
         return [decision, replace(decision, decision="frozen")]
 
-    def _place(self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int) -> bool:
-        """Puts a candidate on the leaderboard, keeps the best of a kind that is not served; True when it can serve."""
-        servable = next(student.servable for student in self._students if student.kind == drafter.kind)
+    def _place(
+        self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int
+    ) -> bool:
+        """Puts a candidate on the leaderboard, keeps the best of a kind that is not served; True
+        when it can serve.
+        """
+        servable = next(
+            student.servable for student in self._students if student.kind == drafter.kind
+        )
         self.leaderboard.place(
-            drafter.kind, judgement, optimizer_steps=steps, policy_version=policy_version, servable=servable
+            drafter.kind,
+            judgement,
+            optimizer_steps=steps,
+            policy_version=policy_version,
+            servable=servable,
         )
         if not servable:
             self._candidates.export_best(drafter.net, (policy_version, judgement.candidate))
@@ -257,7 +306,12 @@ class PublishGate:
         itself = judge(chain, chain, heldout.documents, resamples=self._settings.bootstrap)
         frozen_at = self._freeze.baseline
         if not self._freeze.measured(itself.serving, itself.serving_noise):
-            log.info("still frozen", policy_version=head.policy_version, serving=itself.serving, at_freeze=frozen_at)
+            log.info(
+                "still frozen",
+                policy_version=head.policy_version,
+                serving=itself.serving,
+                at_freeze=frozen_at,
+            )
             return []
         decision = reopened(self.serving.kind, self.serving.version, itself, head)
         return [self._complete(decision, measured)]
@@ -271,7 +325,10 @@ class PublishGate:
         )
 
     def _rolled_back(self, taken_back: DrafterState) -> None:
-        """Live acceptance fell. A later candidate has to beat the drafter that was taken back as well."""
+        """Live acceptance fell.
+
+        A later candidate has to beat the drafter that was taken back as well.
+        """
         self._taken_back = taken_back
         if self.frozen:
             self._freeze.reopen()

@@ -1,4 +1,7 @@
-"""Promoted drafters on their way to the gateway. Bytes only; owns no decision about promotion or commit."""
+"""Promoted drafters on their way to the gateway.
+
+Bytes only; owns no decision about promotion or commit.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,8 @@ log = get_logger("drafter_trainer.publish")
 async def push_drafter(
     channel: grpc.aio.Channel, decision: Judged, context: CommandContext, deadline_s: float
 ) -> PushReport:
-    """Prepare and Push of the candidate that lies at `decision.path`, its config.json beside its tensors.
+    """Prepare and Push of the candidate that lies at `decision.path`, its config.json beside its
+    tensors.
 
     Raises DataLoss and what push_weights raises.
     """
@@ -40,7 +44,9 @@ async def push_drafter(
         data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
         config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataLoss("the promoted drafter is not where the rank wrote it", seen=str(error)) from error
+        raise DataLoss(
+            "the promoted drafter is not where the rank wrote it", seen=str(error)
+        ) from error
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
         WEIGHT_TARGET_DRAFTER,
@@ -64,8 +70,8 @@ class Outcome:
 class Promoter:
     """At most one promoted drafter at a time; a newer one takes the place of an older.
 
-    A push may outlive its activation: training never waits for the gateway. What the coordinator has not been told, the
-    next activation tells; what the gateway did not take is pushed again.
+    A push may outlive its activation: training never waits for the gateway. What the coordinator
+    has not been told, the next activation tells; what the gateway did not take is pushed again.
     """
 
     def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
@@ -107,5 +113,7 @@ class Promoter:
         except PacelineError as error:
             log.error("promoted drafter refused", drafter_version=version, error=str(error))
             return Outcome(decision, prepared=False)
-        log.info("drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s)
+        log.info(
+            "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s
+        )
         return Outcome(decision, prepared=True)

@@ -1,4 +1,7 @@
-"""`python -m drafter_trainer.rank`: one rank of the trainer. Owns set-up and what a rank does between leases."""
+"""`python -m drafter_trainer.rank`: one rank of the trainer.
+
+Owns set-up and what a rank does between leases.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ import torch.distributed as dist
 from drafter_trainer import messages as m
 from drafter_trainer import sharing
 from drafter_trainer.candidates import Candidates
-from drafter_trainer.checkpoint import CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
+from drafter_trainer.checkpoint import (
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
+)
 from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
 from drafter_trainer.heads import PolicyHead, PolicyHeads, load_policy_head
 from drafter_trainer.link import TrainerLink, activation_span
@@ -53,7 +61,9 @@ class Rank:
         self.heads.add(load_policy_head(Path(config.model), 0))
         nets = initial_nets(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
-        candidates = Candidates(checkpoints / "drafter-candidates", self._target, [type(net) for net in nets])
+        candidates = Candidates(
+            checkpoints / "drafter-candidates", self._target, [type(net) for net in nets]
+        )
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, nets[0])
         self._whole = nets[0].twin()
@@ -65,7 +75,9 @@ class Rank:
         self._writer = CheckpointWriter(checkpoints / "drafter", self._export)
         self._saved_steps, self._saved_at = 0, time.monotonic()
         if config.resume and (newest := newest_checkpoint(checkpoints / "drafter")) is not None:
-            self.trainer.load_state(read_checkpoint(newest, self.trainer.state(), self.membership.members))
+            self.trainer.load_state(
+                read_checkpoint(newest, self.trainer.state(), self.membership.members)
+            )
             self._saved_steps = self.learner.total_steps
         self.link.on_command = self.obey
         self.link.open_stream()
@@ -89,7 +101,10 @@ class Rank:
         self.link.close()
 
     def activate(self, command: m.Activate) -> None:
-        """Trains under a lease. All ranks take part in forming the group; those that are no members then wait again."""
+        """Trains under a lease.
+
+        All ranks take part in forming the group; those that are no members then wait again.
+        """
         if not self.membership.stays(command.slots):
             self._writer.wait()  # the writing thread uses the group
         members = self.membership.join(command.slots)
@@ -122,7 +137,9 @@ class Rank:
                     learner.micro_step(told, self._head(told.lm_head_hash))
 
     def _head(self, wanted: str) -> PolicyHead:
-        """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have looked yet."""
+        """The head rank 0 trains with; its parent tells all ranks of it, but this one may not have
+        looked yet.
+        """
         self.link.wait_until(lambda: self.heads.get(wanted) is not None, HEAD_DEADLINE_S)
         head = self.heads.get(wanted)
         assert head is not None
@@ -141,10 +158,15 @@ class Rank:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 
     def add_head(self, policy_version: int, path: Path) -> None:
-        """Learns a policy head; one that cannot be read is left out, its rows then count as stale."""
+        """Learns a policy head; one that cannot be read is left out, its rows then count as
+        stale.
+        """
         try:
             head = load_policy_head(path, policy_version)
-            shape, allowed = tuple(head.lm_head.shape), (self._target.vocab_size, self._target.hidden_size)
+            shape, allowed = (
+                tuple(head.lm_head.shape),
+                (self._target.vocab_size, self._target.hidden_size),
+            )
             if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
                 raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
             self.heads.add(head)
@@ -157,7 +179,9 @@ class Rank:
             self.link.send(self.trainer.standing())
 
     def save_if_due(self) -> None:
-        """Rank 0, between two steps: a checkpoint every `checkpoint_interval_s`, unless one is still being written."""
+        """Rank 0, between two steps: a checkpoint every `checkpoint_interval_s`, unless one is
+        still being written.
+        """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
             sharing.announce_save(self.learner.members)
@@ -166,14 +190,16 @@ class Rank:
     def save(self, *, always: bool = False) -> int:
         """Starts a checkpoint of what was learned since the last one; a collective of the members.
 
-        Training stands still while the numbers are copied; writing goes on beside it. Returns the checkpoint's number,
-        0 when nothing was learned.
+        Training stands still while the numbers are copied; writing goes on beside it. Returns the
+        checkpoint's number, 0 when nothing was learned.
         """
         members, began, steps = self.learner.members, time.monotonic(), self.learner.total_steps
         if not members.takes_part:
             return 0
         self._writer.wait()
-        (number,) = members.agree(self._writer.next_number if always or steps > self._saved_steps else 0)
+        (number,) = members.agree(
+            self._writer.next_number if always or steps > self._saved_steps else 0
+        )
         if number:
             self._writer.write(self.trainer.state(), number, members)
             self._saved_steps, self._saved_at = steps, time.monotonic()

@@ -1,4 +1,7 @@
-"""The parent's view of its ranks: one lease at a time, commands down, news up. Owns no gRPC and no torch."""
+"""The parent's view of its ranks: one lease at a time, commands down, news up.
+
+Owns no gRPC and no torch.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ class Lease:
     epoch: int
     deadline_s: float  # training must have begun by then
     began: float = field(default_factory=time.monotonic)
-    news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)  # ends with Stopped or error
+    news: asyncio.Queue[m.Message | PacelineError] = field(
+        default_factory=asyncio.Queue
+    )  # ends with Stopped or error
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks know of it
     stopping: asyncio.Task[None] | None = None
@@ -60,12 +65,16 @@ class DrafterRanks:
             on_message=self._route,
             on_lost=self._lost,
         )
-        self._facts: dict[str, m.NewHead | m.Serving] = {}  # what restarted ranks have to be told again
+        self._facts: dict[
+            str, m.NewHead | m.Serving
+        ] = {}  # what restarted ranks have to be told again
         self._saves: list[asyncio.Future[m.Saved]] = []
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
-        self.preemptions: deque[float] = deque(maxlen=PREEMPTIONS_KEPT)  # seconds from command to free slots
+        self.preemptions: deque[float] = deque(
+            maxlen=PREEMPTIONS_KEPT
+        )  # seconds from command to free slots
 
     @property
     def epoch(self) -> int:
@@ -88,12 +97,14 @@ class DrafterRanks:
     async def begin(self, command: m.Activate, deadline_s: float) -> Lease:
         """Starts an activation; one of an older epoch is stopped first.
 
-        Raises FailedPrecondition when one of this epoch or a newer one runs, Unavailable when no ranks are ready within
-        `deadline_s`.
+        Raises FailedPrecondition when one of this epoch or a newer one runs, Unavailable when no
+        ranks are ready within `deadline_s`.
         """
         while (old := self.lease) is not None:
             if command.epoch <= old.epoch:
-                raise FailedPrecondition("an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}")
+                raise FailedPrecondition(
+                    "an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}"
+                )
             await self.stop_lease(old)
         lease = self.lease = Lease(command.epoch, deadline_s)
         try:
@@ -140,7 +151,9 @@ class DrafterRanks:
             async with asyncio.timeout(deadline_s):
                 return await saved
         except TimeoutError as error:
-            raise DeadlineExceeded("no checkpoint was written in time", seen=f"{deadline_s} s") from error
+            raise DeadlineExceeded(
+                "no checkpoint was written in time", seen=f"{deadline_s} s"
+            ) from error
 
     async def _stop(self, lease: Lease) -> None:
         """Asks; a rank that has not stopped between two micro-batches in time is killed."""
@@ -153,7 +166,9 @@ class DrafterRanks:
             async with asyncio.timeout(self._config.preempt_deadline_s):
                 await lease.over.wait()
         except TimeoutError:
-            log.warning("ranks did not stop in time and are killed", seconds=time.monotonic() - started)
+            log.warning(
+                "ranks did not stop in time and are killed", seconds=time.monotonic() - started
+            )
             self.watched.kill()
             async with asyncio.timeout(KILL_S):
                 await lease.over.wait()

@@ -1,6 +1,7 @@
 """One finished request as the trainer learns from it: its rows, its rejected drafts, windows of it.
 
-Owns what a sample is and which stream entries make one; not what is kept (buffer.py) nor how it is packed (batcher.py).
+Owns what a sample is and which stream entries make one; not what is kept (buffer.py) nor how it is
+packed (batcher.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
 
 @dataclass(frozen=True, slots=True)
 class Branches:
-    """B rejected drafts beside R rows, depth first: the first child of a draft stands right after it."""
+    """B rejected drafts beside R rows, depth first: the first child of a draft stands right after
+    it.
+    """
 
     hidden: Tensor  # [B, W] states at the drafts
     token_ids: Tensor  # [B] int64
@@ -37,15 +40,28 @@ class Branches:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return sum(part.nbytes for part in (self.hidden, self.token_ids, self.parents, self.roots, self.depths))
+        return sum(
+            part.nbytes
+            for part in (self.hidden, self.token_ids, self.parents, self.roots, self.depths)
+        )
 
     def cut(self, rows: int, start: int, length: int) -> Branches:
-        """Those under rows start .. start + length - 1 of `rows`, as beside a sample of these rows alone."""
+        """Those under rows start .. start + length - 1 of `rows`, as beside a sample of these rows
+        alone.
+        """
         kept = (self.roots >= start) & (self.roots < start + length)
         places = kept.long().cumsum(0) - 1
         under = self.parents[kept]
-        parents = torch.where(under < rows, under - start, length + places[(under - rows).clamp(min=0)])
-        return Branches(self.hidden[kept], self.token_ids[kept], parents, self.roots[kept] - start, self.depths[kept])
+        parents = torch.where(
+            under < rows, under - start, length + places[(under - rows).clamp(min=0)]
+        )
+        return Branches(
+            self.hidden[kept],
+            self.token_ids[kept],
+            parents,
+            self.roots[kept] - start,
+            self.depths[kept],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,9 @@ class FeatureSample:
     step: int
     policy_version: int
     lm_head_hash: str
-    hidden: Tensor  # [R, W] as captured, the last hidden_size columns the state after the final norm
+    hidden: (
+        Tensor  # [R, W] as captured, the last hidden_size columns the state after the final norm
+    )
     token_ids: Tensor  # [R + 1] int64
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
     hidden_size: int  # H
@@ -86,7 +104,9 @@ class FeatureSample:
         return own + (self.branches.nbytes if self.branches is not None else 0)
 
     def cut(self, start: int, length: int) -> FeatureSample:
-        """A copy of training positions start .. start + length - 1 and of the drafts that hang beside them."""
+        """A copy of training positions start .. start + length - 1 and of the drafts that hang
+        beside them.
+        """
         rows, branches = length + 1, self.branches
         return replace(
             self,
@@ -97,20 +117,25 @@ class FeatureSample:
         )
 
     def window(self, length: int, random: np.random.Generator) -> FeatureSample:
-        """Itself, or when it is longer a stretch of `length` positions around one of its targets drawn at random."""
+        """Itself, or when it is longer a stretch of `length` positions around one of its targets
+        drawn at random.
+        """
         room = self.positions - length
         if room <= 0:
             return self
         targets = self.generated[2:].nonzero()[:, 0]
         target = int(targets[random.integers(len(targets))])
-        return self.cut(int(random.integers(max(0, target - length + 1), min(target, room) + 1)), length)
+        return self.cut(
+            int(random.integers(max(0, target - length + 1), min(target, room) + 1)), length
+        )
 
 
 def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
-    """Turns a stream entry into tensors. Raises DataLoss when nothing of `target` can be trained with it.
+    """Turns a stream entry into tensors. Raises DataLoss when nothing of `target` can be trained
+    with it.
 
-    Rows that another policy version computed than the last row's are not trained on: their head is another, and a batch
-    names the last one's alone.
+    Rows that another policy version computed than the last row's are not trained on: their head is
+    another, and a batch names the last one's alone.
     """
     _check(batch, target)
     # The last token has no row and no mask bit; it is always the policy's.
@@ -127,18 +152,24 @@ def sample_from(batch: FeatureBatch, target: ModelConfig) -> FeatureSample:
         generated=torch.as_tensor(generated),
         hidden_size=target.hidden_size,
         layers=batch.layers,
-        branches=None if batch.rejected is None else _branches(batch.rejected, own, batch.session_id),
+        branches=None
+        if batch.rejected is None
+        else _branches(batch.rejected, own, batch.session_id),
     )
 
 
 def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) -> Branches | None:
-    """The rejected drafts under rows of the last version; own [R] bool says which rows these are."""
+    """The rejected drafts under rows of the last version; own [R] bool says which rows these
+    are.
+    """
     rows, parents = len(own), rejected.parents.tolist()
     children = defaultdict[int, list[int]](list)
     for draft, parent in enumerate(parents):
         children[parent].append(draft)
     order, roots, depths = list[int](), list[int](), list[int]()
-    stack = [(draft, root, 0) for root in range(rows) if own[root] for draft in children[root]][::-1]
+    stack = [(draft, root, 0) for root in range(rows) if own[root] for draft in children[root]][
+        ::-1
+    ]
     while stack:
         draft, root, depth = stack.pop()
         order.append(draft)
@@ -168,17 +199,31 @@ def _states(rows: NamedTensor, session: str) -> Tensor:
 def _check(batch: FeatureBatch, target: ModelConfig) -> None:
     """Raises DataLoss when the batch does not fit the policy."""
     if batch.rows < 2:
-        raise DataLoss("a feature batch is too short to train on", seen=f"{batch.rows} rows", allowed="at least 2")
+        raise DataLoss(
+            "a feature batch is too short to train on",
+            seen=f"{batch.rows} rows",
+            allowed="at least 2",
+        )
     names = batch.layers.split(",")
     if names[-1] != "last" or batch.convention != "post_norm":
         raise DataLoss(
-            "rows of another layer", seen=(batch.layers, batch.convention), allowed=("..., last", "post_norm")
+            "rows of another layer",
+            seen=(batch.layers, batch.convention),
+            allowed=("..., last", "post_norm"),
         )
     if batch.hidden_size != len(names) * target.hidden_size:
-        raise DataLoss("rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size)
-    tokens = batch.token_ids if batch.rejected is None else np.append(batch.token_ids, batch.rejected.token_ids)
+        raise DataLoss(
+            "rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size
+        )
+    tokens = (
+        batch.token_ids
+        if batch.rejected is None
+        else np.append(batch.token_ids, batch.rejected.token_ids)
+    )
     if tokens.min() < 0 or tokens.max() >= target.vocab_size:
         seen = (int(tokens.min()), int(tokens.max()))
-        raise DataLoss("tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}")
+        raise DataLoss(
+            "tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}"
+        )
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)

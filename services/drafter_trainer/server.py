@@ -1,4 +1,7 @@
-"""The parent of the ranks: gRPC in front, no torch. Owns leases, promotion pushes and the spool of heads."""
+"""The parent of the ranks: gRPC in front, no torch.
+
+Owns leases, promotion pushes and the spool of heads.
+"""
 
 from __future__ import annotations
 
@@ -51,24 +54,32 @@ class HeadHooks:
 class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """DrafterService: one activation at a time, fenced by lease epochs."""
 
-    def __init__(self, config: DrafterTrainerConfig, ranks: DrafterRanks, guard: EpochGuard) -> None:
+    def __init__(
+        self, config: DrafterTrainerConfig, ranks: DrafterRanks, guard: EpochGuard
+    ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
         self._promoter = Promoter(self._gateway, config.push_deadline_s)
         self._preempted_epoch = 0
         self._metrics = LeaseMetrics()
 
-    async def Activate(self, request: pb.ActivateRequest, context: Any) -> AsyncIterator[pb.ActivateResponse]:
-        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes away ends it.
+    async def Activate(
+        self, request: pb.ActivateRequest, context: Any
+    ) -> AsyncIterator[pb.ActivateResponse]:
+        """Trains until Preempt or the activation's own end; Detached comes last. A caller that goes
+        away ends it.
 
-        DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or killed.
+        DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or
+        killed.
         """
         self._check_run(request.context)
         slots = _checked(request.slots)
         self._guard.check(request.context)
         epoch = request.context.epoch
         if epoch <= self._preempted_epoch:  # Preempt has overtaken its Activate
-            yield _detached(m.Stopped(epoch, "preempted", total_steps=self._ranks.standing.total_steps))
+            yield _detached(
+                m.Stopped(epoch, "preempted", total_steps=self._ranks.standing.total_steps)
+            )
             return
         command = m.Activate(
             epoch=epoch,
@@ -79,7 +90,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             round_costs=dict(request.round_costs),
             slots=slots,
         )
-        lease = await self._ranks.begin(command, request.deadline_s or self._config.activation_deadline_s)
+        lease = await self._ranks.begin(
+            command, request.deadline_s or self._config.activation_deadline_s
+        )
         try:
             async for response in self._news(lease, request.context):
                 yield response
@@ -87,7 +100,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             self._ranks.abandon(lease)
             self._metrics.held(len(request.slots), time.monotonic() - lease.began)
 
-    async def _news(self, lease: Lease, context: CommandContext) -> AsyncGenerator[pb.ActivateResponse]:
+    async def _news(
+        self, lease: Lease, context: CommandContext
+    ) -> AsyncGenerator[pb.ActivateResponse]:
         """What the ranks say and what became of pushes, as it comes; ends with Detached."""
         self._promoter.start_again(context)
         attached = False
@@ -96,7 +111,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             match message:
                 case m.Attached(_, world_size):
                     attached, attach_s = True, time.monotonic() - lease.began
-                    yield pb.ActivateResponse(activated=pb.Activated(attach_s=attach_s, world_size=world_size))
+                    yield pb.ActivateResponse(
+                        activated=pb.Activated(attach_s=attach_s, world_size=world_size)
+                    )
                 case m.Judged(decision="promoted"):
                     self._promoter.start(message, context)
                 case m.Judged():
@@ -118,14 +135,18 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             async with asyncio.timeout(lease.began + lease.deadline_s - time.monotonic()):
                 return await self._next(lease)
         except TimeoutError as error:
-            raise DeadlineExceeded("training has not begun in time", seen=f"{lease.deadline_s} s") from error
+            raise DeadlineExceeded(
+                "training has not begun in time", seen=f"{lease.deadline_s} s"
+            ) from error
 
     async def _next(self, lease: Lease) -> m.Message | Outcome:
         """The next news; a push that is done comes first. Raises what ended the activation."""
         news = asyncio.ensure_future(lease.news.get())
         try:
             push = self._promoter.push
-            await asyncio.wait({news, push} if push else {news}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {news, push} if push else {news}, return_when=asyncio.FIRST_COMPLETED
+            )
             if push is not None and push.done() and not news.done():
                 return self._promoter.take()
         finally:
@@ -150,7 +171,9 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._metrics.preempted(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
-    async def GetDrafterStatus(self, request: pb.GetDrafterStatusRequest, context: Any) -> pb.GetDrafterStatusResponse:
+    async def GetDrafterStatus(
+        self, request: pb.GetDrafterStatusRequest, context: Any
+    ) -> pb.GetDrafterStatusResponse:
         """Where the trainer stands, and the processes."""
         standing = self._ranks.standing
         return pb.GetDrafterStatusResponse(
@@ -180,12 +203,16 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
     def _check_run(self, context: CommandContext) -> None:
         if context.run_id != self._config.run.id:
-            raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=self._config.run.id)
+            raise InvalidInput(
+                "this trainer serves another run", seen=context.run_id, allowed=self._config.run.id
+            )
 
 
 def _checked(slots: Sequence[int]) -> list[int]:
     if not slots or len(set(slots)) < len(slots):
-        raise InvalidInput("an activation needs slots, each once", seen=list(slots), allowed="one or more")
+        raise InvalidInput(
+            "an activation needs slots, each once", seen=list(slots), allowed="one or more"
+        )
     return sorted(slots)
 
 
@@ -195,9 +222,24 @@ def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
 
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:
-    shared = ("decision", "kind", "drafter_version", "noise", "candidate_speedup", "serving_speedup", "speedup_noise",
-              "costs_measured", "policy_version", "positions", "optimizer_steps", "temperature", "survival",
-              "conditional", "serving_survival", "lengths_by_bucket")  # fmt: skip
+    shared = (
+        "decision",
+        "kind",
+        "drafter_version",
+        "noise",
+        "candidate_speedup",
+        "serving_speedup",
+        "speedup_noise",
+        "costs_measured",
+        "policy_version",
+        "positions",
+        "optimizer_steps",
+        "temperature",
+        "survival",
+        "conditional",
+        "serving_survival",
+        "lengths_by_bucket",
+    )
     return pb.ActivateResponse(
         gate=pb.GateDecision(
             promoted=message.decision == "promoted",
@@ -248,7 +290,9 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         for task in (health, stopped, supervision):
             task.cancel()
         await asyncio.gather(health, stopped, supervision, return_exceptions=True)
-        await ranks.watched.stop(GRACE_S)  # a running activation stops and all that was learned is saved
+        await ranks.watched.stop(
+            GRACE_S
+        )  # a running activation stops and all that was learned is saved
         await server.stop(0)
         await servicer.close()
 
@@ -264,4 +308,8 @@ async def _tell_spooled(spool: Spool, ranks: DrafterRanks) -> None:
 def check_model(directory: Path) -> None:
     """Raises ConfigError unless the directory looks like the policy's checkpoint."""
     if not (directory / "config.json").is_file():
-        raise ConfigError("model is no Hugging Face directory", seen=directory, allowed="a directory with config.json")
+        raise ConfigError(
+            "model is no Hugging Face directory",
+            seen=directory,
+            allowed="a directory with config.json",
+        )

@@ -1,6 +1,8 @@
-"""A drafter and its optimiser as one membership holds them: FSDP2 shards, on the device or laid aside on the CPU.
+"""A drafter and its optimiser as one membership holds them: FSDP2 shards, on the device or laid
+aside on the CPU.
 
-Owns where the numbers are and how they get there; not the step, not which ranks are members (membership.py).
+Owns where the numbers are and how they get there; not the step, not which ranks are members
+(membership.py).
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedDrafter:
-    """Network and AdamW over the members' ranks; only they have one. Starts on the device, with zero moments.
+    """Network and AdamW over the members' ranks; only they have one. Starts on the device, with
+    zero moments.
 
     Gradients are sums over the members' losses, not means.
     """
@@ -39,7 +42,11 @@ class ShardedDrafter:
                 module.set_gradient_divide_factor(1.0)
         self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, foreach=True
+            self.parameters.values(),
+            lr=config.lr,
+            betas=config.betas,
+            weight_decay=config.weight_decay,
+            foreach=True,
         )
         for parameter in self.parameters.values():
             moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
@@ -47,13 +54,20 @@ class ShardedDrafter:
         self._aside: dict[str, Aside] | None = None
 
     def local(self, *, gradients: bool = True) -> dict[str, Tensor]:
-        """This rank's shards, live, by "model/<name>", "exp_avg/<name>", "gradient/<name>" and so on."""
+        """This rank's shards, live, by "model/<name>", "exp_avg/<name>", "gradient/<name>" and so
+        on.
+        """
         found = {f"model/{name}": value for name, value in self.net.state_dict().items()}
         for name, parameter in self.parameters.items():
-            found |= {f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()}
+            found |= {
+                f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()
+            }
             if gradients and parameter.grad is not None:
                 found[f"gradient/{name}"] = parameter.grad
-        return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in found.items()}
+        return {
+            key: value.to_local() if isinstance(value, DTensor) else value
+            for key, value in found.items()
+        }
 
     def local_on_cpu(self) -> dict[str, Tensor]:
         """The same on the CPU, wherever the numbers are now; not to be written to."""
@@ -79,10 +93,17 @@ class ShardedDrafter:
             self._aside = None
 
     def state(self) -> dict[str, Any]:
-        """Copies on the CPU, sharded as they are here: "model" by name, "optimizer" with "state" by name."""
+        """Copies on the CPU, sharded as they are here: "model" by name, "optimizer" with "state" by
+        name.
+        """
         on_device = self._aside is None and self.members.device.type != "cpu"
-        copies = {key: value if on_device else value.clone() for key, value in self.local_on_cpu().items()}
-        model = {name: self._shard(copies[f"model/{name}"], value) for name, value in self.net.state_dict().items()}
+        copies = {
+            key: value if on_device else value.clone() for key, value in self.local_on_cpu().items()
+        }
+        model = {
+            name: self._shard(copies[f"model/{name}"], value)
+            for name, value in self.net.state_dict().items()
+        }
         optimizer = {
             name: {
                 key: self._shard(copies[f"{key}/{name}"], value)
@@ -94,13 +115,18 @@ class ShardedDrafter:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Takes the numbers of a `state` of as many members. Raises DataLoss when it is of another drafter."""
+        """Takes the numbers of a `state` of as many members.
+
+        Raises DataLoss when it is of another drafter.
+        """
         flat = {f"model/{name}": value for name, value in state["model"].items()}
         for name, entry in state["optimizer"]["state"].items():
             flat |= {f"{key}/{name}": value for key, value in entry.items()}
         here = self.local(gradients=False)
         if flat.keys() != here.keys():
-            raise DataLoss("a state of another drafter", seen=sorted(flat)[:4], allowed=sorted(here)[:4])
+            raise DataLoss(
+                "a state of another drafter", seen=sorted(flat)[:4], allowed=sorted(here)[:4]
+            )
         for key, value in here.items():
             value.copy_(flat[key].to_local() if isinstance(flat[key], DTensor) else flat[key])
 
@@ -108,7 +134,12 @@ class ShardedDrafter:
         if not isinstance(like, DTensor):
             return copy
         return DTensor.from_local(
-            copy, self.members.cpu_mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride()
+            copy,
+            self.members.cpu_mesh,
+            [Shard(0)],
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
         )
 
 
@@ -122,7 +153,8 @@ class Aside:
 
 
 def lay_aside(tensors: Mapping[str, Tensor]) -> dict[str, Aside]:
-    """Copies to the CPU (pinned where there is CUDA) and gives the memory back; each tensor has a storage of its own.
+    """Copies to the CPU (pinned where there is CUDA) and gives the memory back; each tensor has a
+    storage of its own.
 
     The tensors keep their identity, so that views and the optimiser's references to them stay good.
     """
@@ -144,12 +176,18 @@ def bring_back(tensors: Mapping[str, Tensor], aside: Mapping[str, Aside]) -> Non
 
 
 def move(
-    whole: nn.Module, old: ShardedDrafter | None, new: ShardedDrafter | None, sizes: tuple[int, int], *, gradients: bool
+    whole: nn.Module,
+    old: ShardedDrafter | None,
+    new: ShardedDrafter | None,
+    sizes: tuple[int, int],
+    *,
+    gradients: bool,
 ) -> None:
-    """Carries all numbers from one membership to another, tensor by tensor, over rank 0; a collective of all ranks.
+    """Carries all numbers from one membership to another, tensor by tensor, over rank 0; a
+    collective of all ranks.
 
-    `whole` is the drafter unsharded, for its shapes; `sizes` are the members before and after; `gradients` says whether
-    a partial gradient is to be carried.
+    `whole` is the drafter unsharded, for its shapes; `sizes` are the members before and after;
+    `gradients` says whether a partial gradient is to be carried.
     """
     source = old.local_on_cpu() if old else {}
     if old and gradients:
@@ -176,7 +214,10 @@ def _layout(whole: nn.Module, gradients: bool) -> Iterable[tuple[str, tuple[int,
 
 @torch.no_grad()
 def _move_one(
-    source: Tensor | None, target: Tensor | None, shape: tuple[int, ...] | None, sizes: tuple[int, int]
+    source: Tensor | None,
+    target: Tensor | None,
+    shape: tuple[int, ...] | None,
+    sizes: tuple[int, int],
 ) -> None:
     rank, (before, after) = dist.get_rank(), sizes
     if rank == 0:
@@ -210,7 +251,9 @@ def _collect(own: Tensor, shape: tuple[int, ...], members: int) -> Tensor:
 
 
 def _rows(count: int, members: int, rank: int) -> slice:
-    """What FSDP2 puts on a rank: even pieces of the first dimension, rounded up, as far as they reach."""
+    """What FSDP2 puts on a rank: even pieces of the first dimension, rounded up, as far as they
+    reach.
+    """
     piece = -(-count // members)
     return slice(min(rank * piece, count), min((rank + 1) * piece, count))
 
@@ -218,5 +261,7 @@ def _rows(count: int, members: int, rank: int) -> slice:
 def row_on(row: PackedRow, device: torch.device) -> PackedRow:
     """The row with its tensors on the device."""
     values = ((field.name, getattr(row, field.name)) for field in fields(row))
-    moved: dict[str, Any] = {name: value.to(device) for name, value in values if isinstance(value, Tensor)}
+    moved: dict[str, Any] = {
+        name: value.to(device) for name, value in values if isinstance(value, Tensor)
+    }
     return replace(row, **moved)

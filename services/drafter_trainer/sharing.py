@@ -1,4 +1,7 @@
-"""How rank 0 hands each rank its row. Owns the few bytes of protocol between ranks, as plain tensors."""
+"""How rank 0 hands each rank its row.
+
+Owns the few bytes of protocol between ranks, as plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ def announce_save(members: Members) -> None:
 
 
 def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
-    """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all of one head."""
+    """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all
+    of one head.
+    """
     members.agree(_ROW, student)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()

@@ -1,4 +1,5 @@
-"""The drafters that learn from one stream: the primary one and its shadows. Owns whose turn it is, not what they learn.
+"""The drafters that learn from one stream: the primary one and its shadows. Owns whose turn it is,
+not what they learn.
 
 All ranks hold the same students in the same order; rank 0 chooses and says which (sharing.py).
 """
@@ -31,7 +32,9 @@ class Student:
     turns: int = 0
 
     def reads(self, layers: str) -> bool:
-        """Whether rows of these layers hold what it learns from; the last state stands in every row."""
+        """Whether rows of these layers hold what it learns from; the last state stands in every
+        row.
+        """
         return not self.capture.inner or self.capture.layers == layers
 
     def learn_speed(self, seconds_per_token: float) -> None:
@@ -43,14 +46,23 @@ class Student:
 class Students(Sequence[Student]):
     """The primary drafter first; turns are taken in proportion to the shares."""
 
-    def __init__(self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members) -> None:
-        """`nets`: that of `drafter`, then those of `shadows`. Raises ConfigError when two are of one kind."""
+    def __init__(
+        self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members
+    ) -> None:
+        """`nets`: that of `drafter`, then those of `shadows`.
+
+        Raises ConfigError when two are of one kind.
+        """
         kinds = [net.speculator for net in nets]
         if len(set(kinds)) < len(kinds):
-            raise ConfigError("two drafters of one kind", seen=", ".join(kinds), allowed="one of each")
+            raise ConfigError(
+                "two drafters of one kind", seen=", ".join(kinds), allowed="one of each"
+            )
         servable = config.servable or kinds[:1]
         if not set(servable) & set(kinds):
-            raise ConfigError("no drafter that is trained can be served", seen=servable, allowed=", ".join(kinds))
+            raise ConfigError(
+                "no drafter that is trained can be served", seen=servable, allowed=", ".join(kinds)
+            )
         steps = config.micro_batches_per_step
         self._students = [
             Student(
@@ -80,14 +92,21 @@ class Students(Sequence[Student]):
         return self._students[0]
 
     def take_turn(self, layers: str) -> Student:
-        """Who learns from the next micro-batch of such rows: who is furthest behind its share, the primary on a tie."""
-        able = [student for student in self._students if student.reads(layers)] or self._students[:1]
+        """Who learns from the next micro-batch of such rows: who is furthest behind its share, the
+        primary on a tie.
+        """
+        able = [student for student in self._students if student.reads(layers)] or self._students[
+            :1
+        ]
         chosen = min(able, key=lambda student: (student.turns + 1) / self._shares[student.index])
         chosen.turns += 1
         return chosen
 
     def state(self) -> dict[str, Any]:
-        """State of every shadow by kind; a collective of all ranks. The primary's is kept by itself."""
+        """State of every shadow by kind; a collective of all ranks.
+
+        The primary's is kept by itself.
+        """
         return {student.kind: student.learner.state() for student in self._students[1:]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +117,10 @@ class Students(Sequence[Student]):
 
 
 def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[DraftNet]:
-    """The networks that a run begins with: that of `drafter`, then those of `shadows`. Raises ConfigError."""
+    """The networks that a run begins with: that of `drafter`, then those of `shadows`.
+
+    Raises ConfigError.
+    """
     shadows = (_initial(name, {}, target, config.run.seed) for name in config.shadows)
     return [_initial(config.drafter, config.options, target, config.run.seed), *shadows]
 

@@ -1,4 +1,7 @@
-"""The loop of rank 0: learn while the lease lives, judge, hand over what is better. Owns the order of things."""
+"""The loop of rank 0: learn while the lease lives, judge, hand over what is better.
+
+Owns the order of things.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ class Activation:
     tokens: int = 0
     loss_sum: float = 0.0
     busy_s: float = 0.0
-    batches: set[str] = field(default_factory=set)  # traceparents of the feature batches it learned from
+    batches: set[str] = field(
+        default_factory=set
+    )  # traceparents of the feature batches it learned from
 
 
 class DrafterTrainer:
@@ -71,13 +76,18 @@ class DrafterTrainer:
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
-        """Trains until preempted, out of data or done; between two micro-batches nothing is lost by stopping."""
+        """Trains until preempted, out of data or done; between two micro-batches nothing is lost by
+        stopping.
+        """
         started = time.monotonic()
         untold = self.gate.begin(command)
         while self.ingest() == ENTRIES_PER_READ and not self._link.preempted(command.epoch):
             pass
         activation = Activation(
-            command.epoch, command.max_steps, started + self._config.data_wait_s, started + INGEST_EVERY_S
+            command.epoch,
+            command.max_steps,
+            started + self._config.data_wait_s,
+            started + INGEST_EVERY_S,
         )
         self._link.send(m.Attached(command.epoch, self._learner.members.size))
         self._tell(untold)
@@ -105,10 +115,13 @@ class DrafterTrainer:
             return "frozen"
         if not self.buffer.tokens_of(self._heads.hashes):
             return None if time.monotonic() < activation.data_until else "no_data"
-        return "epochs" if activation.tokens >= self._config.max_epochs * self.buffer.tokens else None
+        return (
+            "epochs" if activation.tokens >= self._config.max_epochs * self.buffer.tokens else None
+        )
 
     def ingest(self, wait_s: float = 0.0) -> int:
-        """Moves up to one read of the features stream into the buffer; returns how many samples came.
+        """Moves up to one read of the features stream into the buffer; returns how many samples
+        came.
 
         Rows of a head no longer kept are dropped.
         """
@@ -117,8 +130,11 @@ class DrafterTrainer:
             self.buffer.add(sample)
         known = set(self._heads.hashes)
         newest = self._heads.newest.policy_version
-        # Rows of a version whose head is still on its way wait; older ones without a head can never be used.
-        self.buffer.forget(lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head")
+        # Rows of a version whose head is still on its way wait; older ones without a head can never
+        # be used.
+        self.buffer.forget(
+            lambda s: s.lm_head_hash in known or s.policy_version > newest, "stale_head"
+        )
         return len(samples)
 
     def _train(self, activation: Activation, drawn: list[list[FeatureSample]]) -> None:
@@ -127,7 +143,9 @@ class DrafterTrainer:
         head = self._heads.get(rows[0].lm_head_hash)
         assert head is not None
         student = self.students.take_turn(rows[0].layers)
-        with span("drafter.micro_step", policy_version=head.policy_version, drafter=student.kind) as current:
+        with span(
+            "drafter.micro_step", policy_version=head.policy_version, drafter=student.kind
+        ) as current:
             row = sharing.hand_out(rows, student.learner.members, student.index)
             result = student.learner.micro_step(row, head)
             current.set_attribute("positions", result.positions)
@@ -136,7 +154,9 @@ class DrafterTrainer:
         seconds = time.perf_counter() - started
         student.learn_speed(seconds / max(len(rows[0]), 1))
         activation.busy_s += seconds
-        activation.batches |= {sample.traceparent for samples in drawn for sample in samples if sample.traceparent}
+        activation.batches |= {
+            sample.traceparent for samples in drawn for sample in samples if sample.traceparent
+        }
         self._metrics.learned(student.kind, result, samples=sum(map(len, drawn)))
         if student is self.students.primary:  # limits, passes and the loss told are the primary's
             activation.micro_batches += len(rows)
@@ -216,7 +236,11 @@ class DrafterTrainer:
 
     def state(self) -> dict[str, Any]:
         """What a later process needs; a collective of all ranks."""
-        return {"learner": self._learner.state(), "shadows": self.students.state(), "gate": self.gate.state()}
+        return {
+            "learner": self._learner.state(),
+            "shadows": self.students.state(),
+            "gate": self.gate.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Goes on from `state`."""

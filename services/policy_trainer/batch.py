@@ -1,6 +1,8 @@
-"""A training batch as tensors. Owns the layout of a batch and of its packed micro-batches; not where they come from.
+"""A training batch as tensors. Owns the layout of a batch and of its packed micro-batches; not
+where they come from.
 
-Shape letters: B trajectories, N tokens of all trajectories, R rows, W row width, M trained tokens of a micro-batch.
+Shape letters: B trajectories, N tokens of all trajectories, R rows, W row width, M trained tokens
+of a micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ class TrainBatch:
     advantages: Float[Tensor, " B"]
     temperatures: Float[Tensor, " B"]  # 0 (greedy) stands as 1
     token_ids: Int[Tensor, " N"]
-    loss_mask: Bool[Tensor, " N"]  # the first token of a trajectory is never trained: nothing predicts it
+    loss_mask: Bool[
+        Tensor, " N"
+    ]  # the first token of a trajectory is never trained: nothing predicts it
     behavior_logprobs: Float[Tensor, " N"]
 
     @property
@@ -34,7 +38,10 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed rows and their trained tokens. A padding token has position 0, a document of its own."""
+    """Packed rows and their trained tokens.
+
+    A padding token has position 0, a document of its own.
+    """
 
     input_ids: Int[Tensor, "R W"]
     position_ids: Int[Tensor, "R W"]
@@ -46,26 +53,40 @@ class MicroBatch:
 
 
 def make_batch(trajectories: Sequence[Trajectory], advantages: Float[Tensor, " B"]) -> TrainBatch:
-    """Tensors of the trajectories whose advantage is not 0; the others carry no gradient and cost no forward."""
-    kept = [(t, a) for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0 and any(t.loss_mask[1:])]
+    """Tensors of the trajectories whose advantage is not 0; the others carry no gradient and cost
+    no forward.
+    """
+    kept = [
+        (t, a)
+        for t, a in zip(trajectories, advantages.tolist(), strict=True)
+        if a != 0.0 and any(t.loss_mask[1:])
+    ]
     return TrainBatch(
         lengths=torch.tensor([len(t.token_ids) for t, _ in kept], dtype=torch.int64),
         advantages=torch.tensor([a for _, a in kept], dtype=torch.float32),
         temperatures=torch.tensor([t.temperature or 1.0 for t, _ in kept], dtype=torch.float32),
         token_ids=torch.tensor([i for t, _ in kept for i in t.token_ids], dtype=torch.int64),
-        loss_mask=torch.tensor([bit for t, _ in kept for bit in (0, *t.loss_mask[1:])], dtype=torch.bool),
-        behavior_logprobs=torch.tensor([x for t, _ in kept for x in t.behavior_logprobs], dtype=torch.float32),
+        loss_mask=torch.tensor(
+            [bit for t, _ in kept for bit in (0, *t.loss_mask[1:])], dtype=torch.bool
+        ),
+        behavior_logprobs=torch.tensor(
+            [x for t, _ in kept for x in t.behavior_logprobs], dtype=torch.float32
+        ),
     )
 
 
 def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroBatch:
-    """Packs the sequences of `rows`; without rows, one padding token without a trained one (a rank with nothing to do
-    still joins the collectives)."""
+    """Packs the sequences of `rows`; without rows, one padding token without a trained one (a rank
+    with nothing to do still joins the collectives).
+    """
     lengths = batch.lengths.tolist()
     starts = [0, *torch.cumsum(batch.lengths, 0).tolist()]
     width = max([1, *(sum(lengths[i] - 1 for i in row) for row in rows)])
     shape = (max(1, len(rows)), width)
-    input_ids, position_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    input_ids, position_ids = (
+        torch.zeros(shape, dtype=torch.int64),
+        torch.zeros(shape, dtype=torch.int64),
+    )
     predict_at, sources, owners = [], [], []
     for r, row in enumerate(rows):
         column = 0

@@ -1,10 +1,11 @@
-"""Closed groups out of the trajectory stream. Owns which trajectories a step trains and which are dropped, and why.
+"""Closed groups out of the trajectory stream. Owns which trajectories a step trains and which are
+dropped, and why.
 
-A group counts sessions. A session is complete when all its branches are here (Trajectory.branch_count), and is trained
-whole or not at all.
+A group counts sessions. A session is complete when all its branches are here
+(Trajectory.branch_count), and is trained whole or not at all.
 
-The batcher acknowledges nothing that trained before it is told to (release): until a checkpoint holds a step, its
-entries stay in Redis and can be replayed. It makes no tensors.
+The batcher acknowledges nothing that trained before it is told to (release): until a checkpoint
+holds a step, its entries stay in Redis and can be replayed. It makes no tensors.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ class Batch:
 
 
 def _order(held: Held) -> tuple[int, str, int, str, int, str]:
-    """Where a trajectory stands in its batch: the same whatever the order in which the entries came."""
+    """Where a trajectory stands in its batch: the same whatever the order in which the entries
+    came.
+    """
     one = held.trajectory
     branch = one.key.branch_id
     return one.task_index, one.group_id, one.sample_index, one.key.session_id, len(branch), branch
@@ -115,7 +118,9 @@ class _Choice:
 class Batcher:
     """Reader of one run's trajectory stream, as the one consumer of group "policy"."""
 
-    def __init__(self, stream: Stream, marks: Marks, *, max_staleness: int, max_pending: int) -> None:
+    def __init__(
+        self, stream: Stream, marks: Marks, *, max_staleness: int, max_pending: int
+    ) -> None:
         self._stream = stream
         self._marks = marks
         self._max_staleness = max_staleness
@@ -131,10 +136,11 @@ class Batcher:
             await self._admit(entry)
 
     async def collect(self, wanted: Wanted) -> Batch:
-        """Waits until every wanted group has all its sessions complete, or the deadline, and closes the groups.
+        """Waits until every wanted group has all its sessions complete, or the deadline, and closes
+        the groups.
 
-        Raises ResourceExhausted when the trajectories held for other steps reach the bound, Unavailable when Redis
-        stays away.
+        Raises ResourceExhausted when the trajectories held for other steps reach the bound,
+        Unavailable when Redis stays away.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + wanted.deadline_s
@@ -144,7 +150,11 @@ class Batcher:
                 break
             self._require_room()
             entries = await self._stream.read(GROUP, CONSUMER, _READ_COUNT, remaining)
-            with span("trajectory.read", kind="consumer", links=[e.fields.get("traceparent", "") for e in entries]):
+            with span(
+                "trajectory.read",
+                kind="consumer",
+                links=[e.fields.get("traceparent", "") for e in entries],
+            ):
                 for entry in entries:
                     await self._admit(entry)
         return self._close(wanted)
@@ -153,11 +163,17 @@ class Batcher:
         """The batch of a recorded step again. Raises DataLoss when an entry of it is gone."""
         missing = [entry for entry in record.trained if entry not in self._held]
         if missing:
-            raise DataLoss(f"step {record.step} cannot be replayed: entries of its batch are gone", seen=missing[:4])
+            raise DataLoss(
+                f"step {record.step} cannot be replayed: entries of its batch are gone",
+                seen=missing[:4],
+            )
         return _batch(record, [self._held[entry] for entry in record.trained])
 
     async def settle(self, record: StepRecord) -> None:
-        """Writes down and removes what the step dropped; forgets what it trains. Call it when the record is on disk."""
+        """Writes down and removes what the step dropped; forgets what it trains.
+
+        Call it when the record is on disk.
+        """
         await self._marks.mark_dropped(dict(record.dropped.values()))
         await self._acknowledge(record.dropped)
         self._trained.update(record.trained)
@@ -184,7 +200,11 @@ class Batcher:
         if entry.id in self._trained:  # delivered again
             return
         try:
-            held = Held(entry.id, decode_trajectory(entry.fields, entry.payload), entry.fields.get("traceparent", ""))
+            held = Held(
+                entry.id,
+                decode_trajectory(entry.fields, entry.payload),
+                entry.fields.get("traceparent", ""),
+            )
         except DataLoss as error:
             await self._bury(entry, error)
         else:
@@ -192,7 +212,12 @@ class Batcher:
 
     async def _bury(self, entry: Entry, error: DataLoss) -> None:
         self.dead_letters += 1
-        _log.warning("trajectory_dead_letter", entry=entry.id, error=str(error), dead_letters=self.dead_letters)
+        _log.warning(
+            "trajectory_dead_letter",
+            entry=entry.id,
+            error=str(error),
+            dead_letters=self.dead_letters,
+        )
         try:
             await self._marks.mark_dropped({trajectory_key(entry.fields): "undecodable"})
         except DataLoss as nameless:
@@ -202,7 +227,9 @@ class Batcher:
     def _require_room(self) -> None:
         if len(self._held) >= self._max_pending:
             raise ResourceExhausted(
-                "too many trajectories are held for other steps", seen=len(self._held), allowed=self._max_pending
+                "too many trajectories are held for other steps",
+                seen=len(self._held),
+                allowed=self._max_pending,
             )
 
     def _sessions(self, wanted: Wanted) -> dict[str, list[_Session]]:
@@ -217,7 +244,9 @@ class Batcher:
 
     def _complete(self, wanted: Wanted) -> bool:
         sessions = self._sessions(wanted)
-        return all(sum(one.complete for one in sessions[group]) >= size for group, size in wanted.groups)
+        return all(
+            sum(one.complete for one in sessions[group]) >= size for group, size in wanted.groups
+        )
 
     def _stale(self, held: Held, policy_version: int) -> bool:
         oldest = held.oldest_version
@@ -242,11 +271,14 @@ class Batcher:
         )
         return _batch(record, order)
 
-    def _close_group(self, sessions: list[_Session], size: int, policy_version: int, choice: _Choice) -> None:
-        """Trains the usable sessions if there are at least two; else the group is dropped under a reason.
+    def _close_group(
+        self, sessions: list[_Session], size: int, policy_version: int, choice: _Choice
+    ) -> None:
+        """Trains the usable sessions if there are at least two; else the group is dropped under a
+        reason.
 
-        A group opened for a single session needs no sibling. The size asked for does not tell: it leaves out sessions
-        that ended without a reward.
+        A group opened for a single session needs no sibling. The size asked for does not tell: it
+        leaves out sessions that ended without a reward.
         """
         usable: list[_Session] = []
         reason = "too_few_siblings" if sessions or size else "unscored"
@@ -257,7 +289,10 @@ class Batcher:
                 choice.drop_session(session, refused)
             else:
                 usable.append(session)
-        opened_for = max((h.trajectory.group_size for one in sessions for h in one.branches), default=LEAST_SIBLINGS)
+        opened_for = max(
+            (h.trajectory.group_size for one in sessions for h in one.branches),
+            default=LEAST_SIBLINGS,
+        )
         if usable and len(usable) >= min(LEAST_SIBLINGS, opened_for):
             choice.trained.extend(held for session in usable for held in session.branches)
             return
@@ -266,13 +301,16 @@ class Batcher:
             choice.drop_session(session, "too_few_siblings")
 
     def _refusal(self, session: _Session, policy_version: int) -> str:
-        """Why a session is not trained; empty when it is. One bad branch drops all: half a session is not the attempt
-        that earned the reward, and would weigh less than its siblings."""
+        """Why a session is not trained; empty when it is. One bad branch drops all: half a session
+        is not the attempt that earned the reward, and would weigh less than its siblings.
+        """
         if not session.complete:
             return "incomplete_session"
         if any(held.trajectory.reward is None for held in session.branches):
             return "unscored"
-        return "stale" if any(self._stale(held, policy_version) for held in session.branches) else ""
+        return (
+            "stale" if any(self._stale(held, policy_version) for held in session.branches) else ""
+        )
 
 
 def _batch(record: StepRecord, held: Sequence[Held]) -> Batch:

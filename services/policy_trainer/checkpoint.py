@@ -1,7 +1,9 @@
-"""Checkpoints of the policy: a Hugging Face directory beside the optimiser state. Owns the files and how many are kept.
+"""Checkpoints of the policy: a Hugging Face directory beside the optimiser state. Owns the files
+and how many are kept.
 
-`<run.dir>/checkpoints/policy/step-<policy version>/`: config.json, model.safetensors (fp32 master weights), the
-tokenizer's files, optimizer.safetensors (whole moments, so that any number of ranks can load them), trainer.json.
+`<run.dir>/checkpoints/policy/step-<policy version>/`: config.json, model.safetensors (fp32 master
+weights), the tokenizer's files, optimizer.safetensors (whole moments, so that any number of ranks
+can load them), trainer.json.
 """
 
 from __future__ import annotations
@@ -50,11 +52,16 @@ def take_snapshot(learner: Learner) -> Snapshot:
 
 def policy_weights(learner: Learner) -> dict[str, Tensor]:
     """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0. Collective."""
-    return gather_full((name.removeprefix("lm."), p) for name, p in learner.model.named_parameters())
+    return gather_full(
+        (name.removeprefix("lm."), p) for name, p in learner.model.named_parameters()
+    )
 
 
 def restore_optimizer(learner: Learner, directory: Path) -> None:
-    """Loads this rank's shards of the optimiser state. Raises DataLoss when the file lacks a parameter."""
+    """Loads this rank's shards of the optimiser state.
+
+    Raises DataLoss when the file lacks a parameter.
+    """
     learner.updates = int(json.loads((directory / "trainer.json").read_text())["updates"])
     if learner.updates == 0:
         return
@@ -64,7 +71,9 @@ def restore_optimizer(learner: Learner, directory: Path) -> None:
             state: dict[str, Tensor] = {"step": torch.tensor(float(learner.updates))}
             for moment in _MOMENTS:
                 if f"{moment}/{name}" not in known:
-                    raise DataLoss(f"{directory} holds no {moment} of {name}", seen=sorted(known)[:4])
+                    raise DataLoss(
+                        f"{directory} holds no {moment} of {name}", seen=sorted(known)[:4]
+                    )
                 state[moment] = scatter_like(file.get_tensor(f"{moment}/{name}"), parameter)
             learner.optimizer.state[parameter] = state
 
@@ -86,12 +95,18 @@ class Checkpoints:
     def progress(self, directory: Path) -> Progress:
         """Where the trainer stood. Raises DataLoss when the file does not say."""
         try:
-            return from_fields(Progress, json.loads((directory / "trainer.json").read_text())["progress"])
+            return from_fields(
+                Progress, json.loads((directory / "trainer.json").read_text())["progress"]
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataLoss(f"{directory} is no checkpoint of this trainer", seen=repr(error)) from error
+            raise DataLoss(
+                f"{directory} is no checkpoint of this trainer", seen=repr(error)
+            ) from error
 
     def write(self, snapshot: Snapshot, progress: Progress) -> Path:
-        """Writes a checkpoint under a temporary name, renames it when all of it is on disk, prunes old ones."""
+        """Writes a checkpoint under a temporary name, renames it when all of it is on disk, prunes
+        old ones.
+        """
         final = self._root / f"step-{progress.policy_version}"
         fresh = self._root / f".step-{progress.policy_version}.tmp"
         shutil.rmtree(fresh, ignore_errors=True)

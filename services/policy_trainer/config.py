@@ -1,4 +1,7 @@
-"""Settings of the policy trainer. Owns their names, defaults and bounds; not the shared sections."""
+"""Settings of the policy trainer.
+
+Owns their names, defaults and bounds; not the shared sections.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,8 @@ class PolicyTrainerConfig(ServiceConfig):
     threads_per_rank: int = Field(default=1, ge=1)
     """Compute threads of a rank."""
     reshard_after_forward: bool = False
-    """Free a layer's gathered weights between forward and backward: less memory, one more gather."""
+    """Free a layer's gathered weights between forward and backward: less memory, one more gather.
+    """
     tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Most tokens of a rank's forward, padding included."""
     row_tokens: int = Field(default=128, ge=1)
@@ -82,7 +86,9 @@ class PolicyTrainerConfig(ServiceConfig):
     save_final: bool = True
     """Write a checkpoint at a clean stop."""
     resume: bool = True
-    """Continue from the run's directory where it holds something; false refuses to start on one that does."""
+    """Continue from the run's directory where it holds something; false refuses to start on one
+    that does.
+    """
     start_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds until all ranks have loaded the model and replayed what the checkpoint misses."""
     step_deadline_s: float = Field(default=3600.0, gt=0)

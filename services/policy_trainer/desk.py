@@ -1,6 +1,8 @@
-"""What only rank 0 does: reads groups from Redis, pushes weights, tells the parent. Owns the event loop of those.
+"""What only rank 0 does: reads groups from Redis, pushes weights, tells the parent. Owns the event
+loop of those.
 
-It joins no collective: a call that fails raises or reports before the other ranks are waiting for this one.
+It joins no collective: a call that fails raises or reports before the other ranks are waiting for
+this one.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class Collected:
 
 
 class Desk:
-    """Rank 0's side of the world. Use as a context manager: it holds connections and an event loop."""
+    """Rank 0's side of the world.
+
+    Use as a context manager: it holds connections and an event loop.
+    """
 
     def __init__(self, config: PolicyTrainerConfig, link: RankLink, algorithm: Algorithm) -> None:
         self._config = config
@@ -79,7 +84,9 @@ class Desk:
         self._runner.close()
 
     def open(self, checkpoint_step: int) -> list[Collected]:
-        """Takes up unacknowledged entries; returns the batches of the recorded steps after the checkpoint's."""
+        """Takes up unacknowledged entries; returns the batches of the recorded steps after the
+        checkpoint's.
+        """
         self._runner.run(self._batcher.open())
         self.release(checkpoint_step)
         replays = [self._collected(self._batcher.take(record)) for record in self._records.load()]
@@ -89,12 +96,17 @@ class Desk:
         return replays
 
     def collect(self, command: Train) -> Collected | None:
-        """The batch of a step, its record on disk; None when that failed and the parent has been told."""
+        """The batch of a step, its record on disk; None when that failed and the parent has been
+        told.
+        """
         wanted = Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,
             groups=tuple((group, size) for group, size in command.groups),
-            deadline_s=min(command.group_deadline_s or self._config.group_deadline_s, self._config.step_deadline_s),
+            deadline_s=min(
+                command.group_deadline_s or self._config.group_deadline_s,
+                self._config.step_deadline_s,
+            ),
         )
         try:
             collected = self._runner.run(self._collect(command, wanted))
@@ -105,7 +117,9 @@ class Desk:
         return collected
 
     def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
-        """Tells that the step is done, pushes the version, marks its trajectories trained, tells again."""
+        """Tells that the step is done, pushes the version, marks its trajectories trained, tells
+        again.
+        """
         self._tell(Stepped(command.command_id, progress))
         try:
             self._runner.run(self._push(command, progress, weights))
@@ -128,9 +142,11 @@ class Desk:
         self._tell(Batched(command.command_id, facts))
 
     def saved(self, command_id: int, path: Path, progress: Progress) -> None:
-        """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the interval.
+        """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the
+        interval.
 
-        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges them.
+        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges
+        them.
         """
         try:
             self.release(progress.step)
@@ -162,7 +178,9 @@ class Desk:
         self._link.send(encode(message))
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
-        with span("policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step) as current:
+        with span(
+            "policy.read_groups", parent=extract(command.sender.carrier), step=wanted.step
+        ) as current:
             batch = await self._batcher.collect(wanted)
             collected = self._collected(batch)
             self._records.append(batch.record)
@@ -172,28 +190,46 @@ class Desk:
             return collected
 
     async def _push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
-        with span("policy.push", parent=extract(command.sender.carrier), step=progress.step) as current:
-            publication = make_publication(progress.policy_version, weights, self._config.publish_dtype)
+        with span(
+            "policy.push", parent=extract(command.sender.carrier), step=progress.step
+        ) as current:
+            publication = make_publication(
+                progress.policy_version, weights, self._config.publish_dtype
+            )
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
         for record in self._records.load():
             if record.step == progress.step:
                 await self._batcher.mark(record)
         self._tell(
-            Pushed(command.command_id, progress.policy_version, report.bytes, report.push_s, publication.lm_head_hash)
+            Pushed(
+                command.command_id,
+                progress.policy_version,
+                report.bytes,
+                report.push_s,
+                publication.lm_head_hash,
+            )
         )
 
     def _collected(self, batch: Batch) -> Collected:
         trajectories = batch.trajectories
-        numbers = {group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))}
+        numbers = {
+            group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))
+        }
         groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
         rewards = [_reward(t.reward) for t in trajectories]
-        weights = [1.0 / t.branch_count for t in trajectories]  # sessions are in the batch whole: they sum to 1 in each
+        weights = [
+            1.0 / t.branch_count for t in trajectories
+        ]  # sessions are in the batch whole: they sum to 1 in each
         advantages = self._algorithm.advantages(
-            torch.tensor(rewards, dtype=torch.float32), groups, torch.tensor(weights, dtype=torch.float32)
+            torch.tensor(rewards, dtype=torch.float32),
+            groups,
+            torch.tensor(weights, dtype=torch.float32),
         )
         mean, std = reward_spread(rewards, weights)
-        moving = {t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0}
+        moving = {
+            t.group_id for t, a in zip(trajectories, advantages.tolist(), strict=True) if a != 0.0
+        }
         facts = BatchFacts(
             trajectories=len(trajectories),
             tokens=sum(len(t.token_ids) for t in trajectories),
@@ -207,7 +243,9 @@ class Desk:
 
 
 def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without rewards."""
+    """Mean and population standard deviation of the rewards, each counted by its weight; 0 without
+    rewards.
+    """
     if not rewards:
         return 0.0, 0.0
     mean = statistics.fmean(rewards, weights)

@@ -1,4 +1,7 @@
-"""One optimiser step on a batch. Owns the update and its figures; not where batches come from or weights go to."""
+"""One optimiser step on a batch.
+
+Owns the update and its figures; not where batches come from or weights go to.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ class Learner:
     def step(self, batch: TrainBatch) -> StepFacts:
         """Updates the weights on the batch; leaves them as they are when no token carries gradient.
 
-        The proximal log-probs are those of the first pass, detached: the weights have not moved yet, so this is
-        exact and saves a forward.
+        The proximal log-probs are those of the first pass, detached: the weights have not moved
+        yet, so this is exact and saves a forward.
         """
         started = time.perf_counter()
         trained = batch.trained_tokens
@@ -58,7 +61,13 @@ class Learner:
                 first, first_norm = sums, norm
         loss, entropy, gap, clipped = (first / trained).tolist()
         return StepFacts(
-            loss, first_norm, entropy, gap, clipped, train_s=time.perf_counter() - started, world_size=self.mesh.size()
+            loss,
+            first_norm,
+            entropy,
+            gap,
+            clipped,
+            train_s=time.perf_counter() - started,
+            world_size=self.mesh.size(),
         )
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
@@ -68,13 +77,20 @@ class Learner:
             row_tokens=self.config.row_tokens,
             tokens_per_micro_batch=self.config.tokens_per_micro_batch,
         )
-        return [to_device(make_micro_batch(batch, rows), self.mesh) for rows in plan[self.mesh.get_rank()]]
+        return [
+            to_device(make_micro_batch(batch, rows), self.mesh)
+            for rows in plan[self.mesh.get_rank()]
+        ]
 
-    def _accumulate(self, micro_batches: list[MicroBatch], proximal: list[Tensor], trained: int) -> Tensor:
-        """Gradients of the token-mean loss; returns global sums of loss, entropy, behavior gap, clipped tokens [4].
+    def _accumulate(
+        self, micro_batches: list[MicroBatch], proximal: list[Tensor], trained: int
+    ) -> Tensor:
+        """Gradients of the token-mean loss; returns global sums of loss, entropy, behavior gap,
+        clipped tokens [4].
 
-        Ranks average their gradients, so each rank's loss is scaled by the number of ranks: the result is the
-        gradient of sum(loss) / global trained tokens whatever the number of ranks and the split.
+        Ranks average their gradients, so each rank's loss is scaled by the number of ranks: the
+        result is the gradient of sum(loss) / global trained tokens whatever the number of ranks and
+        the split.
         """
         self.optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)

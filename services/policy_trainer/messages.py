@@ -1,4 +1,7 @@
-"""Commands to the ranks and news from rank 0, as JSON. Owns their shapes; imports no torch, both sides use it."""
+"""Commands to the ranks and news from rank 0, as JSON.
+
+Owns their shapes; imports no torch, both sides use it.
+"""
 
 from __future__ import annotations
 
@@ -151,7 +154,12 @@ class Failed:
 
 Message = Train | Save | Report | Started | Batched | Stepped | Pushed | Saved | Failed
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-_NESTED: dict[str, type[Any]] = {"sender": Sender, "progress": Progress, "batch": BatchFacts, "figures": StepFacts}
+_NESTED: dict[str, type[Any]] = {
+    "sender": Sender,
+    "progress": Progress,
+    "batch": BatchFacts,
+    "figures": StepFacts,
+}
 N = TypeVar("N")
 
 
@@ -172,7 +180,10 @@ def decode(data: bytes) -> Message:
 
 def from_fields(kind: type[N], fields: dict[str, Any]) -> N:
     """A dataclass from its JSON object."""
-    made = {n: from_fields(_NESTED[n], v) if n in _NESTED and isinstance(v, dict) else v for n, v in fields.items()}
+    made = {
+        n: from_fields(_NESTED[n], v) if n in _NESTED and isinstance(v, dict) else v
+        for n, v in fields.items()
+    }
     return kind(**made)
 
 

@@ -1,7 +1,9 @@
-"""Which trajectory goes to which rank, row and micro-batch. Owns the plan, in plain integers; not the tensors.
+"""Which trajectory goes to which rank, row and micro-batch. Owns the plan, in plain integers; not
+the tensors.
 
-Several trajectories share a row: their positions restart at 0, which is what the attention mask reads as a document
-boundary. Rows are short (`row_tokens`), because attention inside a row is computed for the whole row and then masked.
+Several trajectories share a row: their positions restart at 0, which is what the attention mask
+reads as a document boundary. Rows are short (`row_tokens`), because attention inside a row is
+computed for the whole row and then masked.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from paceline.errors import InvalidInput
 
 
 def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
-    """Sequence numbers of each rank, token counts balanced: longest first, each to the rank with the fewest tokens.
+    """Sequence numbers of each rank, token counts balanced: longest first, each to the rank with
+    the fewest tokens.
 
     Deterministic: ties go to the lower sequence number and the lower rank. Each list is ascending.
     """
@@ -35,7 +38,9 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[index]
         if not 1 <= length <= row_tokens:
-            raise InvalidInput("a sequence does not fit a row", seen=length, allowed=f"1 to {row_tokens} tokens")
+            raise InvalidInput(
+                "a sequence does not fit a row", seen=length, allowed=f"1 to {row_tokens} tokens"
+            )
         row = next((r for r, free in enumerate(room) if free >= length), None)
         if row is None:
             rows.append([])
@@ -49,7 +54,9 @@ def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def split_rows(
     rows: Sequence[Sequence[int]], lengths: Sequence[int], tokens_per_micro_batch: int
 ) -> list[list[list[int]]]:
-    """Rows of each micro-batch: consecutive rows while rows x longest row stays within the budget; at least one row."""
+    """Rows of each micro-batch: consecutive rows while rows x longest row stays within the budget;
+    at least one row.
+    """
     micro_batches: list[list[list[int]]] = []
     width = 0
     for row in rows:
@@ -67,8 +74,9 @@ def split_rows(
 def plan_micro_batches(
     lengths: Sequence[int], *, world_size: int, row_tokens: int, tokens_per_micro_batch: int
 ) -> list[list[list[list[int]]]]:
-    """plan[rank][micro-batch][row] = sequence numbers. Every rank gets equally many micro-batches, some perhaps empty,
-    because each one is a round of collectives that all ranks must join."""
+    """plan[rank][micro-batch][row] = sequence numbers. Every rank gets equally many micro-batches,
+    some perhaps empty, because each one is a round of collectives that all ranks must join.
+    """
     longest = max([row_tokens, *lengths])
     plan = []
     for share in assign_ranks(lengths, world_size):
@@ -76,4 +84,6 @@ def plan_micro_batches(
         micro_batches = split_rows(pack_rows(own, longest), own, tokens_per_micro_batch)
         plan.append([[[share[i] for i in row] for row in rows] for rows in micro_batches])
     rounds = max(len(micro_batches) for micro_batches in plan)
-    return [micro_batches + [[] for _ in range(rounds - len(micro_batches))] for micro_batches in plan]
+    return [
+        micro_batches + [[] for _ in range(rounds - len(micro_batches))] for micro_batches in plan
+    ]

@@ -1,4 +1,7 @@
-"""FSDP2 on the ranks of one trainer. Owns process group, shards, broadcasts and gathers; not the step."""
+"""FSDP2 on the ranks of one trainer.
+
+Owns process group, shards, broadcasts and gathers; not the step.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,24 @@ from policy_trainer.model import PolicyModel
 
 
 def join_ranks(device: str, deadline_s: float) -> DeviceMesh:
-    """Enters the process group that the environment describes (torchrun's contract): gloo on CPU, nccl on CUDA.
+    """Enters the process group that the environment describes (torchrun's contract): gloo on CPU,
+    nccl on CUDA.
 
     `deadline_s` bounds every collective, the wait for a batch included.
     """
     kind = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=deadline_s))
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=deadline_s)
+    )
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
 
 
 def shard(model: PolicyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) -> PolicyModel:
-    """Shards each decoder layer and then the rest over the mesh, in place (FSDP2, arXiv 2304.11277)."""
+    """Shards each decoder layer and then the rest over the mesh, in place (FSDP2, arXiv
+    2304.11277).
+    """
     model.to(mesh.device_type)
     for layer in model.layers():
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
@@ -40,9 +48,13 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) 
 
 
 def broadcast_batch(batch: TrainBatch | None, mesh: DeviceMesh) -> TrainBatch | None:
-    """Rank 0's batch on every rank, on the CPU; None (rank 0 has none to give) is broadcast as well."""
+    """Rank 0's batch on every rank, on the CPU; None (rank 0 has none to give) is broadcast as
+    well.
+    """
     device = torch.device(mesh.device_type)
-    sizes = torch.tensor([-1, -1] if batch is None else [len(batch.lengths), len(batch.token_ids)], device=device)
+    sizes = torch.tensor(
+        [-1, -1] if batch is None else [len(batch.lengths), len(batch.token_ids)], device=device
+    )
     dist.broadcast(sizes, src=0)
     sequences, tokens = (int(n) for n in sizes.tolist())
     if sequences < 0:
@@ -84,11 +96,18 @@ def to_device(micro: MicroBatch, mesh: DeviceMesh) -> MicroBatch:
     """The micro-batch on the rank's device."""
     if mesh.device_type == "cpu":
         return micro
-    return MicroBatch(**{f.name: getattr(micro, f.name).to(mesh.device_type) for f in dataclasses.fields(MicroBatch)})
+    return MicroBatch(
+        **{
+            f.name: getattr(micro, f.name).to(mesh.device_type)
+            for f in dataclasses.fields(MicroBatch)
+        }
+    )
 
 
 def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors on the CPU of rank 0; the other ranks join the gathers and get an empty dict."""
+    """Whole tensors on the CPU of rank 0; the other ranks join the gathers and get an empty
+    dict.
+    """
     full: dict[str, Tensor] = {}
     for name, tensor in tensors:
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -98,7 +117,9 @@ def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def scatter_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out as `parameter` is; every rank holds the same `whole`."""
+    """This rank's shard of a whole tensor, laid out as `parameter` is; every rank holds the same
+    `whole`.
+    """
     if not isinstance(parameter, DTensor):
         return whole.to(parameter.device)
     whole = whole.to(parameter.device_mesh.device_type)

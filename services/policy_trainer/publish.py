@@ -1,4 +1,7 @@
-"""Weights from rank 0 to their receivers. Owns which tensors go where; not the transfer (paceline.weights)."""
+"""Weights from rank 0 to their receivers.
+
+Owns which tensors go where; not the transfer (paceline.weights).
+"""
 
 from __future__ import annotations
 
@@ -40,10 +43,13 @@ def make_publication(version: int, weights: dict[str, Tensor], dtype: str) -> Pu
     return Publication(version, tuple(tensors.values()), (embedding, head), head_hash(head.data))
 
 
-async def push(publication: Publication, config: PolicyTrainerConfig, context: CommandContext) -> PushReport:
+async def push(
+    publication: Publication, config: PolicyTrainerConfig, context: CommandContext
+) -> PushReport:
     """Prepares the version at the gateway and, at the same time, its head at the drafter trainer.
 
-    The report is the gateway's; its push_s covers the slower of the two. Raises the receivers' PacelineErrors.
+    The report is the gateway's; its push_s covers the slower of the two. Raises the receivers'
+    PacelineErrors.
     """
     addresses = config.addresses
     receivers = [(addresses.gateway, WEIGHT_TARGET_POLICY, publication.policy)]
@@ -72,7 +78,9 @@ async def _push_to(
     tensors: Sequence[NamedTensor],
     context: CommandContext,
 ) -> PushReport:
-    manifest = build_manifest(target, publication.version, tensors, lm_head_hash=publication.lm_head_hash)
+    manifest = build_manifest(
+        target, publication.version, tensors, lm_head_hash=publication.lm_head_hash
+    )
     async with channel(address, security) as peer:
         await wait_ready(peer, _CONNECT_S)
         return await push_weights(peer, manifest, tensors, context)

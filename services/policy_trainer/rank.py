@@ -48,7 +48,9 @@ def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     )
     directory = checkpoints.newest()
     model = shard(
-        load_policy(directory or Path(config.model)), mesh, reshard_after_forward=config.reshard_after_forward
+        load_policy(directory or Path(config.model)),
+        mesh,
+        reshard_after_forward=config.reshard_after_forward,
     )
     learner = Learner(config, model, mesh)
     desk = Desk(config, link, learner.algorithm) if dist.get_rank() == 0 else None

@@ -1,4 +1,7 @@
-"""The ranks as the service sees them: started, watched, commanded, restarted. Owns their commands; imports no torch."""
+"""The ranks as the service sees them: started, watched, commanded, restarted.
+
+Owns their commands; imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,8 @@ class TrainerRanks:
     async def run(self, command: Train | Save, deadline_s: float) -> AsyncIterator[News]:
         """Sends a command and yields its news up to the last.
 
-        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they stay silent; then the
-        ranks are killed, because nobody knows where they are.
+        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they stay
+        silent; then the ranks are killed, because nobody knows where they are.
         """
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
@@ -92,7 +95,12 @@ class TrainerRanks:
         if not isinstance(started, Started):
             raise InternalError("rank 0 began with other news", seen=type(started).__name__)
         self.progress = started.progress
-        _log.info("ranks_ready", pids=group.pids, policy_version=self.progress.policy_version, step=self.progress.step)
+        _log.info(
+            "ranks_ready",
+            pids=group.pids,
+            policy_version=self.progress.policy_version,
+            step=self.progress.step,
+        )
 
     def _take(self, rank: int, data: bytes) -> None:
         news = decode(data)
@@ -100,7 +108,9 @@ class TrainerRanks:
             case Stepped():
                 self.progress = news.progress
             case Saved():
-                self.progress = dataclasses.replace(self.progress, checkpoint_version=news.policy_version)
+                self.progress = dataclasses.replace(
+                    self.progress, checkpoint_version=news.policy_version
+                )
         self._news.put_nowait(news)
 
     def _lost(self, error: PacelineError) -> None:
@@ -113,11 +123,16 @@ class TrainerRanks:
                     news = await self._news.get()
                     if isinstance(news, PacelineError):
                         raise news
-                    if isinstance(news, Batched | Stepped | Pushed | Saved | Failed) and news.command_id == command_id:
+                    if (
+                        isinstance(news, Batched | Stepped | Pushed | Saved | Failed)
+                        and news.command_id == command_id
+                    ):
                         break
         except TimeoutError as error:
             self.watched.kill()
-            raise DeadlineExceeded("the ranks stay silent and are restarted", seen=f"{deadline_s} s") from error
+            raise DeadlineExceeded(
+                "the ranks stay silent and are restarted", seen=f"{deadline_s} s"
+            ) from error
         if isinstance(news, Failed):
             raise news.error()
         return news

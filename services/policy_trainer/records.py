@@ -1,7 +1,8 @@
-"""Which entries each step trained, on disk until a checkpoint holds the step. Owns that file; not the entries.
+"""Which entries each step trained, on disk until a checkpoint holds the step. Owns that file; not
+the entries.
 
-The record is written before the optimiser moves: a step that is replayed after a crash then has exactly the siblings it
-had, however many have arrived since.
+The record is written before the optimiser moves: a step that is replayed after a crash then has
+exactly the siblings it had, however many have arrived since.
 """
 
 from __future__ import annotations
@@ -45,16 +46,23 @@ class RecordFile:
         for number, line in enumerate(lines, 1):
             try:
                 fields = json.loads(line)
-                fields["dropped"] = {entry: (key, reason) for entry, (key, reason) in fields["dropped"].items()}
+                fields["dropped"] = {
+                    entry: (key, reason) for entry, (key, reason) in fields["dropped"].items()
+                }
                 records.append(StepRecord(**fields))
             except (ValueError, KeyError, TypeError) as error:
                 if number == len(lines):
                     break
-                raise DataLoss(f"{self._path} line {number} is no batch record", seen=line[:80]) from error
+                raise DataLoss(
+                    f"{self._path} line {number} is no batch record", seen=line[:80]
+                ) from error
         return records
 
     def append(self, record: StepRecord) -> None:
-        """Adds a record; on disk when this returns. A record of the same or a later step is replaced."""
+        """Adds a record; on disk when this returns.
+
+        A record of the same or a later step is replaced.
+        """
         self._write([*(r for r in self.load() if r.step < record.step), record])
 
     def forget(self, through_step: int) -> None:

@@ -1,4 +1,7 @@
-"""PolicyService: gRPC in front of the ranks. Owns fencing, the translation to the wire, start and stop; no torch."""
+"""PolicyService: gRPC in front of the ranks.
+
+Owns fencing, the translation to the wire, start and stop; no torch.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ class PolicyServicer(PolicyServiceServicer):
         self._ranks = ranks
         self._guard = EpochGuard()
 
-    async def TrainStep(self, request: pb.TrainStepRequest, context: Any) -> AsyncIterator[pb.TrainStepResponse]:
+    async def TrainStep(
+        self, request: pb.TrainStepRequest, context: Any
+    ) -> AsyncIterator[pb.TrainStepResponse]:
         """BatchReady, PolicyStepped, PolicyPrepared."""
         waits_s = request.group_deadline_s or self._config.group_deadline_s
         command = Train(
@@ -51,7 +56,9 @@ class PolicyServicer(PolicyServiceServicer):
         saved = await save(self._ranks, self._sender(request.context), self._config.step_deadline_s)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.policy_version)
 
-    async def GetPolicyStatus(self, request: pb.GetPolicyStatusRequest, context: Any) -> pb.GetPolicyStatusResponse:
+    async def GetPolicyStatus(
+        self, request: pb.GetPolicyStatusRequest, context: Any
+    ) -> pb.GetPolicyStatusResponse:
         """Where the trainer stands."""
         progress, pids = self._ranks.progress, self._ranks.watched.pids
         return pb.GetPolicyStatusResponse(
@@ -65,7 +72,9 @@ class PolicyServicer(PolicyServiceServicer):
 
     def _sender(self, context: CommandContext) -> Sender:
         if context.run_id != self._config.run.id:
-            raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=self._config.run.id)
+            raise InvalidInput(
+                "this trainer serves another run", seen=context.run_id, allowed=self._config.run.id
+            )
         self._guard.check(context)
         return Sender(context.run_id, context.step, context.epoch, inject())
 
@@ -81,9 +90,15 @@ def check_model(directory: Path) -> None:
     try:
         kind = json.loads((directory / "config.json").read_text()).get("model_type")
     except (OSError, ValueError) as error:
-        raise ConfigError("model is no Hugging Face directory", seen=f"{directory}: {error}") from error
+        raise ConfigError(
+            "model is no Hugging Face directory", seen=f"{directory}: {error}"
+        ) from error
     if kind not in ARCHITECTURES:
-        raise ConfigError(f"model type of {directory} is not supported", seen=kind, allowed=", ".join(ARCHITECTURES))
+        raise ConfigError(
+            f"model type of {directory} is not supported",
+            seen=kind,
+            allowed=", ".join(ARCHITECTURES),
+        )
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:
@@ -123,13 +138,16 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
 
 
 async def _save_final(config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
-    """A last checkpoint when there is something new and the ranks are idle; a busy rank is abandoned, its step is
-    replayed by the next start."""
+    """A last checkpoint when there is something new and the ranks are idle; a busy rank is
+    abandoned, its step is replayed by the next start.
+    """
     unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
     if not (config.save_final and unsaved and ranks.watched.ready) or ranks.busy:
         return
     try:
-        saved = await save(ranks, Sender(config.run.id, max(0, ranks.progress.step), 0), config.stop_grace_s / 2)
+        saved = await save(
+            ranks, Sender(config.run.id, max(0, ranks.progress.step), 0), config.stop_grace_s / 2
+        )
         _log.info("final_checkpoint", path=saved.path)
     except PacelineError as error:
         _log.error("final_checkpoint_failed", error=str(error))
@@ -138,7 +156,9 @@ async def _save_final(config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
 def _response(news: News) -> pb.TrainStepResponse:
     match news:
         case Batched(batch=batch):
-            ready = pb.BatchReady(trajectories=batch.trajectories, dropped=batch.dropped, tokens=batch.tokens)
+            ready = pb.BatchReady(
+                trajectories=batch.trajectories, dropped=batch.dropped, tokens=batch.tokens
+            )
             return pb.TrainStepResponse(batch=ready)
         case Stepped(progress=progress):
             return pb.TrainStepResponse(stepped=_stepped(progress))

@@ -1,4 +1,5 @@
-"""Agents' sessions from opening to ledger. Owns who may act under which key and what an ended session leaves behind.
+"""Agents' sessions from opening to ledger. Owns who may act under which key and what an ended
+session leaves behind.
 
 Generations are calls.py's, the states of one session sessions/session.py's.
 """
@@ -31,7 +32,9 @@ from rollout_gateway.sessions.session import Session
 
 SCORE_GRACE_S = 10.0
 RECORD_WAIT_S = 0.25
-"""How long the opening of a session waits until Redis knows of it; longer when Redis is away would stop agents."""
+"""How long the opening of a session waits until Redis knows of it; longer when Redis is away would
+stop agents.
+"""
 STOP_GRACE_S = 5.0
 log = get_logger(__name__)
 
@@ -39,7 +42,9 @@ log = get_logger(__name__)
 class Agents:
     """All sessions of one gateway, with what they left behind until it is sent."""
 
-    def __init__(self, config: GatewayConfig, outbox: Outbox, client: redis.asyncio.Redis | None) -> None:
+    def __init__(
+        self, config: GatewayConfig, outbox: Outbox, client: redis.asyncio.Redis | None
+    ) -> None:
         """`client`: the durable Redis; None keeps no records."""
         self._config = config
         self._outbox = outbox
@@ -47,10 +52,14 @@ class Agents:
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open)
         self.open_step = 0  # RL step that agents' own groups are collected for
-        self.captures: Callable[[int], bool] | None = None  # set while rows of their sessions are captured, by seed
+        self.captures: Callable[[int], bool] | None = (
+            None  # set while rows of their sessions are captured, by seed
+        )
         self._records = OpenSessions(client, config.run.id)
         self._sweeper: asyncio.Task[None] | None = None
-        self._unsent: dict[str, int] = {}  # samples of an ended session that Redis does not have yet
+        self._unsent: dict[
+            str, int
+        ] = {}  # samples of an ended session that Redis does not have yet
 
     async def start(self) -> None:
         """Report what a killed gateway left open, then begin to count time-outs."""
@@ -77,15 +86,22 @@ class Agents:
 
     async def open(self, assignment: Assignment) -> Session:
         """A session for an agent. Raises ResourceExhausted when too much is open or waits."""
-        captured = self.captures is not None and assignment.trainable and self.captures(secrets.randbits(63))
+        captured = (
+            self.captures is not None
+            and assignment.trainable
+            and self.captures(secrets.randbits(63))
+        )
         session = self.sessions.open(replace(assignment, capture=captured))
         await self._recorded(session)
         return session
 
-    async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
+    async def claim(
+        self, wait_s: float, timeout_s: float = 0.0
+    ) -> tuple[Session, EpisodeTask] | None:
         """A task of the run in a session of its own; None when none came within the wait.
 
-        `timeout_s`: of silence; 0 is the gateway's setting. A caller that goes away gives its task back.
+        `timeout_s`: of silence; 0 is the gateway's setting. A caller that goes away gives its task
+        back.
         """
         claimed = await self.offers.claim(wait_s, timeout_s)
         if claimed is None:
@@ -93,14 +109,17 @@ class Agents:
         try:
             await self._recorded(claimed[0])
         except BaseException:
-            self.finish(claimed[0], fail=FailReason.INFRA, message="nobody waited for the claimed task")
+            self.finish(
+                claimed[0], fail=FailReason.INFRA, message="nobody waited for the claimed task"
+            )
             raise
         return claimed
 
     async def caller(self, api_key: str) -> Caller:
         """Who calls with this key: a session, or anybody who has the gateway's token.
 
-        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of an ended session.
+        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of
+        an ended session.
         """
         if api_key.startswith(KEY_PREFIX):
             session = self.sessions.by_key(api_key)
@@ -110,7 +129,9 @@ class Agents:
             return Caller(session)
         token = self._config.security.token
         if token and not hmac.compare_digest(api_key.encode(), token.encode()):
-            raise InvalidInput("the request carries no token or a wrong one", reason="UNAUTHENTICATED")
+            raise InvalidInput(
+                "the request carries no token or a wrong one", reason="UNAUTHENTICATED"
+            )
         return Caller()
 
     async def complete(self, session: Session) -> None:
@@ -122,14 +143,23 @@ class Agents:
             try:
                 await asyncio.wait_for(session.ended.wait(), limit_s)
             except TimeoutError as error:
-                raise DeadlineExceeded("the session was not scored in time", seen=f"{limit_s:g} s") from error
+                raise DeadlineExceeded(
+                    "the session was not scored in time", seen=f"{limit_s:g} s"
+                ) from error
         else:
             self.finish(session)
 
     def finish(
-        self, session: Session, *, abort: bool = False, fail: FailReason | None = None, message: str = ""
+        self,
+        session: Session,
+        *,
+        abort: bool = False,
+        fail: FailReason | None = None,
+        message: str = "",
     ) -> None:
-        """End a session; what is trainable and scored goes to the ledger and the stream, the rest leaves a note."""
+        """End a session; what is trainable and scored goes to the ledger and the stream, the rest
+        leaves a note.
+        """
         if not session.close(abort=abort, fail=fail):
             return
         about = session.assignment
@@ -144,7 +174,8 @@ class Agents:
             self.put(session, session.trajectories(), dropped="late")
 
     def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
-        """The samples of an ended session to ledger and stream; those that are not trained leave a note.
+        """The samples of an ended session to ledger and stream; those that are not trained leave a
+        note.
 
         `dropped`: why also scored ones are not.
         """
@@ -154,7 +185,9 @@ class Agents:
             if session.state is State.FINAL and trajectory.reward is not None:
                 notes.append((trajectory, dropped))
             elif not about.implicit:
-                notes.append((trajectory, "unscored" if session.state is State.FINAL else session.outcome))
+                notes.append(
+                    (trajectory, "unscored" if session.state is State.FINAL else session.outcome)
+                )
         if not notes:
             self._records.ended(session.session_id)
             return
@@ -163,11 +196,15 @@ class Agents:
             self._outbox.put(trajectory, reason, sent=lambda: self._sent(session.session_id))
 
     def _sent(self, session_id: str) -> None:
-        """Redis has one more sample of a session; with the last one its record has done its work."""
+        """Redis has one more sample of a session; with the last one its record has done its
+        work.
+        """
         self._unsent[session_id] -= 1
         if not self._unsent[session_id]:
             del self._unsent[session_id]
-            if session_id not in self.sessions:  # a later attempt under the same id has a record of its own by now
+            if (
+                session_id not in self.sessions
+            ):  # a later attempt under the same id has a record of its own by now
                 self._records.ended(session_id)
 
     async def _recorded(self, session: Session) -> None:
@@ -202,4 +239,8 @@ class Agents:
             for session in self.sessions.expired():
                 log.info("session timed out", session=session.session_id)
                 claimed = self.offers.leads(session)
-                self.finish(session, fail=FailReason.INFRA if claimed else None, message="silent for too long")
+                self.finish(
+                    session,
+                    fail=FailReason.INFRA if claimed else None,
+                    message="silent for too long",
+                )

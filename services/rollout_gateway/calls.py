@@ -1,7 +1,9 @@
-"""A generation from what was asked to what is recorded. Owns the path of one call through session, queue and engine.
+"""A generation from what was asked to what is recorded. Owns the path of one call through session,
+queue and engine.
 
-Planned first, so that whatever is wrong with a request is said before the first byte of an answer; then run. The tokens
-of a turn are recorded before its last piece is given out: an agent that answers at once finds its history known.
+Planned first, so that whatever is wrong with a request is said before the first byte of an answer;
+then run. The tokens of a turn are recorded before its last piece is given out: an agent that
+answers at once finds its history known.
 """
 
 from __future__ import annotations
@@ -103,7 +105,10 @@ class Call:
     _recorded: bool = field(default=False, init=False)
 
     async def pieces(self, *, stream: bool) -> AsyncGenerator[Piece]:
-        """Piece by piece; one piece when it does not stream. Closing the iterator frees the engine's slot."""
+        """Piece by piece; one piece when it does not stream.
+
+        Closing the iterator frees the engine's slot.
+        """
         plan, engine = self.plan, self.engine
         if plan.session is not None:
             plan.session.begin(plan.sampling, len(plan.new_ids))
@@ -152,8 +157,13 @@ class Call:
             message=piece.message,
             digest=piece.message.digest(plan.digest) if piece.message is not None else b"",
         )
-        # With the stop string that the answer leaves out: a prompt is that of the tokens or it is another history.
-        seen = plan.prompt_text + self.engine.codec.decode(turn.response_ids) if plan.prompt_text else ""
+        # With the stop string that the answer leaves out: a prompt is that of the tokens or it is
+        # another history.
+        seen = (
+            plan.prompt_text + self.engine.codec.decode(turn.response_ids)
+            if plan.prompt_text
+            else ""
+        )
         plan.session.worker_index = generation.worker_index
         plan.session.end(len(plan.new_ids), turn, seen)
         self._recorded = True
@@ -204,12 +214,18 @@ def merged(pieces: Sequence[Piece]) -> Piece:
     delta = None
     if deltas:
         calls = tuple(call for one in deltas for call in one.tool_calls)
-        delta = Delta("".join(one.content for one in deltas), "".join(one.reasoning for one in deltas), calls)
-    return replace(pieces[-1], chunk=whole, text="".join(piece.text for piece in pieces), delta=delta)
+        delta = Delta(
+            "".join(one.content for one in deltas), "".join(one.reasoning for one in deltas), calls
+        )
+    return replace(
+        pieces[-1], chunk=whole, text="".join(piece.text for piece in pieces), delta=delta
+    )
 
 
 def generation_seed(base: int, number: int) -> int:
-    """Seed of a session's generation `number`, an unsigned 63-bit integer; the first one draws with the base itself."""
+    """Seed of a session's generation `number`, an unsigned 63-bit integer; the first one draws with
+    the base itself.
+    """
     if number == 0:
         return base
     return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:8], "little") >> 1

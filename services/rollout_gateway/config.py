@@ -19,20 +19,35 @@ class BanditConfig(Config):
     epsilon: float = Field(default=0.1, ge=0, le=1)
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
-    watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
+    watchdog_rounds: int = Field(
+        default=20, ge=0
+    )  # without acceptance, then a drafter is dead; 0: never
 
 
 class EmbeddedConfig(Config):
     """What only the embedded engine knows."""
 
-    more_drafters: tuple[str, ...] = ()  # trained kinds besides gateway.drafter of which a version may be committed
-    quantize: Literal["", "int8"] = ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
-    compile: bool = False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
-    prefix_slots: int = Field(default=32, ge=0)  # ended requests kept for reuse, each as large as a running one
+    more_drafters: tuple[
+        str, ...
+    ] = ()  # trained kinds besides gateway.drafter of which a version may be committed
+    quantize: Literal["", "int8"] = (
+        ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
+    )
+    compile: bool = (
+        False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
+    )
+    prefix_slots: int = Field(
+        default=32, ge=0
+    )  # ended requests kept for reuse, each as large as a running one
     prefix_tokens: int = Field(default=64, ge=16)  # an ended request with fewer is not kept
-    speculate_rows: int = Field(default=0, ge=0)  # above so many rows nothing is drafted; 0: the bandit alone decides
-    verify_budget: bool = True  # verify only drafts likely enough to pay; false: every draft of the arm
-    # "same_draw": a seed's tokens do not depend on drafts. "rejection": drawn chains, accepted with min(1, p/q).
+    speculate_rows: int = Field(
+        default=0, ge=0
+    )  # above so many rows nothing is drafted; 0: the bandit alone decides
+    verify_budget: bool = (
+        True  # verify only drafts likely enough to pay; false: every draft of the arm
+    )
+    # "same_draw": a seed's tokens do not depend on drafts. "rejection": drawn chains, accepted with
+    # min(1, p/q).
     verification: Literal["same_draw", "rejection"] = "same_draw"
 
 
@@ -43,7 +58,9 @@ class SGLangConfig(Config):
     tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs of one worker
     memory_fraction: float = Field(default=0.4, gt=0, lt=1)  # of each GPU, for weights and KV cache
     memory_saver: bool = False  # weights and KV cache can be released between steps (GPU)
-    drafter_swap: Literal["in_place", "retract"] = "in_place"  # what a new drafter does to running requests
+    drafter_swap: Literal["in_place", "retract"] = (
+        "in_place"  # what a new drafter does to running requests
+    )
     arguments: dict[str, str | int | float | bool] = Field(
         default={}
     )  # further arguments of SGLang's server, by its own names
@@ -63,7 +80,9 @@ class EngineConfig(Config):
     pin_cores: bool = False  # worker i runs on core i only
     ready_deadline_s: float = Field(default=180, gt=0)
     command_deadline_s: float = Field(default=60, gt=0)
-    restart_backoff_s: float = Field(default=0.2, gt=0)  # doubles up to 5 s while a worker keeps dying
+    restart_backoff_s: float = Field(
+        default=0.2, gt=0
+    )  # doubles up to 5 s while a worker keeps dying
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -80,11 +99,18 @@ class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    share: float = Field(default=1.0, gt=0, le=1)  # of the training requests whose rows are captured
-    layers: tuple[int, ...] = ()  # inner states of a row, by the layer they enter; empty: what the drafters read
-    rejected: bool = False  # also rows of drafts that were verified and rejected, at most 4 per request and round
+    share: float = Field(
+        default=1.0, gt=0, le=1
+    )  # of the training requests whose rows are captured
+    layers: tuple[
+        int, ...
+    ] = ()  # inner states of a row, by the layer they enter; empty: what the drafters read
+    # also rows of drafts that were verified and rejected, at most 4 per request and round
+    rejected: bool = False
     ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
-    queue_batches: int = Field(default=64, ge=1)  # batches waiting for Redis; more are dropped and counted
+    queue_batches: int = Field(
+        default=64, ge=1
+    )  # batches waiting for Redis; more are dropped and counted
     gather_bytes: int = Field(default=128 << 20, ge=1)  # rows held for requests still running
     byte_budget: int = Field(default=256 << 20, ge=1)  # of the features stream
 
@@ -94,12 +120,18 @@ class SessionsConfig(Config):
 
     limit: int = Field(default=10_000, ge=1)  # open at once; more are refused
     timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
-    implicit: bool = True  # callers without a session key get one per conversation, found again by its messages
+    implicit: bool = (
+        True  # callers without a session key get one per conversation, found again by its messages
+    )
     implicit_timeout_s: float = Field(default=600, gt=0)  # of silence, for these
     max_turns: int = Field(default=512, ge=1)  # generations of one session
-    max_tokens: int = Field(default=1 << 20, ge=1)  # tokens kept for one session, prompts and responses
+    max_tokens: int = Field(
+        default=1 << 20, ge=1
+    )  # tokens kept for one session, prompts and responses
     max_parallel: int = Field(default=32, ge=1)  # requests of one session under way
-    group_deadline_s: float = Field(default=3600, gt=0)  # from the first sibling's end; then a group closes as it is
+    group_deadline_s: float = Field(
+        default=3600, gt=0
+    )  # from the first sibling's end; then a group closes as it is
 
 
 class QueueConfig(Config):
@@ -107,7 +139,9 @@ class QueueConfig(Config):
 
     limit: int = Field(default=1024, ge=1)  # waiting at once; more are refused
     per_key: int = Field(default=256, ge=1)  # of one key
-    running: int = Field(default=0, ge=0)  # inside at once; 0: engine.max_batch and one more a worker
+    running: int = Field(
+        default=0, ge=0
+    )  # inside at once; 0: engine.max_batch and one more a worker
     wait_s: float = Field(default=120, gt=0)  # longest wait of a request, then it is refused
 
 
@@ -116,7 +150,9 @@ class ChatConfig(Config):
 
     # How tool calls are spelled; auto: what the chat template shows.
     tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
-    reasoning: Literal["auto", "none", "think"] = "auto"  # think: between <think> and </think>; auto: if templates do
+    reasoning: Literal["auto", "none", "think"] = (
+        "auto"  # think: between <think> and </think>; auto: if templates do
+    )
 
 
 class SandboxConfig(Config):
@@ -129,7 +165,8 @@ class SandboxConfig(Config):
     output_bytes: int = Field(default=64 << 10, ge=1)  # of stdout and of stderr; the rest is cut
     processes: int = Field(default=16, ge=1)
     parallel: int = Field(default=4, ge=1)  # sandboxes at once; more wait
-    # What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto" takes what is there.
+    # What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto"
+    # takes what is there.
     isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
 
 
@@ -159,8 +196,12 @@ class RewardsConfig(Config):
     """Reward rules."""
 
     marker: str = "#"  # the answer of a response follows the last one
-    processes: int = Field(default=1, ge=1)  # children that score for rules which do not run in the gateway
-    deadline_s: float = Field(default=30, gt=0)  # of one score in a child; then it is killed and the sample unscored
+    processes: int = Field(
+        default=1, ge=1
+    )  # children that score for rules which do not run in the gateway
+    deadline_s: float = Field(
+        default=30, gt=0
+    )  # of one score in a child; then it is killed and the sample unscored
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
     model: ModelRewardConfig = ModelRewardConfig()
@@ -171,24 +212,33 @@ class GatewayConfig(ServiceConfig):
 
     model: str = ""  # Hugging Face checkpoint directory; served under its last path component
     tokenizer: str = ""  # directory; empty: the model's
-    drafter: str = "ngram"  # "off" | "ngram" | a trained kind, fresh: "eagle", ..., "package.module:KIND" | a directory
+    # "off" | "ngram" | a trained kind, fresh: "eagle", ..., "package.module:KIND" | a directory
+    drafter: str = "ngram"
     trajectories: bool = False  # write ledger, trajectories and features to Redis
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
-    spool_dir: str = ""  # empty: <run.dir>/spool/gateway in a run, a temporary one without trajectories
-    max_unsent_bytes: int = Field(default=64 << 20, ge=1)  # trajectories not yet in Redis; above it admission stops
+    spool_dir: str = (
+        ""  # empty: <run.dir>/spool/gateway in a run, a temporary one without trajectories
+    )
+    max_unsent_bytes: int = Field(
+        default=64 << 20, ge=1
+    )  # trajectories not yet in Redis; above it admission stops
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
     chat: ChatConfig = ChatConfig()
     rewards: RewardsConfig = RewardsConfig()
-    release_after_s: float = Field(default=1.0, gt=0)  # open traffic: a worker idle for so long gives its slot away
+    release_after_s: float = Field(
+        default=1.0, gt=0
+    )  # open traffic: a worker idle for so long gives its slot away
 
     @property
     def model_dir(self) -> Path:
         """The checkpoint directory. Raises ConfigError in one line when it is none."""
         if not self.model:
-            raise ConfigError("gateway.model is not set", allowed="a Hugging Face checkpoint directory")
+            raise ConfigError(
+                "gateway.model is not set", allowed="a Hugging Face checkpoint directory"
+            )
         path = Path(self.model)
         if not (path / "config.json").is_file():
             raise ConfigError(
@@ -201,22 +251,33 @@ class GatewayConfig(ServiceConfig):
     @property
     def worker_count(self) -> int:
         """Engine workers; one per usable core unless set."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = (
+            len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
         return self.engine.workers or cores
 
     @property
     def spool(self) -> Path | None:
-        """Directory of the committed and prepared versions; None outside a run: they end with the process."""
+        """Directory of the committed and prepared versions; None outside a run: they end with the
+        process.
+        """
         if self.spool_dir:
             return Path(self.spool_dir)
         return Path(self.run.dir) / "spool" / "gateway" if self.trajectories else None
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
-    """Values of the engine's own settings class (see engines.SPECS), as JSON types. Raises ConfigError."""
+    """Values of the engine's own settings class (see engines.SPECS), as JSON types.
+
+    Raises ConfigError.
+    """
     if config.features.layers and config.engine.kind != "embedded":
         raise ConfigError(
-            "this engine cannot be told gateway.features.layers", seen=config.engine.kind, allowed="embedded"
+            "this engine cannot be told gateway.features.layers",
+            seen=config.engine.kind,
+            allowed="embedded",
         )
     if config.engine.kind == "scripted":
         return _scripted_settings(config)
@@ -236,7 +297,10 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
         settings["arms"] = list(config.speculation.arms)
     if config.engine.kind == "sglang":
         return settings | config.engine.sglang.model_dump(mode="json")
-    features = {"rejected_rows": config.features.rejected, "capture_inner": list(config.features.layers)}
+    features = {
+        "rejected_rows": config.features.rejected,
+        "capture_inner": list(config.features.layers),
+    }
     return settings | config.engine.embedded.model_dump(mode="json") | features
 
 

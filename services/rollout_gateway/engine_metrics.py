@@ -1,7 +1,8 @@
-"""What engines do, as metrics and span attributes: the same names for every engine. Owns no measurement of its own.
+"""What engines do, as metrics and span attributes: the same names for every engine. Owns no
+measurement of its own.
 
-docs/metrics.md lists the names. Requests are counted when they end, workers when somebody looks: at the end of every
-RunTasks, for GetStatus, and when Prometheus asks.
+docs/metrics.md lists the names. Requests are counted when they end, workers when somebody looks: at
+the end of every RunTasks, for GetStatus, and when Prometheus asks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class EngineMetrics:
         stats = wire.stats_from(whole.speculation)
         if stats.drafted_rounds:
             instruments.accept_length.record(stats.accept_length, self._labels)
-        for position, (proposed, taken) in enumerate(zip(stats.proposed_at, stats.accepted_at, strict=True), 1):
+        for position, (proposed, taken) in enumerate(
+            zip(stats.proposed_at, stats.accepted_at, strict=True), 1
+        ):
             instruments.proposed.add(proposed, {**self._labels, "position": position})
             instruments.accepted.add(taken, {**self._labels, "position": position})
 
@@ -75,7 +78,10 @@ class EngineMetrics:
     def _speed(self, life: _Life, ready: pb.WorkerReady, health: pb.WorkerHealth) -> None:
         labels = {**self._labels, "worker": ready.worker_index}
         instruments = self._instruments
-        tokens, seconds = life.grown(health.tokens_emitted, "tokens"), life.grown(health.busy_s, "busy")
+        tokens, seconds = (
+            life.grown(health.tokens_emitted, "tokens"),
+            life.grown(health.busy_s, "busy"),
+        )
         instruments.tokens.add(int(tokens), labels)
         instruments.busy.add(seconds, labels)
         if ready.device_tflops:
@@ -94,7 +100,9 @@ class EngineMetrics:
         self._instruments.rounds.add(split.rounds, self._labels)
         self._instruments.verified.add(split.nodes, self._labels)
         for stage in STAGES:
-            self._instruments.stages.add(getattr(split, f"{stage}_s"), {**self._labels, "stage": stage})
+            self._instruments.stages.add(
+                getattr(split, f"{stage}_s"), {**self._labels, "stage": stage}
+            )
         self.split += split
 
     def _arms(self, life: _Life, worker: int, stats: Sequence[pb.ArmStats]) -> None:
@@ -112,12 +120,20 @@ class EngineMetrics:
             speculator, group = speculator_of(one.arm), one.batch_group
             new = int(life.grown(one.drafter_deaths, "deaths", speculator, group))
             if new:
-                where: dict[str, int | str] = {"worker": worker, "speculator": speculator, "batch_group": group}
+                where: dict[str, int | str] = {
+                    "worker": worker,
+                    "speculator": speculator,
+                    "batch_group": group,
+                }
                 self._instruments.deaths.add(new, {**self._labels, **where})
-                log.warning("a drafter's tokens are not accepted; its arms rest", deaths=new, **where)
+                log.warning(
+                    "a drafter's tokens are not accepted; its arms rest", deaths=new, **where
+                )
 
     def _prefixes(self, life: _Life, worker: int, stats: pb.PrefixStats) -> None:
-        """Access time has two parts: "lookup" finds what is cached, "copy" brings it where it is read."""
+        """Access time has two parts: "lookup" finds what is cached, "copy" brings it where it is
+        read.
+        """
         instruments = self._instruments
         if not stats.prompt_tokens:
             return
@@ -125,8 +141,12 @@ class EngineMetrics:
         instruments.hits.add(int(life.grown(stats.reused_tokens, "hit")), self._labels)
         instruments.lookups.add(int(life.grown(stats.lookups, "lookups")), self._labels)
         for part, seconds in (("lookup", stats.lookup_s), ("copy", stats.copy_s)):
-            instruments.access.add(life.grown(seconds, "access", part), {**self._labels, "part": part})
-        instruments.hit_rate.set(stats.reused_tokens / stats.prompt_tokens, {**self._labels, "worker": worker})
+            instruments.access.add(
+                life.grown(seconds, "access", part), {**self._labels, "part": part}
+            )
+        instruments.hit_rate.set(
+            stats.reused_tokens / stats.prompt_tokens, {**self._labels, "worker": worker}
+        )
 
 
 @dataclass(slots=True)
@@ -176,7 +196,9 @@ class _WorkerInstruments:
         self.busy = counter("paceline.engine.busy_time", unit="s")
         self.speed = gauge("paceline.engine.tokens_per_second", unit="{token}/s")
         self.tflops = gauge("paceline.engine.device_tflops", unit="{Tflop}")
-        self.speed_per_tflops = gauge("paceline.engine.tokens_per_second_per_tflops", unit="{token}/{Tflop}")
+        self.speed_per_tflops = gauge(
+            "paceline.engine.tokens_per_second_per_tflops", unit="{token}/{Tflop}"
+        )
         self.rounds = counter("paceline.engine.rounds", unit="{round}")
         self.verified = counter("paceline.engine.verified_tokens", unit="{token}")
         self.stages = counter("paceline.engine.round_time", unit="s")
@@ -206,7 +228,8 @@ def describe(span: Span, generation: Generation) -> None:
 
 
 def describe_rounds(span: Span, finished: rpb.TasksFinished, split: RoundSplit) -> None:
-    """On the span of a rollout: rounds by arm and the regret since the engines began, the split of rounds since a look.
+    """On the span of a rollout: rounds by arm and the regret since the engines began, the split of
+    rounds since a look.
 
     split: of the rounds since the last look before the rollout.
     """

@@ -1,8 +1,10 @@
-"""Lets engine workers learn from each other's rounds. Owns what each worker said last; the sums are evidence.py's.
+"""Lets engine workers learn from each other's rounds. Owns what each worker said last; the sums are
+evidence.py's.
 
-Each worker tells of its own rounds alone (WorkerHealth.evidence) and gets the sum of the others', in the place of the
-last sum; so nothing is counted twice, however often evidence goes round. Sent when the gateway has asked for health,
-that is at the end of every RunTasks, and to a worker that has started again. Nobody waits for it.
+Each worker tells of its own rounds alone (WorkerHealth.evidence) and gets the sum of the others',
+in the place of the last sum; so nothing is counted twice, however often evidence goes round. Sent
+when the gateway has asked for health, that is at the end of every RunTasks, and to a worker that
+has started again. Nobody waits for it.
 """
 
 from __future__ import annotations
@@ -36,14 +38,20 @@ class EvidenceExchange:
         self._said: dict[int, pb.WorkerHealth] = {}
 
     def spread(self, peers: Iterable[Peer], healths: Mapping[int, pb.WorkerHealth]) -> None:
-        """Remember what workers said, and tell each one of those that answered what the others know."""
+        """Remember what workers said, and tell each one of those that answered what the others
+        know.
+        """
         self._said |= {index: health for index, health in healths.items() if _knows(health)}
         for peer in peers:
             if peer.index in healths:
-                self._tell(peer, wire.versions_from(healths[peer.index].versions), without=peer.index)
+                self._tell(
+                    peer, wire.versions_from(healths[peer.index].versions), without=peer.index
+                )
 
     def teach(self, peer: Peer, versions: VersionSet) -> None:
-        """A worker has started and serves `versions`: it gets what all knew, the process before it included."""
+        """A worker has started and serves `versions`: it gets what all knew, the process before it
+        included.
+        """
         self._tell(peer, versions, without=None)
 
     def _tell(self, peer: Peer, versions: VersionSet, *, without: int | None) -> None:

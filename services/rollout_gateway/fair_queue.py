@@ -1,8 +1,10 @@
-"""Who of the callers enters the engine next. Owns the places inside, the lines before them and how long a wait may be.
+"""Who of the callers enters the engine next. Owns the places inside, the lines before them and how
+long a wait may be.
 
-Keys that wait take turns, one request each; within a key the first comes first. A request that leaves hands its place
-straight to the next one, so that nobody who comes later slips in between. Every operation is O(1), counted over the
-life of a request. What a key is (a session, a caller) and what a request does inside is not known here.
+Keys that wait take turns, one request each; within a key the first comes first. A request that
+leaves hands its place straight to the next one, so that nobody who comes later slips in between.
+Every operation is O(1), counted over the life of a request. What a key is (a session, a caller) and
+what a request does inside is not known here.
 """
 
 from __future__ import annotations
@@ -18,14 +20,19 @@ from paceline.telemetry import meter
 from rollout_gateway.config import QueueConfig
 
 RETRY_BOUNDS_S = (1.0, 60.0)
-"""Shortest and longest advice: below, refused callers would hammer; above, they would miss a queue that recovered."""
+"""Shortest and longest advice: below, refused callers would hammer; above, they would miss a queue
+that recovered.
+"""
 TURNS_REMEMBERED = 64
 WAIT_BOUNDARIES_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
-    """A request that waits. The future says True for a place and False for a wait that was too long."""
+    """A request that waits.
+
+    The future says True for a place and False for a wait that was too long.
+    """
 
     key: str
     since_s: float
@@ -33,7 +40,9 @@ class _Ticket:
 
 
 class _Pace:
-    """Seconds between two turns while somebody waits; hours without a queue say nothing about the next one."""
+    """Seconds between two turns while somebody waits; hours without a queue say nothing about the
+    next one.
+    """
 
     def __init__(self) -> None:
         self._gaps: deque[float] = deque(maxlen=TURNS_REMEMBERED)
@@ -53,7 +62,9 @@ class _Pace:
         self._last_s = now_s
 
     def seconds(self, turns: int, now_s: float) -> float:
-        """How long so many turns will take; the time since the last one counts, so that a standstill shows."""
+        """How long so many turns will take; the time since the last one counts, so that a
+        standstill shows.
+        """
         return turns * (self._sum_s + now_s - self._last_s) / max(len(self._gaps), 1)
 
 
@@ -61,22 +72,39 @@ class FairQueue:
     """Places inside the engine. Use on one event loop: `async with queue.place(key)`."""
 
     def __init__(self, config: QueueConfig, running: int) -> None:
-        """`running` requests are inside at once, unless config.running names another number. Raises ConfigError."""
+        """`running` requests are inside at once, unless config.running names another number.
+
+        Raises ConfigError.
+        """
         self._places = config.running or running
         if self._places < 1:
-            raise ConfigError("a queue needs a place to lead to", seen=self._places, allowed="at least 1")
+            raise ConfigError(
+                "a queue needs a place to lead to", seen=self._places, allowed="at least 1"
+            )
         self._config = config
         self._inside = 0
-        self._lines: OrderedDict[str, OrderedDict[_Ticket, None]] = OrderedDict()  # whose turn is next comes first
-        self._arrivals: OrderedDict[_Ticket, None] = OrderedDict()  # all who wait; all may wait equally long
-        self._alarm: asyncio.TimerHandle | None = None  # for the longest wait; it may ring too early, never too late
+        self._lines: OrderedDict[str, OrderedDict[_Ticket, None]] = (
+            OrderedDict()
+        )  # whose turn is next comes first
+        self._arrivals: OrderedDict[_Ticket, None] = (
+            OrderedDict()
+        )  # all who wait; all may wait equally long
+        self._alarm: asyncio.TimerHandle | None = (
+            None  # for the longest wait; it may ring too early, never too late
+        )
         self._pace = _Pace()
         made_by = meter()
-        self._waiting_now = made_by.create_up_down_counter("paceline.gateway.queue.waiting", unit="{request}")
-        self._running_now = made_by.create_up_down_counter("paceline.gateway.queue.running", unit="{request}")
+        self._waiting_now = made_by.create_up_down_counter(
+            "paceline.gateway.queue.waiting", unit="{request}"
+        )
+        self._running_now = made_by.create_up_down_counter(
+            "paceline.gateway.queue.running", unit="{request}"
+        )
         self._refusals = made_by.create_counter("paceline.gateway.queue.refused", unit="{request}")
         self._waits = made_by.create_histogram(
-            "paceline.gateway.queue.wait", unit="s", explicit_bucket_boundaries_advisory=WAIT_BOUNDARIES_S
+            "paceline.gateway.queue.wait",
+            unit="s",
+            explicit_bucket_boundaries_advisory=WAIT_BOUNDARIES_S,
         )
 
     @property
@@ -93,8 +121,8 @@ class FairQueue:
     async def place(self, key: str) -> AsyncIterator[float]:
         """A place inside the engine; gives the seconds it was waited for.
 
-        Raises ResourceExhausted with retry_after_s when too many wait, of all keys (reason QUEUE_FULL) or of this one
-        (KEY_QUEUE_FULL), and after config.wait_s (QUEUE_WAIT).
+        Raises ResourceExhausted with retry_after_s when too many wait, of all keys (reason
+        QUEUE_FULL) or of this one (KEY_QUEUE_FULL), and after config.wait_s (QUEUE_WAIT).
         """
         waited_s = await self._enter(key)
         try:
@@ -103,7 +131,9 @@ class FairQueue:
             self._leave()
 
     async def _enter(self, key: str) -> float:
-        if self._inside < self._places:  # then nobody waits: a place that comes free goes to a waiting request at once
+        if (
+            self._inside < self._places
+        ):  # then nobody waits: a place that comes free goes to a waiting request at once
             self._inside += 1
             self._running_now.add(1)
             self._waits.record(0)
@@ -114,13 +144,17 @@ class FairQueue:
         except asyncio.CancelledError:
             if ticket.called.cancelled():
                 self._forget(ticket)
-            elif ticket.called.result():  # called and cancelled in one turn of the loop: the place goes on
+            elif (
+                ticket.called.result()
+            ):  # called and cancelled in one turn of the loop: the place goes on
                 self._leave()
             raise
         waited_s = asyncio.get_running_loop().time() - ticket.since_s
         if not granted:
             wait_s = self._config.wait_s
-            raise self._refusal("QUEUE_WAIT", "no place came free in time", f"{waited_s:.1f} s", f"{wait_s:g} s")
+            raise self._refusal(
+                "QUEUE_WAIT", "no place came free in time", f"{waited_s:.1f} s", f"{wait_s:g} s"
+            )
         self._waits.record(waited_s)
         return waited_s
 
@@ -128,10 +162,14 @@ class FairQueue:
         line = self._lines.get(key)
         if self.waiting >= self._config.limit:
             allowed = self._config.limit
-            raise self._refusal("QUEUE_FULL", "too many requests wait for the engine", self.waiting, allowed)
+            raise self._refusal(
+                "QUEUE_FULL", "too many requests wait for the engine", self.waiting, allowed
+            )
         if line is not None and len(line) >= self._config.per_key:
             message = "too many requests of one session wait for the engine"
-            raise self._refusal("KEY_QUEUE_FULL", message, len(line), self._config.per_key, len(line))
+            raise self._refusal(
+                "KEY_QUEUE_FULL", message, len(line), self._config.per_key, len(line)
+            )
         loop = asyncio.get_running_loop()
         ticket = _Ticket(key, loop.time(), loop.create_future())
         if not self._arrivals:
@@ -153,7 +191,10 @@ class FairQueue:
         ticket.called.set_result(True)
 
     def _next(self) -> _Ticket | None:
-        """Takes out whose turn it is. A cancelled one whose task has not run yet costs its key no turn."""
+        """Takes out whose turn it is.
+
+        A cancelled one whose task has not run yet costs its key no turn.
+        """
         while self._lines:
             key, line = next(iter(self._lines.items()))
             ticket = next(iter(line))
@@ -181,7 +222,9 @@ class FairQueue:
             self._alarm = asyncio.get_running_loop().call_at(due_s, self._ring)
 
     def _ring(self) -> None:
-        """Call those who have waited for too long; the alarm was set for one who may have left since."""
+        """Call those who have waited for too long; the alarm was set for one who may have left
+        since.
+        """
         self._alarm = None
         due_s = asyncio.get_running_loop().time() - self._config.wait_s
         while self._arrivals and (ticket := next(iter(self._arrivals))).since_s <= due_s:
@@ -199,4 +242,6 @@ class FairQueue:
         shortest_s, longest_s = RETRY_BOUNDS_S
         estimate_s = self._pace.seconds(turns, asyncio.get_running_loop().time())
         retry_after_s = min(max(estimate_s, shortest_s), longest_s)
-        return ResourceExhausted(message, reason=reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s)
+        return ResourceExhausted(
+            message, reason=reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s
+        )

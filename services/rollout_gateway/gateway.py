@@ -1,6 +1,8 @@
-"""The gateway: requests in, tokens out, finished branches to the ledger. Owns the parts and their order.
+"""The gateway: requests in, tokens out, finished branches to the ledger. Owns the parts and their
+order.
 
-Transport is servicer.py's and http/'s, RunTasks runs/', sessions are agents.py's; which worker answers is the router's.
+Transport is servicer.py's and http/'s, RunTasks runs/', sessions are agents.py's; which worker
+answers is the router's.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ from rollout_gateway.worker_process import WorkerProcess
 
 STOP_GRACE_S = 10.0
 SLOW_STARTERS = ("sglang",)
-"""Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait."""
+"""Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks
+wait.
+"""
 _SHARES = 10_000
 """How finely features.share divides requests."""
 
@@ -61,18 +65,23 @@ class Gateway:
         self.model = config.model_dir.resolve().name
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
         self._temporary = ExitStack()
-        spool = config.spool or self._temporary.enter_context(tempfile.TemporaryDirectory(prefix="paceline-spool-"))
+        spool = config.spool or self._temporary.enter_context(
+            tempfile.TemporaryDirectory(prefix="paceline-spool-")
+        )
         self.spool = Spool(Path(spool), initial=_initial_versions(config))
         durable, features = _clients(config)
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         settings = engine_settings(config)
         rows = _row_shape(config, settings) if features is not None else None
-        self.router = Router(config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows)
+        self.router = Router(
+            config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows
+        )
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
         self.agents = Agents(config, self.outbox, durable)
-        # One more than fits into each engine: it is there when a place comes free, and no round runs short.
+        # One more than fits into each engine: it is there when a place comes free, and no round
+        # runs short.
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
         sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, sandbox)
@@ -81,7 +90,9 @@ class Gateway:
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self._requests = meter().create_counter("paceline.gateway.requests", unit="{request}")
-        self._refused = meter().create_counter("paceline.gateway.requests_refused", unit="{request}")
+        self._refused = meter().create_counter(
+            "paceline.gateway.requests_refused", unit="{request}"
+        )
         self.router.on_ready = self._equip
 
     async def start(self) -> None:
@@ -104,7 +115,10 @@ class Gateway:
         self._temporary.close()
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
-        """Queue one request. Raises InvalidInput for a prompt or sampling the engine would refuse."""
+        """Queue one request.
+
+        Raises InvalidInput for a prompt or sampling the engine would refuse.
+        """
         check_request(self.router.ready, plan.prompt, plan.sampling, plan.forced_arm)
         request = pb.EngineRequest(
             request_id=next(self._request_ids),
@@ -143,7 +157,9 @@ class Gateway:
             self.publish_rows(generation, plan.session)
 
     def admit(self) -> None:
-        """Raises ResourceExhausted while finished work waits for Redis or for a step above the limit."""
+        """Raises ResourceExhausted while finished work waits for Redis or for a step above the
+        limit.
+        """
         try:
             self.outbox.admit()
             self.agents.groups.admit()
@@ -152,7 +168,9 @@ class Gateway:
             raise
 
     def captures(self, seed: int) -> bool:
-        """Whether the rows of the request with this seed are captured: the same ones in every run of the same seed."""
+        """Whether the rows of the request with this seed are captured: the same ones in every run
+        of the same seed.
+        """
         return seed % _SHARES < self.config.features.share * _SHARES
 
     def publish_rows(self, generation: Generation, session: Session) -> None:
@@ -160,11 +178,15 @@ class Gateway:
         request, about = generation.request, session.assignment
         token_ids = [*request.prompt_token_ids, *generation.whole.token_ids]
         step = self.agents.open_step if about.open_group else about.step
-        origin = Origin(about.run_id, step, session.session_id, len(request.prompt_token_ids), token_ids)
+        origin = Origin(
+            about.run_id, step, session.session_id, len(request.prompt_token_ids), token_ids
+        )
         self.publisher.publish(request.request_id, origin)
 
     async def set_arm(self, arm: str) -> None:
-        """Force an arm on every worker, also on later ones; "" gives the choice back to the bandit."""
+        """Force an arm on every worker, also on later ones; "" gives the choice back to the
+        bandit.
+        """
         check_arm(self.router.ready, arm)
         before, self._forced_arm = self._forced_arm, arm
         answers = await self.router.ask_all(_speculation(arm))
@@ -175,8 +197,14 @@ class Gateway:
                 raise answer
 
     async def _equip(self, process: WorkerProcess) -> None:
-        """What a worker gets before its first request. Raises MissingCapability when it lacks what is configured."""
-        if self.config.features.rejected and Capability.REJECTED_ROWS not in process.ready.capabilities:
+        """What a worker gets before its first request.
+
+        Raises MissingCapability when it lacks what is configured.
+        """
+        if (
+            self.config.features.rejected
+            and Capability.REJECTED_ROWS not in process.ready.capabilities
+        ):
             raise missing(self.config.engine.kind, Capability.REJECTED_ROWS)
         await self.weights.load_committed(process)
         self.router.evidence.teach(process, self.weights.versions)
@@ -184,7 +212,9 @@ class Gateway:
             await self._force(process)
 
     async def _force(self, process: WorkerProcess) -> None:
-        """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing, as on the others."""
+        """The forced arm, on a worker that starts; one whose kind has come to rest drafts nothing,
+        as on the others.
+        """
         deadline = self.config.engine.command_deadline_s
         try:
             await process.ask(_speculation(self._forced_arm), deadline)
@@ -205,7 +235,9 @@ def _speculation(arm: str) -> pb.WorkerCommand:
     return pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm))
 
 
-def _clients(config: GatewayConfig) -> tuple[redis.asyncio.Redis | None, redis.asyncio.Redis | None]:
+def _clients(
+    config: GatewayConfig,
+) -> tuple[redis.asyncio.Redis | None, redis.asyncio.Redis | None]:
     """(durable, features); none without trajectories."""
     if not config.trajectories:
         return None, None
@@ -222,7 +254,11 @@ def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
 
 
 def _row_shape(config: GatewayConfig, settings: dict[str, Any]) -> RowShape:
-    return RowShape(config.features.ring_rows, _row_layout(config, settings), ROW_DTYPES[config.features.dtype][1])
+    return RowShape(
+        config.features.ring_rows,
+        _row_layout(config, settings),
+        ROW_DTYPES[config.features.dtype][1],
+    )
 
 
 def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:

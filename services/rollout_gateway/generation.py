@@ -1,4 +1,7 @@
-"""One request under way, between the router that feeds it and the caller who reads it. Owns no decision."""
+"""One request under way, between the router that feeds it and the caller who reads it.
+
+Owns no decision.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,19 @@ from paceline.v1 import trajectory_pb2 as tpb
 
 
 class Generation:
-    """Tokens of one request. News wait in one merged chunk, so memory is bounded by the request's max_tokens."""
+    """Tokens of one request.
 
-    def __init__(self, request: pb.EngineRequest, worker_index: int | None, *, rerun: bool = True) -> None:
+    News wait in one merged chunk, so memory is bounded by the request's max_tokens.
+    """
+
+    def __init__(
+        self, request: pb.EngineRequest, worker_index: int | None, *, rerun: bool = True
+    ) -> None:
         self.request = request
         self.pinned = worker_index  # None: the router may choose
         self.worker_index = worker_index if worker_index is not None else 0
-        self.rerun = rerun  # when its worker is lost and no other serves: wait for the new one, else end at once
+        # when its worker is lost and no other serves: wait for the new one, else end at once
+        self.rerun = rerun
         self.queued_s = time.perf_counter()
         self.ended_s = 0.0  # when its last chunk came; 0 before
         self.tries = 0
@@ -35,16 +44,23 @@ class Generation:
 
     @property
     def time_per_output_token_s(self) -> float | None:
-        """Mean seconds of a token after the first, as the gateway saw them; None before the end or without any."""
+        """Mean seconds of a token after the first, as the gateway saw them; None before the end or
+        without any.
+        """
         count = len(self.whole.token_ids) - 1
         if not self.finished or count < 1:
             return None
         return max(self.ended_s - self.queued_s - self.whole.time_to_first_token_s, 0.0) / count
 
     def accept(self, chunk: pb.TokenChunk) -> None:
-        """Take news from the worker; after a restart, tokens given out before must come again and are left out."""
+        """Take news from the worker; after a restart, tokens given out before must come again and
+        are left out.
+        """
         if self.tries and not self._leave_out_replayed(chunk):
-            self.fail("the worker was lost and its replacement drew other tokens (weights changed meanwhile)")
+            self.fail(
+                "the worker was lost and its replacement drew other tokens (weights changed "
+                "meanwhile)"
+            )
         elif not self.finished:
             self._push(chunk)
 
@@ -75,7 +91,11 @@ class Generation:
         if not self.finished:
             text = f"{kind.reason}: {message}"
             self._push(
-                pb.TokenChunk(request_id=self.request.request_id, finish_reason=tpb.FINISH_REASON_ERROR, error=text)
+                pb.TokenChunk(
+                    request_id=self.request.request_id,
+                    finish_reason=tpb.FINISH_REASON_ERROR,
+                    error=text,
+                )
             )
 
     async def chunks(self) -> AsyncIterator[pb.TokenChunk]:

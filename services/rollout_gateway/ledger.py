@@ -1,7 +1,9 @@
-"""Finished branches on their way to the durable Redis. Owns what is not sent yet; Redis holds the ledger itself.
+"""Finished branches on their way to the durable Redis. Owns what is not sent yet; Redis holds the
+ledger itself.
 
-Putting never waits. What waits is counted in bytes, and admission of new work stops above a limit, so memory is bounded
-by that limit plus what was already running. Redis may be away for any time: nothing is lost while this process lives.
+Putting never waits. What waits is counted in bytes, and admission of new work stops above a limit,
+so memory is bounded by that limit plus what was already running. Redis may be away for any time:
+nothing is lost while this process lives.
 """
 
 from __future__ import annotations
@@ -36,7 +38,10 @@ class _Parcel:
 
 
 class Outbox:
-    """Sends branches in order of their end, a few at a time. `client` None: nothing is kept (no Redis configured)."""
+    """Sends branches in order of their end, a few at a time.
+
+    `client` None: nothing is kept (no Redis configured).
+    """
 
     def __init__(self, client: redis.asyncio.Redis | None, max_unsent_bytes: int) -> None:
         self._client = client
@@ -78,7 +83,9 @@ class Outbox:
             log.error("branches were not sent before the stop", bytes=self._unsent_bytes)
         await cancel(self._task)
 
-    def put(self, trajectory: Trajectory, unpublished: str = "", sent: Callable[[], None] | None = None) -> None:
+    def put(
+        self, trajectory: Trajectory, unpublished: str = "", sent: Callable[[], None] | None = None
+    ) -> None:
         """Queue a finished branch; `unpublished` says why it only gets a note in the ledger.
 
         `sent` is called when Redis has it; at once where nothing is kept.
@@ -119,13 +126,22 @@ class Outbox:
         trajectory = parcel.trajectory
         try:
             ledger = self._ledger(trajectory.key.run_id)
-            with span("trajectory.append", kind="producer", parent=extract(parcel.fields), branch=str(trajectory.key)):
+            with span(
+                "trajectory.append",
+                kind="producer",
+                parent=extract(parcel.fields),
+                branch=str(trajectory.key),
+            ):
                 if parcel.unpublished:
                     await ledger.record_unpublished(trajectory, parcel.unpublished)
                 else:
-                    await ledger.append_final(trajectory, {**parcel.fields, **inject()}, parcel.payload)
+                    await ledger.append_final(
+                        trajectory, {**parcel.fields, **inject()}, parcel.payload
+                    )
         except PacelineError as error:
-            log.warning("branch not sent; it is tried again", branch=str(trajectory.key), error=str(error))
+            log.warning(
+                "branch not sent; it is tried again", branch=str(trajectory.key), error=str(error)
+            )
             return False
         if parcel.sent is not None:
             parcel.sent()

@@ -1,4 +1,5 @@
-"""The places of engine workers: what runs in each, since when nothing does, and which one a request gets.
+"""The places of engine workers: what runs in each, since when nothing does, and which one a request
+gets.
 
 Owns the rule and the counts. Processes, their messages and their restarts are the router's.
 """
@@ -15,11 +16,13 @@ from rollout_gateway.worker_process import WorkerProcess
 
 STICKY_FACTOR = 2.0
 STICKY_SLACK = 4
-"""The worker that holds a session's KV cache keeps the session up to FACTOR times the others' mean load plus SLACK.
+"""The worker that holds a session's KV cache keeps the session up to FACTOR times the others' mean
+load plus SLACK.
 
-A move costs a prefill of the whole conversation; staying costs a share of larger decode rounds, whose seconds grow far
-slower than their rows. So twice the load is still the better place, and a few requests on an idle machine are no load.
-Above that requests would queue there while others have room.
+A move costs a prefill of the whole conversation; staying costs a share of larger decode rounds,
+whose seconds grow far slower than their rows. So twice the load is still the better place, and a
+few requests on an idle machine are no load. Above that requests would queue there while others have
+room.
 """
 
 
@@ -33,7 +36,9 @@ class Slot:
     unsent: list[Generation] = field(default_factory=list)
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
     _idle_since_s: float | None = field(default_factory=time.monotonic)
-    _watchers: set[asyncio.Future[None]] = field(default_factory=set)  # told of the next change between idle and busy
+    _watchers: set[asyncio.Future[None]] = field(
+        default_factory=set
+    )  # told of the next change between idle and busy
 
     @property
     def idle_since_s(self) -> float | None:
@@ -63,9 +68,16 @@ class Slot:
         return sent, waiting
 
     async def idle_for(self, seconds: float) -> None:
-        """Returns once nothing has run here for so many seconds on end. Sleeps between the changes; does not poll."""
+        """Returns once nothing has run here for so many seconds on end.
+
+        Sleeps between the changes; does not poll.
+        """
         while True:
-            left_s = None if self._idle_since_s is None else self._idle_since_s + seconds - time.monotonic()
+            left_s = (
+                None
+                if self._idle_since_s is None
+                else self._idle_since_s + seconds - time.monotonic()
+            )
             if left_s is not None and left_s <= 0:
                 return
             change = asyncio.get_running_loop().create_future()
@@ -87,7 +99,8 @@ class Slot:
 
 
 def choose(slots: Sequence[Slot], prefer: int | None) -> Slot:
-    """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else the least loaded.
+    """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
+    the least loaded.
 
     Places without a process, then released ones, count only when there is no other.
     """
@@ -101,4 +114,6 @@ def choose(slots: Sequence[Slot], prefer: int | None) -> Slot:
 
 def _overloaded(held: Slot, kept: Sequence[Slot]) -> bool:
     others = [len(slot.live) for slot in kept if slot is not held]
-    return bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
+    return (
+        bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
+    )

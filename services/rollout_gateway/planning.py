@@ -1,4 +1,5 @@
-"""From a request to planned generations. Owns which session and turn a request extends and what it may ask for.
+"""From a request to planned generations. Owns which session and turn a request extends and what it
+may ask for.
 
 Nothing is begun here: a plan that is refused leaves no trace.
 """
@@ -46,7 +47,11 @@ class Planner:
     """Plans what callers ask for."""
 
     def __init__(
-        self, config: GatewayConfig, codec: TextCodec, sessions: Sessions, ready: Callable[[], pb.WorkerReady]
+        self,
+        config: GatewayConfig,
+        codec: TextCodec,
+        sessions: Sessions,
+        ready: Callable[[], pb.WorkerReady],
     ) -> None:
         self._config = config
         self._codec = codec
@@ -55,9 +60,18 @@ class Planner:
         self._readers = Readers(config.chat, codec.template_source)
 
     def chat(
-        self, caller: Caller, request: ChatRequest, sampling: Sampling, *, count: int, completion_id: str
+        self,
+        caller: Caller,
+        request: ChatRequest,
+        sampling: Sampling,
+        *,
+        count: int,
+        completion_id: str,
     ) -> list[Plan]:
-        """`count` answers to one conversation. Raises InvalidInput for what cannot be rendered, drawn or trained."""
+        """`count` answers to one conversation.
+
+        Raises InvalidInput for what cannot be rendered, drawn or trained.
+        """
         if request.tool_choice.mode == "none":
             request = replace(request, tools=(), tool_choice=ToolChoice())
         digests = request.digests()
@@ -67,7 +81,8 @@ class Planner:
         forced = self._readers.forced(request, end)
         if request.prefill and request.tool_choice.mode in ("required", "named"):
             raise InvalidInput(
-                "an answer that has to be a tool call cannot begin with a prefill", allowed="tool_choice auto or none"
+                "an answer that has to be a tool call cannot begin with a prefill",
+                allowed="tool_choice auto or none",
             )
         prompt += self._codec.encode_piece(forced + request.prefill)
         plan = Plan(
@@ -97,7 +112,9 @@ class Planner:
             plan = self._continued(caller, prompt)
             plan = replace(plan, completion_id=completion_id, queue_key=caller.queue_key)
             drawn = [self._drawn(plan, sampling, index) for index in range(count)]
-            plans += [_named(one, number * count + i, len(prompts) * count) for i, one in enumerate(drawn)]
+            plans += [
+                _named(one, number * count + i, len(prompts) * count) for i, one in enumerate(drawn)
+            ]
         return self._within(caller.session, plans, implicit=False)
 
     def _continued(self, caller: Caller, prompt: str | Sequence[int]) -> Plan:
@@ -114,7 +131,9 @@ class Planner:
             return Plan("", ids, tpb.SamplingParams(), parent=parent, prompt_text=text)
         ids = tuple(prompt)
         extended = tree.extended_by_tokens(ids) if tree is not None else None
-        return Plan("", ids, tpb.SamplingParams(), parent=extended[0] if extended is not None else None)
+        return Plan(
+            "", ids, tpb.SamplingParams(), parent=extended[0] if extended is not None else None
+        )
 
     def _drawn(self, plan: Plan, sampling: Sampling, index: int) -> Plan:
         ready = self._ready()
@@ -138,7 +157,12 @@ class Planner:
             return plans
         about = session.assignment
         return [
-            replace(plan, session=session, sampling=_seeded(about.seed, plan.sampling, number), capture=about.capture)
+            replace(
+                plan,
+                session=session,
+                sampling=_seeded(about.seed, plan.sampling, number),
+                capture=about.capture,
+            )
             for number, plan in enumerate(plans, session.numbered(len(plans)))
         ]
 
@@ -157,7 +181,9 @@ class Planner:
     def _chat_prompt(
         self, session: Session | None, request: ChatRequest, digests: Sequence[bytes]
     ) -> tuple[Turn | None, tuple[int, ...]]:
-        """The turn that the conversation goes on from, and all tokens up to where the model speaks."""
+        """The turn that the conversation goes on from, and all tokens up to where the model
+        speaks.
+        """
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         known = session.tree.extended_by_messages(digests) if session is not None else None

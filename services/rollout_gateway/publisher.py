@@ -1,7 +1,8 @@
-"""Hidden rows from the workers' rings to the features Redis. Owns gathering by request, bounds and counts of drops.
+"""Hidden rows from the workers' rings to the features Redis. Owns gathering by request, bounds and
+counts of drops.
 
-Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find Redis away, are
-dropped and counted.
+Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find
+Redis away, are dropped and counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import numpy as np
 import redis.asyncio
 
 from paceline.errors import PacelineError
-from paceline.streams import FeatureBatch, RedisStream, RejectedRows, Stream, encode_features, run_key
+from paceline.streams import (
+    FeatureBatch,
+    RedisStream,
+    RejectedRows,
+    Stream,
+    encode_features,
+    run_key,
+)
 from paceline.telemetry import extract, get_logger, inject, meter, span
 from paceline.tensors import NamedTensor
 from rollout_gateway.background import background, cancel
@@ -41,10 +49,16 @@ class Origin:
 
 
 class FeaturePublisher:
-    """Gathers rows per request and appends one FeatureBatch when it ends. `client` None: rows are thrown away."""
+    """Gathers rows per request and appends one FeatureBatch when it ends.
+
+    `client` None: rows are thrown away.
+    """
 
     def __init__(
-        self, client: redis.asyncio.Redis | None, config: FeaturesConfig, head_hash: Callable[[int], str]
+        self,
+        client: redis.asyncio.Redis | None,
+        config: FeaturesConfig,
+        head_hash: Callable[[int], str],
     ) -> None:
         self._client = client
         self._config = config
@@ -58,7 +72,9 @@ class FeaturePublisher:
         self._task: asyncio.Task[None] | None = None
         self.batches = 0
         self.rows_dropped = 0
-        self._dropped = meter().create_counter("paceline.gateway.feature_rows_dropped", unit="{row}")
+        self._dropped = meter().create_counter(
+            "paceline.gateway.feature_rows_dropped", unit="{row}"
+        )
 
     def start(self, layout: RowLayout) -> None:
         """Begin to send rows that the engine declared to be of `layout`."""
@@ -101,7 +117,9 @@ class FeaturePublisher:
         self._release(request_id)
 
     def publish(self, request_id: int, origin: Origin) -> None:
-        """A request has ended: queue its rows; the oldest waiting batch gives way when the queue is full."""
+        """A request has ended: queue its rows; the oldest waiting batch gives way when the queue is
+        full.
+        """
         parts = self._release(request_id)
         if not parts:
             return
@@ -142,7 +160,9 @@ class FeaturePublisher:
 
     def _rejected(self, rows: RowArray, parents: Indices) -> RejectedRows:
         token_ids, positions = (rows[name].astype(np.int32) for name in ("token_id", "position"))
-        return RejectedRows(self._states("rejected_hidden", rows), token_ids, positions, parents.astype(np.int32))
+        return RejectedRows(
+            self._states("rejected_hidden", rows), token_ids, positions, parents.astype(np.int32)
+        )
 
     def _states(self, name: str, rows: RowArray) -> NamedTensor:
         """[n, H]"""
@@ -160,7 +180,13 @@ class FeaturePublisher:
     async def _send(self, batch: FeatureBatch) -> None:
         try:
             parent = extract({"traceparent": batch.traceparent})
-            with span("features.publish", kind="producer", parent=parent, rows=batch.rows, session=batch.session_id):
+            with span(
+                "features.publish",
+                kind="producer",
+                parent=parent,
+                rows=batch.rows,
+                session=batch.session_id,
+            ):
                 fields, payload = encode_features(batch)
                 await self._stream(batch.run_id).append({**fields, **inject()}, payload)
                 self.batches += 1

@@ -1,4 +1,7 @@
-"""What a request may ask of the engine that serves, before it is sent there. Owns the ranges and the errors."""
+"""What a request may ask of the engine that serves, before it is sent there.
+
+Owns the ranges and the errors.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,14 @@ def check_request(
     """Raises InvalidInput naming the field that the engine would refuse, or MissingCapability."""
     longest = ready.max_sequence_tokens - 1
     if not 1 <= len(prompt) <= longest:
-        raise InvalidInput("prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens")
+        raise InvalidInput(
+            "prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens"
+        )
     if max(prompt) >= ready.vocab_size or min(prompt) < 0:
         allowed = f"0 to {ready.vocab_size - 1}"
-        raise InvalidInput("prompt holds a token id out of range", seen=max(prompt), allowed=allowed)
+        raise InvalidInput(
+            "prompt holds a token id out of range", seen=max(prompt), allowed=allowed
+        )
     _check_ranges(sampling)
     _check_logit_bias(sampling, ready.vocab_size)
     _check_capabilities(ready, sampling)
@@ -71,7 +78,9 @@ def _check_ranges(sampling: tpb.SamplingParams) -> None:
     }
     for name, (value, low, high) in ranges.items():
         if not low <= value <= high:  # false for NaN too
-            raise InvalidInput(f"{name} is out of range", seen=value, allowed=f"{low:g} to {high:g}")
+            raise InvalidInput(
+                f"{name} is out of range", seen=value, allowed=f"{low:g} to {high:g}"
+            )
     if any(not stop for stop in sampling.stop):
         raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
 
@@ -79,12 +88,20 @@ def _check_ranges(sampling: tpb.SamplingParams) -> None:
 def _check_logit_bias(sampling: tpb.SamplingParams, vocab_size: int) -> None:
     bias = sampling.logit_bias
     if len(bias) > MAX_BIASED_TOKENS:
-        raise InvalidInput("logit_bias has too many entries", seen=len(bias), allowed=MAX_BIASED_TOKENS)
+        raise InvalidInput(
+            "logit_bias has too many entries", seen=len(bias), allowed=MAX_BIASED_TOKENS
+        )
     for token, value in sorted(bias.items()):
         if token >= vocab_size:
-            raise InvalidInput("logit_bias names a token out of range", seen=token, allowed=f"0 to {vocab_size - 1}")
+            raise InvalidInput(
+                "logit_bias names a token out of range",
+                seen=token,
+                allowed=f"0 to {vocab_size - 1}",
+            )
         if not -100 <= value <= 100:
-            raise InvalidInput(f"logit_bias of token {token} is out of range", seen=value, allowed="-100 to 100")
+            raise InvalidInput(
+                f"logit_bias of token {token} is out of range", seen=value, allowed="-100 to 100"
+            )
 
 
 def _check_capabilities(ready: pb.WorkerReady, sampling: tpb.SamplingParams) -> None:

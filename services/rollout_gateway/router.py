@@ -1,7 +1,8 @@
-"""The engine workers and the requests under way. Owns processes, restarts and messages; placement.py picks the worker.
+"""The engine workers and the requests under way. Owns processes, restarts and messages;
+placement.py picks the worker.
 
-A lost worker is replaced; its requests go to the replacement (or another worker) once, which is safe because seeds fix
-the tokens. What requests mean (sessions, rewards) is not known here.
+A lost worker is replaced; its requests go to the replacement (or another worker) once, which is
+safe because seeds fix the tokens. What requests mean (sessions, rewards) is not known here.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class Router:
         self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
         self.metrics = EngineMetrics(config.kind)
         self.evidence = EvidenceExchange()
-        self._restarts = meter().create_counter("paceline.gateway.worker_restarts", unit="{restart}")
+        self._restarts = meter().create_counter(
+            "paceline.gateway.worker_restarts", unit="{restart}"
+        )
 
     @property
     def count(self) -> int:
@@ -110,7 +113,9 @@ class Router:
             await self.stop()
             raise
         self.ready = first[0].ready
-        self._keepers = [background(self._keep(slot), f"keeper of worker {slot.index}") for slot in self._slots]
+        self._keepers = [
+            background(self._keep(slot), f"keeper of worker {slot.index}") for slot in self._slots
+        ]
 
     async def stop(self) -> None:
         """End requests with an error and workers with Shutdown."""
@@ -124,9 +129,15 @@ class Router:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def submit(
-        self, request: pb.EngineRequest, *, worker: int | None = None, prefer: int | None = None, rerun: bool = True
+        self,
+        request: pb.EngineRequest,
+        *,
+        worker: int | None = None,
+        prefer: int | None = None,
+        rerun: bool = True,
     ) -> Generation:
-        """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or overloaded.
+        """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or
+        overloaded.
 
         Else on the least loaded; see placement.choose.
         rerun False: it ends as unavailable when its worker is lost and no other serves.
@@ -144,7 +155,9 @@ class Router:
         if generation in slot.unsent or slot.process is None:
             if generation in slot.unsent:
                 slot.unsent.remove(generation)
-            self._deliver(slot, pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT))
+            self._deliver(
+                slot, pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT)
+            )
         else:
             slot.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
 
@@ -169,13 +182,20 @@ class Router:
         )
 
     async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
-        """Load and statistics by worker; those that do not answer are left out. What they learned goes round.
+        """Load and statistics by worker; those that do not answer are left out. What they learned
+        goes round.
 
         deadline_s: of each answer; None is engine.command_deadline_s.
         """
         processes = self.processes()
-        answers = await self.ask_all(pb.WorkerCommand(get_health=pb.GetHealth()), processes, deadline_s)
-        found = {p.index: a.health for p, a in zip(processes, answers, strict=True) if isinstance(a, pb.WorkerEvent)}
+        answers = await self.ask_all(
+            pb.WorkerCommand(get_health=pb.GetHealth()), processes, deadline_s
+        )
+        found = {
+            p.index: a.health
+            for p, a in zip(processes, answers, strict=True)
+            if isinstance(a, pb.WorkerEvent)
+        }
         for process in processes:
             if process.index in found:
                 self.metrics.look(process.ready, found[process.index])
@@ -183,7 +203,10 @@ class Router:
         return found
 
     def release(self, index: int) -> None:
-        """Lend a worker's slot out: no new unpinned request goes there while another worker serves. Idempotent."""
+        """Lend a worker's slot out: no new unpinned request goes there while another worker serves.
+
+        Idempotent.
+        """
         self._slots[index].released = True
 
     def take_back(self) -> list[int]:
@@ -206,7 +229,8 @@ class Router:
         slot = self._slots[pinned] if pinned is not None else choose(self._slots, prefer)
         slot.add(generation)
         if not self._flushing:
-            # Requests of one turn of the event loop leave in one message, so that the engine admits them together.
+            # Requests of one turn of the event loop leave in one message, so that the engine admits
+            # them together.
             self._flushing = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -249,7 +273,9 @@ class Router:
             ring_path=str(path) if ring is not None else "",
             engine=self._settings,
         )
-        process = WorkerProcess(spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows))
+        process = WorkerProcess(
+            spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows)
+        )
         try:
             await process.start(self._context, self._config.ready_deadline_s)
             self._check_rows(process.ready)
@@ -266,7 +292,9 @@ class Router:
         """Raises ConfigError when the ring was cut for other rows than the engine's."""
         declared = wire.rows_from(ready)
         if self._rows is not None and declared != self._rows.layout:
-            raise ConfigError("the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout)
+            raise ConfigError(
+                "the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout
+            )
 
     def _ring_folder(self) -> Path:
         shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
@@ -295,7 +323,12 @@ class Router:
             except (PacelineError, OSError) as error:
                 failures += 1
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
-                log.error("engine worker does not start", worker=slot.index, failures=failures, error=str(error))
+                log.error(
+                    "engine worker does not start",
+                    worker=slot.index,
+                    failures=failures,
+                    error=str(error),
+                )
                 if failures >= STARTS_BEFORE_GIVING_UP:
                     self._fail(slot, f"engine worker {slot.index} does not start: {error}")
 
@@ -306,7 +339,9 @@ class Router:
             self._on_discard(generation.request.request_id)
         for generation in (*sent, *unsent):
             if generation.tries >= MAX_TRIES:
-                generation.fail(f"the engine worker was lost {generation.tries} times under this request")
+                generation.fail(
+                    f"the engine worker was lost {generation.tries} times under this request"
+                )
             elif not generation.rerun and not self.processes():
                 generation.fail("the engine is starting again; try later", Unavailable)
             else:

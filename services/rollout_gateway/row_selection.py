@@ -1,4 +1,7 @@
-"""Which rows of an ended request make its feature batch. Pure functions on rows as the ring gave them, in its order."""
+"""Which rows of an ended request make its feature batch.
+
+Pure functions on rows as the ring gave them, in its order.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ Indices = npt.NDArray[np.int64]
 
 
 def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
-    """Indices [T] of the longest stretch of neighbouring positions, the newest row of each; without the last token's.
+    """Indices [T] of the longest stretch of neighbouring positions, the newest row of each; without
+    the last token's.
 
-    Rows whose token is not the one at their position (of an earlier try) and rows of rejected drafts are left out.
+    Rows whose token is not the one at their position (of an earlier try) and rows of rejected
+    drafts are left out.
     """
     tokens = np.asarray(token_ids)
     found: Indices = np.flatnonzero((rows["parent"] == 0) & (rows["position"] < len(tokens) - 1))
@@ -30,16 +35,19 @@ def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
 
 
 def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
-    """Rejected drafts that hang under the rows of `path` [T], directly or under one another, and where.
+    """Rejected drafts that hang under the rows of `path` [T], directly or under one another, and
+    where.
 
-    Indices [R] in the order of writing, and their parents [R]: i < T is path[i], T + j the draft j. A draft whose
-    parent was dropped, left out or computed anew falls with all that hangs under it.
+    Indices [R] in the order of writing, and their parents [R]: i < T is path[i], T + j the draft j.
+    A draft whose parent was dropped, left out or computed anew falls with all that hangs under it.
     """
     index, stamps = np.arange(len(rows)), rows["parent"].astype(np.int64)
     positions = rows["position"].astype(np.int64)
     own = stamps == 0
     last = np.maximum.accumulate(np.where(own, index, -1))
-    beside = last - (positions[last] - (positions - 1))  # a call's rows of one sequence follow each other
+    beside = last - (
+        positions[last] - (positions - 1)
+    )  # a call's rows of one sequence follow each other
     above = np.where(own, index, np.where(stamps == 1, beside, index - (stamps - 1)))
     inside = (above >= 0) & (above < index)
     above = np.where(inside, above, index)

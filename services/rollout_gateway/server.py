@@ -27,7 +27,9 @@ log = get_logger(__name__)
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers (the process has its own) and with an event for its start."""
+    """uvicorn without its signal handlers (the process has its own) and with an event for its
+    start.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -43,7 +45,10 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set and close everything. Raises ConfigError for settings that cannot work."""
+    """Serve until `stop` is set and close everything.
+
+    Raises ConfigError for settings that cannot work.
+    """
     async with running(config):
         await stop.wait()
 
@@ -54,15 +59,20 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
     gateway = Gateway(config)
     guard = EpochGuard()
     server = Server(config.addresses.gateway, config.security)
-    server.add(add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE)
-    server.add(add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME)
+    server.add(
+        add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE
+    )
+    server.add(
+        add_weight_service, WeightServicer(gateway.spool, guard, gateway.weights), SERVICE_NAME
+    )
     await gateway.start()
     try:
         http, http_task, http_port = await _start_http(gateway)
         try:
             port = await server.start()
             gc.collect()
-            gc.freeze()  # what lives as long as the process need not be looked through while streams wait
+            # what lives as long as the process need not be looked through while streams wait
+            gc.freeze()
             log.info("gateway serves", model=gateway.model, grpc_port=port, http_port=http_port)
             yield port, http_port
         finally:
@@ -77,7 +87,11 @@ async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
 async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None], int]:
     address, security = gateway.config.addresses.http, gateway.config.security
     host, _, port = address.rpartition(":")
-    if not is_loopback(address) and not security.allow_insecure and not (security.token and security.tls_cert):
+    if (
+        not is_loopback(address)
+        and not security.allow_insecure
+        and not (security.token and security.tls_cert)
+    ):
         raise ConfigError(
             "the HTTP address is reachable from other machines without token and TLS",
             seen=address,
@@ -100,11 +114,15 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         sockets = [config.bind_socket()]
     except SystemExit as error:
         raise ConfigError(
-            "cannot listen there: the port is in use or not ours", seen=address, allowed="a free port"
+            "cannot listen there: the port is in use or not ours",
+            seen=address,
+            allowed="a free port",
         ) from error
     task = asyncio.create_task(server.serve(sockets=sockets))
     listening = asyncio.create_task(server.listening.wait())
-    await asyncio.wait((task, listening), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        (task, listening), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
+    )
     if not server.listening.is_set():
         listening.cancel()
         raise ConfigError("the HTTP server did not start", seen=address)

@@ -47,23 +47,31 @@ class RolloutServicer(RolloutServiceServicer):
         self._guard = guard
         self._runs = TaskRuns(gateway)
 
-    async def Generate(self, request: rpb.GenerateRequest, context: Any) -> AsyncIterator[rpb.GenerateResponse]:
+    async def Generate(
+        self, request: rpb.GenerateRequest, context: Any
+    ) -> AsyncIterator[rpb.GenerateResponse]:
         gateway = self._gateway
         gateway.admit()
         plan = replace(self._plan(request), forced_arm=request.forced_arm)
         async with aclosing(gateway.call(plan).pieces(stream=True)) as pieces:
             async for piece in pieces:
                 news = rpb.GenerateResponse(
-                    chunk=piece.chunk, text=piece.text, versions=wire.versions_to(gateway.weights.versions)
+                    chunk=piece.chunk,
+                    text=piece.text,
+                    versions=wire.versions_to(gateway.weights.versions),
                 )
                 if piece.finish:
                     news.prompt_tokens = len(plan.prompt)
                     news.completion_id = plan.completion_id
                     if piece.message is not None:
-                        news.message_json = json.dumps(message_json(piece.message), ensure_ascii=False)
+                        news.message_json = json.dumps(
+                            message_json(piece.message), ensure_ascii=False
+                        )
                 yield news
 
-    async def OpenSession(self, request: rpb.OpenSessionRequest, context: Any) -> rpb.OpenSessionResponse:
+    async def OpenSession(
+        self, request: rpb.OpenSessionRequest, context: Any
+    ) -> rpb.OpenSessionResponse:
         gateway = self._gateway
         if request.context.run_id:
             self._guard.check(request.context)
@@ -92,40 +100,63 @@ class RolloutServicer(RolloutServiceServicer):
             return rpb.OpenSessionResponse()
         session, task = claimed
         opened = self._opened(session)
-        opened.task.CopyFrom(rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=dict(task.metadata)))
+        opened.task.CopyFrom(
+            rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=dict(task.metadata))
+        )
         return opened
 
     @staticmethod
     def _opened(session: Session) -> rpb.OpenSessionResponse:
         group = session.assignment.group_id or session.session_id
-        return rpb.OpenSessionResponse(session_id=session.session_id, api_key=session.api_key, group_id=group)
+        return rpb.OpenSessionResponse(
+            session_id=session.session_id, api_key=session.api_key, group_id=group
+        )
 
-    async def PostReward(self, request: rpb.PostRewardRequest, context: Any) -> rpb.PostRewardResponse:
+    async def PostReward(
+        self, request: rpb.PostRewardRequest, context: Any
+    ) -> rpb.PostRewardResponse:
         if not request.HasField("reward"):
             raise InvalidInput("the call carries no reward", allowed="reward.value")
         sessions = self._gateway.agents.sessions
         session = (
-            sessions.get(request.session_id) if request.session_id else sessions.by_completion(request.completion_id)
+            sessions.get(request.session_id)
+            if request.session_id
+            else sessions.by_completion(request.completion_id)
         )
-        session.score(Grant(request.reward.value, request.completion_id, request.accumulate, request.idempotency_key))
+        session.score(
+            Grant(
+                request.reward.value,
+                request.completion_id,
+                request.accumulate,
+                request.idempotency_key,
+            )
+        )
         return rpb.PostRewardResponse(state=STATES[session.state])
 
-    async def CloseSession(self, request: rpb.CloseSessionRequest, context: Any) -> rpb.CloseSessionResponse:
+    async def CloseSession(
+        self, request: rpb.CloseSessionRequest, context: Any
+    ) -> rpb.CloseSessionResponse:
         ended = self._gateway.agents.sessions.ended(request.session_id)
         if ended is not None:
             return rpb.CloseSessionResponse(state=STATES[ended.state])
         session = self._gateway.agents.sessions.get(request.session_id)
         if request.fail_reason not in FAILURES and request.fail_reason:
-            raise InvalidInput("no such reason of a failure", seen=request.fail_reason, allowed="infra, data")
+            raise InvalidInput(
+                "no such reason of a failure", seen=request.fail_reason, allowed="infra, data"
+            )
         if request.fail_reason:
-            self._gateway.agents.finish(session, fail=FAILURES[request.fail_reason], message=request.message)
+            self._gateway.agents.finish(
+                session, fail=FAILURES[request.fail_reason], message=request.message
+            )
         elif request.abort:
             self._gateway.agents.finish(session, abort=True)
         else:
             await self._gateway.agents.complete(session)
         return rpb.CloseSessionResponse(state=STATES[session.state])
 
-    async def GetSession(self, request: rpb.GetSessionRequest, context: Any) -> rpb.GetSessionResponse:
+    async def GetSession(
+        self, request: rpb.GetSessionRequest, context: Any
+    ) -> rpb.GetSessionResponse:
         ended = self._gateway.agents.sessions.ended(request.session_id)
         if ended is not None:
             return rpb.GetSessionResponse(state=STATES[ended.state])
@@ -136,7 +167,9 @@ class RolloutServicer(RolloutServiceServicer):
             tree_json=json.dumps(tree_json(session), ensure_ascii=False),
         )
 
-    async def RunTasks(self, request: rpb.RunTasksRequest, context: Any) -> AsyncIterator[rpb.RunTasksResponse]:
+    async def RunTasks(
+        self, request: rpb.RunTasksRequest, context: Any
+    ) -> AsyncIterator[rpb.RunTasksResponse]:
         self._guard.check(request.context)
         news = self._runs.run(request)
         async with aclosing(news):
@@ -155,7 +188,10 @@ class RolloutServicer(RolloutServiceServicer):
         healths = await gateway.router.healths()
         workers = [
             rpb.WorkerStatus(
-                worker_index=index, pid=pids.get(index, 0), ready=index in healths, health=healths.get(index)
+                worker_index=index,
+                pid=pids.get(index, 0),
+                ready=index in healths,
+                health=healths.get(index),
             )
             for index in range(gateway.router.count)
         ]
@@ -171,7 +207,9 @@ class RolloutServicer(RolloutServiceServicer):
 
     def _plan(self, request: rpb.GenerateRequest) -> Plan:
         planner = self._gateway.planner
-        caller = Caller(self._gateway.agents.sessions.get(request.session_id) if request.session_id else None)
+        caller = Caller(
+            self._gateway.agents.sessions.get(request.session_id) if request.session_id else None
+        )
         name = f"gen-{uuid.uuid4().hex}"
 
         def sampling(index: int, room: int) -> tpb.SamplingParams:
@@ -179,7 +217,9 @@ class RolloutServicer(RolloutServiceServicer):
 
         match request.WhichOneof("prompt"):
             case "text":
-                return planner.completions(caller, [request.text], sampling, count=1, completion_id=name)[0]
+                return planner.completions(
+                    caller, [request.text], sampling, count=1, completion_id=name
+                )[0]
             case "token_ids":
                 ids = tuple(request.token_ids.ids)
                 return planner.completions(caller, [ids], sampling, count=1, completion_id=name)[0]
@@ -187,22 +227,32 @@ class RolloutServicer(RolloutServiceServicer):
                 chat = conversation(request.conversation)
                 return planner.chat(caller, chat, sampling, count=1, completion_id=name)[0]
             case _:
-                raise InvalidInput("the request has no prompt", allowed="text, token_ids or conversation")
+                raise InvalidInput(
+                    "the request has no prompt", allowed="text, token_ids or conversation"
+                )
 
 
 def _check_opening(request: rpb.OpenSessionRequest) -> None:
     """Raises InvalidInput naming the field; comparisons are false for NaN."""
-    ranges = {"timeout_s": (request.timeout_s, sys.float_info.max), "wait_s": (request.wait_s, MAX_WAIT_S)}
+    ranges = {
+        "timeout_s": (request.timeout_s, sys.float_info.max),
+        "wait_s": (request.wait_s, MAX_WAIT_S),
+    }
     for field, (value, most) in (ranges | {"turn_discount": (request.turn_discount, 1.0)}).items():
         if not 0 <= value <= most:
             raise InvalidInput(f"{field} is out of range", seen=value, allowed=f"0 to {most:g}")
     for field, name in (("task_id", request.task_id), ("group_id", request.group_id)):
         if len(name) > MAX_NAME:
-            raise InvalidInput(f"{field} is too long", seen=len(name), allowed=f"{MAX_NAME} characters")
+            raise InvalidInput(
+                f"{field} is too long", seen=len(name), allowed=f"{MAX_NAME} characters"
+            )
 
 
 def conversation(given: rpb.Conversation) -> ChatRequest:
-    """A conversation in the JSON of chat completions. Raises InvalidInput naming the wrong field."""
+    """A conversation in the JSON of chat completions.
+
+    Raises InvalidInput naming the wrong field.
+    """
     choice: dict[str, Any] | str = given.tool_choice or "auto"
     if choice not in ("auto", "none", "required"):
         choice = {"type": "function", "function": {"name": choice}}

@@ -1,4 +1,5 @@
-"""Text to token ids and back. Owns the tokenizer and what is held back of a growing text; templates are chat/'s.
+"""Text to token ids and back. Owns the tokenizer and what is held back of a growing text; templates
+are chat/'s.
 
 What the model generated is kept as ids and never tokenised again; text is for people.
 """
@@ -20,7 +21,8 @@ from rollout_gateway.chat.template import ChatTemplate, read_template
 CHARACTER_BYTES = 4
 """A character of UTF-8 is at most four byte tokens long."""
 LONGEST_BROKEN = 16
-"""Tokens held back at most while no whole character appears; broken bytes are given out after that."""
+"""Tokens held back at most while no whole character appears; broken bytes are given out after that.
+"""
 
 
 class TextCodec:
@@ -29,13 +31,19 @@ class TextCodec:
     def __init__(self, directory: Path) -> None:
         path = directory / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError("no tokenizer in the model directory", seen=directory, allowed="tokenizer.json")
+            raise ConfigError(
+                "no tokenizer in the model directory", seen=directory, allowed="tokenizer.json"
+            )
         self._tokenizer, self._within = _read_tokenizers(path)
         settings = _read_json(directory / "tokenizer_config.json")
-        tokens = {key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")}
+        tokens = {
+            key: _token_text(settings.get(key)) for key in ("bos_token", "eos_token", "pad_token")
+        }
         self._template = read_template(directory, settings, tokens)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._special = {
+            token_id: token.content for token_id, token in added.items() if token.special
+        }
         self._added = frozenset(added)
         self._front = _front(self._tokenizer)
 
@@ -56,7 +64,9 @@ class TextCodec:
         return self._ids(text, bos=True)
 
     def encode_piece(self, text: str) -> tuple[int, ...]:
-        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts before a first word."""
+        """Ids of a text in the middle of a sequence: no bos, and no space that a tokenizer puts
+        before a first word.
+        """
         ids = self._ids(text)
         if self._within is self._tokenizer:
             return ids
@@ -79,13 +89,20 @@ class TextCodec:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def encode_chat(self, request: ChatRequest) -> tuple[int, ...]:
-        """Ids of a conversation under the model's chat template. Raises InvalidInput without one or when it refuses."""
+        """Ids of a conversation under the model's chat template.
+
+        Raises InvalidInput without one or when it refuses.
+        """
         ids = self._ids(self.template.render(request))
         # A template that does not write bos itself gets it from the tokenizer, once.
         return ids if self._front == ids[: len(self._front)] else self._front + ids
 
-    def encode_after(self, request: ChatRequest, index: int, said: Sequence[int]) -> tuple[int, ...] | None:
-        """Ids that follow the assistant's message `index`, which the model said as `said`; None when it is hidden."""
+    def encode_after(
+        self, request: ChatRequest, index: int, said: Sequence[int]
+    ) -> tuple[int, ...] | None:
+        """Ids that follow the assistant's message `index`, which the model said as `said`; None
+        when it is hidden.
+        """
         text = self.template.after(request, index)
         if text is None:
             return None
@@ -93,11 +110,15 @@ class TextCodec:
         return self.encode_piece(text.removeprefix(end))
 
     def stream(self, stop: Sequence[str] = (), keep: Collection[str] = ()) -> TextStream:
-        """Decoder of one growing response; of the special tokens only those spelled in `keep` become text."""
+        """Decoder of one growing response; of the special tokens only those spelled in `keep`
+        become text.
+        """
         if not keep:
             return TextStream(self.decode, tuple(stop))
         dropped = {token_id for token_id, text in self._special.items() if text not in keep}
-        return TextStream(lambda ids: self.decode_all([one for one in ids if one not in dropped]), tuple(stop))
+        return TextStream(
+            lambda ids: self.decode_all([one for one in ids if one not in dropped]), tuple(stop)
+        )
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
@@ -105,10 +126,11 @@ class TextCodec:
 
 
 class TextStream:
-    """Text of a growing response; holds back incomplete characters and what may become a stop string.
+    """Text of a growing response; holds back incomplete characters and what may become a stop
+    string.
 
-    Only a window of ids is decoded at a time: those of the last text given out, for what depends on them (spaces,
-    bytes of one character), and those after it.
+    Only a window of ids is decoded at a time: those of the last text given out, for what depends on
+    them (spaces, bytes of one character), and those after it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop: tuple[str, ...]) -> None:
@@ -123,7 +145,10 @@ class TextStream:
         self._window += token_ids
         self._held += self._advance(final=False)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        text, self._held = (
+            self._held[: len(self._held) - keep],
+            self._held[len(self._held) - keep :],
+        )
         return text
 
     def finish(self, matched_stop: str = "") -> str:
@@ -132,7 +157,9 @@ class TextStream:
         return text.partition(matched_stop)[0] if matched_stop else text
 
     def _advance(self, *, final: bool) -> str:
-        """Text of the ids up to the last whole character; of all ids when final or when none is in sight."""
+        """Text of the ids up to the last whole character; of all ids when final or when none is in
+        sight.
+        """
         before = self._decode(self._window[: self._known])
         pending = len(self._window) - self._known
         for left_out in range(min(pending, CHARACTER_BYTES)):
@@ -146,13 +173,17 @@ class TextStream:
         return ""
 
     def _give(self, size: int, text: str) -> str:
-        """Ids below `size` have had their text given out; only the newest of them stay, as context."""
+        """Ids below `size` have had their text given out; only the newest of them stay, as
+        context.
+        """
         self._window, self._known = self._window[self._known :], size - self._known
         return text
 
 
 def _read_tokenizers(path: Path) -> tuple[Tokenizer, Tokenizer]:
-    """That of a file, and the same for the middle of a text: without the space that some put before a first word."""
+    """That of a file, and the same for the middle of a text: without the space that some put before
+    a first word.
+    """
     try:
         spelled = json.loads(path.read_text(encoding="utf-8"))
         whole = _unlimited(Tokenizer.from_file(str(path)))
@@ -194,21 +225,29 @@ def _front(tokenizer: Tokenizer) -> tuple[int, ...]:
     ids, bare = (tokenizer.encode("0", add_special_tokens=special).ids for special in (True, False))
     if not bare:  # the vocabulary lacks it
         return tuple(ids[:1])
-    return next((tuple(ids[:size]) for size in range(len(ids)) if ids[size : size + len(bare)] == bare), ())
+    return next(
+        (tuple(ids[:size]) for size in range(len(ids)) if ids[size : size + len(bare)] == bare), ()
+    )
 
 
 def _encoded(tokenizer: Tokenizer, text: str, *, bos: bool = False) -> tuple[int, ...]:
     try:
         return tuple(tokenizer.encode(text, add_special_tokens=bos).ids)
     except (TypeError, UnicodeError) as error:  # half of a surrogate pair: no UTF-8 has it
-        raise InvalidInput("the text cannot be spelled in UTF-8", allowed="whole characters") from error
+        raise InvalidInput(
+            "the text cannot be spelled in UTF-8", allowed="whole characters"
+        ) from error
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of one at the end."""
+    """Characters at the end of `text` to hold back: from a whole `stop` inside, or a beginning of
+    one at the end.
+    """
     if stop in text:
         return len(text) - text.index(stop)
-    return next((size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0)
+    return next(
+        (size for size in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:size])), 0
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What new weights mean to the engine workers. Owns the gateway's serving set; bytes and disk are the library's."""
+"""What new weights mean to the engine workers.
+
+Owns the gateway's serving set; bytes and disk are the library's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ log = get_logger(__name__)
 
 
 class WorkerWeights:
-    """WeightHooks of the gateway: fans versions out to the workers; a worker that cannot follow is replaced."""
+    """WeightHooks of the gateway: fans versions out to the workers; a worker that cannot follow is
+    replaced.
+    """
 
     def __init__(self, router: Router, spool: Spool) -> None:
         self._router = router
@@ -42,9 +47,13 @@ class WorkerWeights:
                 self._remember(self.versions.policy, self._spooled_hash(self.versions.policy))
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Load a version beside the serving one on every worker; the first failure fails the push."""
+        """Load a version beside the serving one on every worker; the first failure fails the
+        push.
+        """
         command = pb.WorkerCommand(
-            prepare_weights=pb.PrepareWeights(target=pb.WeightTarget.Name(target), version=version, path=str(path))
+            prepare_weights=pb.PrepareWeights(
+                target=pb.WeightTarget.Name(target), version=version, path=str(path)
+            )
         )
         with span("weights.prepare", target=target, version=version):
             async with self._swap:
@@ -53,16 +62,26 @@ class WorkerWeights:
                 for process, answer in zip(processes, answers, strict=True):
                     if not isinstance(answer, BaseException):
                         process.prepared.add((target, version))
-                    elif not isinstance(answer, Unavailable):  # a lost worker loads what is committed when it is back
+                    elif not isinstance(
+                        answer, Unavailable
+                    ):  # a lost worker loads what is committed when it is back
                         raise answer
 
     async def on_commit(self, versions: VersionSet, mode: int) -> None:
-        """Serve a set on every worker. Raises only when no worker could, and then nothing has changed."""
-        with span("weights.commit", seq=versions.seq, policy=versions.policy, drafter=versions.drafter):
+        """Serve a set on every worker.
+
+        Raises only when no worker could, and then nothing has changed.
+        """
+        with span(
+            "weights.commit", seq=versions.seq, policy=versions.policy, drafter=versions.drafter
+        ):
             async with self._swap:
                 processes = self._router.processes()
                 answers = await asyncio.gather(
-                    *(self._commit_one(process, versions, self.versions, mode) for process in processes),
+                    *(
+                        self._commit_one(process, versions, self.versions, mode)
+                        for process in processes
+                    ),
                     return_exceptions=True,
                 )
                 failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -72,27 +91,43 @@ class WorkerWeights:
                 self._remember(versions.policy, self._spooled_hash(versions.policy))
                 for process, answer in zip(processes, answers, strict=True):
                     if isinstance(answer, BaseException):
-                        log.error("worker cannot follow a commit; it is replaced", worker=process.index, error=answer)
+                        log.error(
+                            "worker cannot follow a commit; it is replaced",
+                            worker=process.index,
+                            error=answer,
+                        )
                         process.kill()
 
     async def on_abort(self, target: int, version: int) -> None:
         """Forget a prepared version."""
-        command = pb.WorkerCommand(abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version))
+        command = pb.WorkerCommand(
+            abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
+        )
         async with self._swap:
             for process in self._router.processes():
                 process.prepared.discard((target, version))
             await self._router.ask_all(command)
 
-    async def _commit_one(self, process: WorkerProcess, versions: VersionSet, serving: VersionSet, mode: int) -> None:
-        parts = ((pb.WEIGHT_TARGET_POLICY, versions.policy), (pb.WEIGHT_TARGET_DRAFTER, versions.drafter))
+    async def _commit_one(
+        self, process: WorkerProcess, versions: VersionSet, serving: VersionSet, mode: int
+    ) -> None:
+        parts = (
+            (pb.WEIGHT_TARGET_POLICY, versions.policy),
+            (pb.WEIGHT_TARGET_DRAFTER, versions.drafter),
+        )
         before = (serving.policy, serving.drafter)
         for (target, version), served in zip(parts, before, strict=True):
-            if version != served and (target, version) not in process.prepared and self._spool.has(target, version):
+            if (
+                version != served
+                and (target, version) not in process.prepared
+                and self._spool.has(target, version)
+            ):
                 path = str(self._spool.path(target, version))
                 prepare = pb.PrepareWeights(target=target, version=version, path=path)
                 await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
         commit = pb.CommitWeights(
-            versions=wire.versions_to(versions), mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE)
+            versions=wire.versions_to(versions),
+            mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
         )
         await self._ask(process, pb.WorkerCommand(commit_weights=commit))
         process.prepared -= set(parts)

@@ -1,4 +1,7 @@
-"""One engine worker as the gateway sees it: a process, its socket, its ring. Owns no request and no routing."""
+"""One engine worker as the gateway sees it: a process, its socket, its ring.
+
+Owns no request and no routing.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +33,14 @@ _numbers = itertools.count(1)
 class WorkerProcess:
     """One life of one worker. Not reused: a restart makes another."""
 
-    def __init__(self, spec: WorkerSpec, ring: RowRing | None, directory: Path, on_tokens: OnTokens) -> None:
+    def __init__(
+        self, spec: WorkerSpec, ring: RowRing | None, directory: Path, on_tokens: OnTokens
+    ) -> None:
         self.index = spec.worker_index
         self.ready = pb.WorkerReady()
-        self.prepared: set[tuple[int, int]] = set()  # (target, version) loaded beside the serving set
+        self.prepared: set[tuple[int, int]] = (
+            set()
+        )  # (target, version) loaded beside the serving set
         self._spec = spec
         self._ring = ring
         self._directory = directory
@@ -52,7 +59,8 @@ class WorkerProcess:
     async def start(self, context: zmq.asyncio.Context, deadline_s: float) -> None:
         """Spawn and wait until it serves.
 
-        Raises ConfigError when its settings are refused, Unavailable when it dies, DeadlineExceeded.
+        Raises ConfigError when its settings are refused, Unavailable when it dies,
+        DeadlineExceeded.
         """
         name = f"{self.index}-{next(_numbers)}"
         spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
@@ -78,15 +86,26 @@ class WorkerProcess:
             stdin=asyncio.subprocess.DEVNULL,
         )
         reader = background(self._read(), f"reader of worker {self.index}")
-        reader.add_done_callback(lambda _: self.kill())  # unheard it would hold its requests for ever
-        self._tasks = [reader, background(self._watch(self._process), f"watch of worker {self.index}")]
-        done, _ = await asyncio.wait((self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+        reader.add_done_callback(
+            lambda _: self.kill()
+        )  # unheard it would hold its requests for ever
+        self._tasks = [
+            reader,
+            background(self._watch(self._process), f"watch of worker {self.index}"),
+        ]
+        done, _ = await asyncio.wait(
+            (self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
         if self._ready in done:
             self.ready = self._ready.result()
         elif self.lost in done:
-            raise Unavailable(f"engine worker {self.index} ended before it was ready", seen=self.lost.result())
+            raise Unavailable(
+                f"engine worker {self.index} ended before it was ready", seen=self.lost.result()
+            )
         else:
-            raise DeadlineExceeded(f"engine worker {self.index} is not ready", seen=f"{deadline_s} s")
+            raise DeadlineExceeded(
+                f"engine worker {self.index} is not ready", seen=f"{deadline_s} s"
+            )
 
     def send(self, command: pb.WorkerCommand) -> None:
         """Send without waiting for an answer; the command carries the trace of the current span."""
@@ -94,7 +113,10 @@ class WorkerProcess:
         self._socket.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
-        """Send and wait for the answer. Raises what CommandFailed says, Unavailable on loss, DeadlineExceeded."""
+        """Send and wait for the answer.
+
+        Raises what CommandFailed says, Unavailable on loss, DeadlineExceeded.
+        """
         if self.lost.done():
             raise Unavailable(f"engine worker {self.index} is lost", seen=self.lost.result())
         command.command_id = next(_numbers)
@@ -102,14 +124,18 @@ class WorkerProcess:
         self._answers[command.command_id] = answer
         self.send(command)
         try:
-            await asyncio.wait((answer, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (answer, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             del self._answers[command.command_id]
         if not answer.done():
             if self.lost.done():
                 raise Unavailable(f"engine worker {self.index} was lost", seen=self.lost.result())
             kind = command.WhichOneof("command")
-            raise DeadlineExceeded(f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s")
+            raise DeadlineExceeded(
+                f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s"
+            )
         event = answer.result()
         if event.HasField("failed"):
             raise wire.error_from(event.failed, f"engine worker {self.index}: ")
@@ -142,14 +168,19 @@ class WorkerProcess:
             event = pb.WorkerEvent.FromString(await self._socket.recv())
             kind = event.WhichOneof("event")
             if kind == "tokens":
-                rows = self._ring.read(event.tokens.rows_written) if self._ring is not None else None
+                rows = (
+                    self._ring.read(event.tokens.rows_written) if self._ring is not None else None
+                )
                 self._on_tokens(event.tokens, rows)
             elif kind == "ready":
                 if self._ring is not None:
-                    self._ring.unlink()  # both sides have it mapped; nothing is left behind by a kill
+                    # both sides have it mapped; nothing is left behind by a kill
+                    self._ring.unlink()
                 self._ready.set_result(event.ready)
             elif kind == "failed" and not event.command_id and not self._ready.done():
-                self._ready.set_exception(wire.error_from(event.failed, f"engine worker {self.index}: "))
+                self._ready.set_exception(
+                    wire.error_from(event.failed, f"engine worker {self.index}: ")
+                )
             elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
                 answer.set_result(event)
 

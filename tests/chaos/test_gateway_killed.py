@@ -36,7 +36,13 @@ asyncio.run(main())
 
 async def test_the_sessions_of_a_killed_process_are_taken_over(redis_url: str, run_id: str) -> None:
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CHILD, redis_url, run_id, stdout=asyncio.subprocess.PIPE, env=os.environ.copy()
+        sys.executable,
+        "-c",
+        CHILD,
+        redis_url,
+        run_id,
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ.copy(),
     )
     assert child.stdout is not None
     assert await asyncio.wait_for(child.stdout.readline(), DEADLINE_S) == b"ready\n"
@@ -44,5 +50,7 @@ async def test_the_sessions_of_a_killed_process_are_taken_over(redis_url: str, r
     await child.wait()
     client = connect(redis_url)
     taken = await OpenSessions(client, run_id).take_lost()
-    assert {record["session_id"] for record in taken} == {f"s{number}" for number in range(0, 50, 2)}
+    assert {record["session_id"] for record in taken} == {
+        f"s{number}" for number in range(0, 50, 2)
+    }
     await client.aclose()

@@ -1,4 +1,6 @@
-"""A gateway killed with -9 and started again: agents hear what became of their sessions, nothing final is lost."""
+"""A gateway killed with -9 and started again: agents hear what became of their sessions, nothing
+final is lost.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Gateway:
     def __init__(self, directory: Path, redis_url: str, run_id: str) -> None:
         grpc_port, http_port = free_ports(2)
         self.address, self._url = f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}"
-        self.http = httpx.AsyncClient(base_url=self._url, timeout=20, headers={"authorization": f"Bearer {TOKEN}"})
+        self.http = httpx.AsyncClient(
+            base_url=self._url, timeout=20, headers={"authorization": f"Bearer {TOKEN}"}
+        )
         keys = {
             "run.id": run_id,
             "run.dir": directory / "run",
@@ -99,7 +103,9 @@ async def gateway(
 async def until_broken(agent: Agent, begun: asyncio.Event) -> None:
     """Reads a stream until its server is gone."""
     body = {"messages": [user("2+2=")], "max_tokens": 450, "ignore_eos": True, "stream": True}
-    async with agent.http.stream("POST", "/v1/chat/completions", headers=agent.headers, json=body) as response:
+    async with agent.http.stream(
+        "POST", "/v1/chat/completions", headers=agent.headers, json=body
+    ) as response:
         async for _ in response.aiter_lines():
             begun.set()
 
@@ -125,7 +131,10 @@ async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_s
     await done.chat([user("2+2=")], max_tokens=4)
     assert (await done.act("complete", {"reward": 1.0}))["state"] == "final"
     before = await step_of(gateway, run_id, 1)
-    between, streaming = await gateway.opened(group_id="g1", task_id="t1"), await gateway.opened(group_id="g2")
+    between, streaming = (
+        await gateway.opened(group_id="g1", task_id="t1"),
+        await gateway.opened(group_id="g2"),
+    )
     held, untrained = await gateway.opened(group_id="g3"), await gateway.opened(trainable=False)
     for agent in (between, held, untrained):
         await agent.chat([user("2+2=")], max_tokens=4)
@@ -142,12 +151,23 @@ async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_s
         assert told["code"] == "session_ended"
         assert "failed" in told["message"]
         assert "infra" in told["message"]
-        for url, headers in ((f"/v1/sessions/{agent.id}", {}), ("/v1/sessions/current", agent.headers)):
+        for url, headers in (
+            (f"/v1/sessions/{agent.id}", {}),
+            ("/v1/sessions/current", agent.headers),
+        ):
             shown = (await gateway.http.get(url, headers=headers)).json()
-            assert (shown["id"], shown["state"], shown["fail_reason"]) == (agent.id, "failed", "infra")
+            assert (shown["id"], shown["state"], shown["fail_reason"]) == (
+                agent.id,
+                "failed",
+                "infra",
+            )
         note = await ledger.get(f"{agent.id}/0")
         assert note is not None
-        assert (note["final"], note["reason"], note["group_id"]) == (False, "failed:infra", agent.session["group_id"])
+        assert (note["final"], note["reason"], note["group_id"]) == (
+            False,
+            "failed:infra",
+            agent.session["group_id"],
+        )
     assert (await ledger.get(f"{untrained.id}/0")) is None
     await untrained.chat([user("x")], status=401)
     after = await step_of(gateway, run_id, 1)
@@ -205,7 +225,11 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
         await repeated.chat([user("1+1=")], max_tokens=4)
         await repeated.act("complete", {"reward": 0.5})
         told = [event async for event in call]
-    samples = {event.sample.session_id: event.sample.reward.value for event in told if event.HasField("sample")}
+    samples = {
+        event.sample.session_id: event.sample.reward.value
+        for event in told
+        if event.HasField("sample")
+    }
     assert samples == {first.id: 1.0, second.id: 0.5}
     async with asyncio.timeout(10):
         while (await Ledger(client, run_id).count()).final != 2:

@@ -37,7 +37,9 @@ async def _read_all(stream: RedisStream) -> list[int]:
     return numbers
 
 
-async def test_appends_and_reads_go_on_after_an_outage(durable_server: RedisServer, run_id: str) -> None:
+async def test_appends_and_reads_go_on_after_an_outage(
+    durable_server: RedisServer, run_id: str
+) -> None:
     client = connect(durable_server.url)
     stream = RedisStream(client, run_key(run_id, "s"))
     await stream.create_group("g")

@@ -99,15 +99,24 @@ def new_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sglang(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerClient]:
     """One SGLang for the whole suite: a launch takes a quarter of a minute."""
     spec = SGLangSpec(
-        model_dir=str(model_dir), drafter="eagle", dtype="float32", max_sequence_tokens=128, max_batch=4, device="cpu"
+        model_dir=str(model_dir),
+        drafter="eagle",
+        dtype="float32",
+        max_sequence_tokens=128,
+        max_batch=4,
+        device="cpu",
     )
-    client = WorkerClient("sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("sglang"), 2 * 48)
+    client = WorkerClient(
+        "sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("sglang"), 2 * 48
+    )
     yield client
     client.close()
 
 
 @pytest.fixture(scope="module")
-def sglang_cuda(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerClient]:
+def sglang_cuda(
+    model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerClient]:
     """The compiled SGLang with memory saver and a CUDA graph set per arm."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
@@ -120,7 +129,9 @@ def sglang_cuda(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         device="cuda",
         memory_saver=True,
     )
-    client = WorkerClient("sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("cuda"), 2 * 48, 600)
+    client = WorkerClient(
+        "sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("cuda"), 2 * 48, 600
+    )
     yield client
     client.close()
 
@@ -140,8 +151,12 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
         yield Case(lambda sink: RemoteEngine(client, model_dir, sink), new_weights, 2 * 48)
         return
     if request.param == "scripted":
-        spec = ScriptedSpec(tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4)
-        yield Case(lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False)
+        spec = ScriptedSpec(
+            tokenizer=str(TOKENIZER), response_tokens=(30, 60), max_sequence_tokens=128, max_batch=4
+        )
+        yield Case(
+            lambda sink: build_scripted(spec, sink), new_weights, 2 * spec.hidden_size, reuses=False
+        )
         return
     embedded = EmbeddedSpec(
         model_dir=str(model_dir),
@@ -154,13 +169,19 @@ def case(request: pytest.FixtureRequest, model_dir: Path, new_weights: Path) -> 
     yield Case(lambda sink: build_embedded(embedded, sink), new_weights, 2 * 48)
 
 
-def request(number: int, *, stream: bool = False, capture: bool = False, arm: str = "", **sampling: object) -> Request:
+def request(
+    number: int, *, stream: bool = False, capture: bool = False, arm: str = "", **sampling: object
+) -> Request:
     options = {"seed": 100 + number, "max_tokens": 20, "ignore_eos": True, **sampling}
     prompt = tuple(3 + (number * 7 + i) % 300 for i in range(3 + number % 5))
-    return Request(number, prompt, Sampling(**options), stream=stream, capture=capture, forced_arm=arm)  # type: ignore[arg-type]
+    return Request(
+        number, prompt, Sampling(**options), stream=stream, capture=capture, forced_arm=arm
+    )  # type: ignore[arg-type]
 
 
-def drain(engine: Engine, chunks: list[Chunk] | None = None, rounds: int = ROUNDS_AT_MOST) -> dict[int, list[Chunk]]:
+def drain(
+    engine: Engine, chunks: list[Chunk] | None = None, rounds: int = ROUNDS_AT_MOST
+) -> dict[int, list[Chunk]]:
     """Chunks by request until nothing is left to do."""
     collected = list(chunks or [])
     for _ in range(rounds):
@@ -268,7 +289,9 @@ def test_a_stop_string_ends_the_response_at_its_last_token(case: Case) -> None:
     ],
     ids=["empty", "too long", "token out of range", "unknown arm"],
 )
-def test_a_request_that_cannot_work_is_refused_by_name(case: Case, bad: Request, named: str) -> None:
+def test_a_request_that_cannot_work_is_refused_by_name(
+    case: Case, bad: Request, named: str
+) -> None:
     engine = case.build(None)
     with pytest.raises(InvalidInput, match=named):
         engine.enqueue(bad)
@@ -287,11 +310,16 @@ def test_abort_ends_those_named_and_reports_what_they_said(case: Case) -> None:
     early = engine.step() + engine.step()
     assert not early
     ended = {chunk.request_id: chunk for chunk in engine.abort(frozenset({0, 5, 77}))}
-    assert {number: chunk.finish for number, chunk in ended.items()} == {0: Finish.ABORT, 5: Finish.ABORT}
+    assert {number: chunk.finish for number, chunk in ended.items()} == {
+        0: Finish.ABORT,
+        5: Finish.ABORT,
+    }
     assert len(ended[0].token_ids) >= 2
     assert ended[5].token_ids == ()
     rest = drain(engine)
-    assert {number: len(tokens_of(chunks)) for number, chunks in rest.items()} == dict.fromkeys((1, 2, 3, 4), 40)
+    assert {number: len(tokens_of(chunks)) for number, chunks in rest.items()} == dict.fromkeys(
+        (1, 2, 3, 4), 40
+    )
     assert engine.abort(None) == []
 
 
@@ -329,7 +357,9 @@ def test_a_commit_between_rounds_shows_in_the_spans(case: Case, mode: PauseMode)
     before = "" if isinstance(engine, RemoteEngine) else engine.lm_head_hash
     assert engine.commit_weights(VersionSet(1, 1, 0), mode) == []
     assert engine.versions == VersionSet(1, 1, 0)
-    assert isinstance(engine, RemoteEngine) or engine.lm_head_hash != before  # a process tells it by manifest
+    assert (
+        isinstance(engine, RemoteEngine) or engine.lm_head_hash != before
+    )  # a process tells it by manifest
     spans = drain(engine, early)[0][-1].version_spans
     cut = spans[0].end
     assert spans == (VersionSpan(0, cut, 0), VersionSpan(cut, 40, 1))
@@ -341,7 +371,9 @@ def test_a_commit_that_aborts_ends_all_requests(case: Case) -> None:
     engine.enqueue(request(0))
     engine.step()
     engine.prepare_weights(Target.POLICY, 1, case.weights)
-    assert [chunk.finish for chunk in engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)] == [Finish.ABORT]
+    assert [
+        chunk.finish for chunk in engine.commit_weights(VersionSet(1, 1, 0), PauseMode.ABORT)
+    ] == [Finish.ABORT]
 
 
 def test_what_is_not_prepared_is_not_committed(case: Case) -> None:
@@ -400,15 +432,24 @@ def test_top_logprobs_come_with_every_token(case: Case) -> None:
     engine = case.build(None)
     engine.enqueue(request(0, top_logprobs=3, stream=True))
     for chunk in drain(engine)[0]:
-        assert [len(alternatives) for alternatives in chunk.top_logprobs] == [3] * len(chunk.token_ids)
+        assert [len(alternatives) for alternatives in chunk.top_logprobs] == [3] * len(
+            chunk.token_ids
+        )
         for alternatives in chunk.top_logprobs:
-            assert [value for _, value in alternatives] == sorted((v for _, v in alternatives), reverse=True)
+            assert [value for _, value in alternatives] == sorted(
+                (v for _, v in alternatives), reverse=True
+            )
 
 
 PENALTIES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.5},
     {"frequency_penalty": 1.0},
-    {"presence_penalty": -2.0, "frequency_penalty": 0.5, "repetition_penalty": 0.9, "logit_bias": ((7, 3.0),)},
+    {
+        "presence_penalty": -2.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 0.9,
+        "logit_bias": ((7, 3.0),),
+    },
 ]
 
 
@@ -421,7 +462,9 @@ def test_a_strong_bias_forces_a_token_or_forbids_it(case: Case) -> None:
     require_penalties(case)
     free = run_all(case, [request(0)])[0]
     forced = request(0, logit_bias=((9, 100.0),))
-    forbidden = replace(request(0, logit_bias=tuple((token, -100.0) for token in sorted(set(free)))), request_id=1)
+    forbidden = replace(
+        request(0, logit_bias=tuple((token, -100.0) for token in sorted(set(free)))), request_id=1
+    )
     for arm in ("off", "eagle:3_1_4"):
         said = run_all(case, [forced, forbidden, request(2)], arm)
         assert said[0] == [9] * 20
@@ -456,9 +499,13 @@ def test_penalties_leave_the_reported_logprobs_those_of_the_model(case: Case) ->
     require_penalties(case)
     engine = case.build(None)
     engine.enqueue(request(0, max_tokens=3, top_logprobs=3))
-    engine.enqueue(replace(request(0, max_tokens=3, top_logprobs=3, logit_bias=((9, 100.0),)), request_id=1))
+    engine.enqueue(
+        replace(request(0, max_tokens=3, top_logprobs=3, logit_bias=((9, 100.0),)), request_id=1)
+    )
     free, forced = (chunks[-1] for _, chunks in sorted(drain(engine).items()))
-    for (token, value), (same, again) in zip(free.top_logprobs[0], forced.top_logprobs[0], strict=True):
+    for (token, value), (same, again) in zip(
+        free.top_logprobs[0], forced.top_logprobs[0], strict=True
+    ):
         assert (token, pytest.approx(value, abs=1e-4)) == (same, again)
     assert forced.token_ids[0] == 9
     assert forced.behavior_logprobs[0] < -0.01
@@ -471,7 +518,9 @@ def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
     engine = case.build(None)
     if Capability.PENALTIES in engine.info.capabilities:
         pytest.skip("this engine has them")
-    with pytest.raises(MissingCapability, match=r"the \w+ engine lacks the capability penalties; .*engine\.kind"):
+    with pytest.raises(
+        MissingCapability, match=r"the \w+ engine lacks the capability penalties; .*engine\.kind"
+    ):
         engine.enqueue(request(0, **asked))
     assert not engine.has_work
 
@@ -486,7 +535,9 @@ def test_penalties_that_an_engine_lacks_are_refused_by_capability_and_setting(
         ({"logit_bias": ((5, -101.0),)}, "-101"),
     ],
 )
-def test_penalties_out_of_range_are_refused_by_name(case: Case, asked: dict[str, Any], named: str) -> None:
+def test_penalties_out_of_range_are_refused_by_name(
+    case: Case, asked: dict[str, Any], named: str
+) -> None:
     require_penalties(case)
     engine = case.build(None)
     with pytest.raises(InvalidInput, match=named):
@@ -500,7 +551,10 @@ def test_a_json_schema_is_followed_or_refused_by_capability_and_setting(case: Ca
     engine = case.build(None)
     asked = request(0, json_schema='{"enum": ["ab", 7]}', ignore_eos=False, max_tokens=40)
     if Capability.JSON_SCHEMA not in engine.info.capabilities:
-        with pytest.raises(MissingCapability, match=r"the \w+ engine lacks the capability json_schema; .*engine\.kind"):
+        with pytest.raises(
+            MissingCapability,
+            match=r"the \w+ engine lacks the capability json_schema; .*engine\.kind",
+        ):
             engine.enqueue(asked)
         assert not engine.has_work
         return
@@ -521,19 +575,25 @@ def test_speculation_statistics_add_up(case: Case) -> None:
     stats = drain(engine)[0][-1].speculation
     assert stats.drafted_rounds == stats.target_steps
     assert stats.drafted_tokens == 3 * stats.drafted_rounds
-    assert stats.drafted_round_tokens in (19, 20)  # some engines draw the first token with the prompt
+    assert stats.drafted_round_tokens in (
+        19,
+        20,
+    )  # some engines draw the first token with the prompt
     assert 1.0 <= stats.accept_length <= 4.0
     assert stats.proposed_at == (stats.drafted_rounds,) * 3
     assert sum(stats.accepted_at) == stats.accepted_tokens
     assert list(stats.accepted_at) == sorted(stats.accepted_at, reverse=True)
 
 
-def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting(case: Case) -> None:
+def test_memory_that_an_engine_keeps_is_refused_by_engine_capability_and_setting(
+    case: Case,
+) -> None:
     engine = case.build(None)
     if Capability.RELEASE_MEMORY in engine.info.capabilities:
         pytest.skip("this engine releases memory; tests/gpu measures it")
     with pytest.raises(
-        MissingCapability, match=r"the \w+ engine lacks the capability release_memory; .*engine\.sglang"
+        MissingCapability,
+        match=r"the \w+ engine lacks the capability release_memory; .*engine\.sglang",
     ):
         engine.release_memory((MemoryTag.WEIGHTS,))
     with pytest.raises(MissingCapability):
@@ -563,7 +623,9 @@ def test_a_second_turn_reuses_its_prefix_and_says_what_it_says_alone(case: Case)
     engine.enqueue(second)
     (chunk,) = drain(engine)[1]
     # The last token of a response is never cached, and engines may round down to their blocks.
-    assert chunk.cached_prompt_tokens in (range(len(prompt), len(prompt) + 20) if case.reuses else range(1))
+    assert chunk.cached_prompt_tokens in (
+        range(len(prompt), len(prompt) + 20) if case.reuses else range(1)
+    )
     prefixes = engine.load.prefixes
     assert prefixes.reused_tokens == chunk.cached_prompt_tokens
     assert not case.reuses or prefixes.prompt_tokens == len(prompt) + len(second.prompt)

@@ -182,7 +182,9 @@ async def test_a_byte_budget_pushes_out_the_oldest(budgeted: Stream) -> None:
     assert [entry.fields["n"] for entry in await budgeted.read("g", "c", 10, 0)] == ["2", "3", "4"]
 
 
-async def test_an_entry_larger_than_the_budget_is_refused_and_nothing_is_pushed_out(budgeted: Stream) -> None:
+async def test_an_entry_larger_than_the_budget_is_refused_and_nothing_is_pushed_out(
+    budgeted: Stream,
+) -> None:
     await budgeted.append({}, bytes(500))
     with pytest.raises(ResourceExhausted, match="1001"):
         await budgeted.append({}, bytes(1001))

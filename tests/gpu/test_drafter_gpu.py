@@ -1,4 +1,7 @@
-"""The drafter's learner on CUDA: it comes, learns what it learns on a CPU, and leaves the memory. Prints figures."""
+"""The drafter's learner on CUDA: it comes, learns what it learns on a CPU, and leaves the memory.
+
+Prints figures.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SGLang on CUDA: what cannot be tried on a CPU. Memory given back in MB, weights loaded in seconds; prints figures."""
+"""SGLang on CUDA: what cannot be tried on a CPU.
+
+Memory given back in MB, weights loaded in seconds; prints figures.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerClient]:
         max_sequence_tokens=256,
         arms=("off", "eagle:3_1_4", "eagle:4_4_16"),
     )
-    one = WorkerClient("sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("sglang"), 2 * 128, 600)
+    one = WorkerClient(
+        "sglang", spec.model_dump(mode="json"), tmp_path_factory.mktemp("sglang"), 2 * 128, 600
+    )
     yield one
     one.close()
 
@@ -43,7 +48,9 @@ def free_mb() -> float:
 
 
 def tokens(client: WorkerClient, number: int, arm: str) -> list[int]:
-    request = Request(number, PROMPT, Sampling(7, 40, temperature=0.0, ignore_eos=True), forced_arm=arm)
+    request = Request(
+        number, PROMPT, Sampling(7, 40, temperature=0.0, ignore_eos=True), forced_arm=arm
+    )
     client.send(enqueue=pb.EnqueueRequests(requests=[request_to(request)]))
     while not any(chunk.request_id == number and chunk.finish for chunk in client.chunks):
         client.wait()
@@ -56,7 +63,9 @@ def test_released_memory_comes_back_and_the_tokens_are_the_same(client: WorkerCl
     client.ask(release_memory=pb.ReleaseMemory())
     released = free_mb()
     client.ask(resume_memory=pb.ResumeMemory())
-    sys.stdout.write(f"released {released - held:.0f} MB of {torch.cuda.mem_get_info()[1] / 2**20:.0f} MB\n")
+    sys.stdout.write(
+        f"released {released - held:.0f} MB of {torch.cuda.mem_get_info()[1] / 2**20:.0f} MB\n"
+    )
     assert released - held > 1000
     assert tokens(client, 2, "eagle:3_1_4") == before
 
@@ -67,7 +76,9 @@ def test_every_arm_has_a_graph_set_and_runs(client: WorkerClient) -> None:
 
 
 def test_weights_are_loaded_between_two_rounds_in_measured_time(client: WorkerClient) -> None:
-    prepare = pb.PrepareWeights(target=pb.WEIGHT_TARGET_POLICY, version=1, path=str(DEMO / "policy_start"))
+    prepare = pb.PrepareWeights(
+        target=pb.WEIGHT_TARGET_POLICY, version=1, path=str(DEMO / "policy_start")
+    )
     began = time.perf_counter()
     client.ask(prepare_weights=prepare)
     prepared = time.perf_counter()

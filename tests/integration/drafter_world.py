@@ -1,4 +1,6 @@
-"""A drafter trainer as it runs, and all it talks to: Redis, a gateway-side weight receiver, rows of a real policy."""
+"""A drafter trainer as it runs, and all it talks to: Redis, a gateway-side weight receiver, rows of
+a real policy.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,12 @@ class World:
             **overrides,
         }
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "drafter_trainer", *(f"{key}={value}" for key, value in keys.items()),
+            sys.executable,
+            "-m",
+            "drafter_trainer",
+            *(f"{key}={value}" for key, value in keys.items()),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
         await wait_healthy(self.address, SECURITY, 60)
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
@@ -135,11 +140,15 @@ class World:
                 return await getattr(DrafterServiceStub(peer), name)(request, timeout=30)
 
     async def preempt(self, epoch: int) -> pb.PreemptResponse:
-        response: pb.PreemptResponse = await self.call("Preempt", pb.PreemptRequest(context=self.context(epoch)))
+        response: pb.PreemptResponse = await self.call(
+            "Preempt", pb.PreemptRequest(context=self.context(epoch))
+        )
         return response
 
     async def status(self) -> pb.GetDrafterStatusResponse:
-        response: pb.GetDrafterStatusResponse = await self.call("GetDrafterStatus", pb.GetDrafterStatusRequest())
+        response: pb.GetDrafterStatusResponse = await self.call(
+            "GetDrafterStatus", pb.GetDrafterStatusRequest()
+        )
         return response
 
     def pushed(self, version: int) -> Path:
@@ -155,15 +164,23 @@ async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]
 
 
 @torch.inference_mode()
-def rows_of_policy(run: str, count: int, *, length: int = 48, seed: int = 0, prefix: str = "s") -> list[FeatureBatch]:
-    """What the engine would capture from `count` sampled sequences of the demo's start policy (transformers)."""
+def rows_of_policy(
+    run: str, count: int, *, length: int = 48, seed: int = 0, prefix: str = "s"
+) -> list[FeatureBatch]:
+    """What the engine would capture from `count` sampled sequences of the demo's start policy
+    (transformers).
+    """
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     torch.manual_seed(seed)
     prompts = torch.randint(0, 40, (count, 6))
     tokens = model.generate(
-        prompts, do_sample=True, max_new_tokens=length - 6, min_new_tokens=length - 6, pad_token_id=0
+        prompts,
+        do_sample=True,
+        max_new_tokens=length - 6,
+        min_new_tokens=length - 6,
+        pad_token_id=0,
     )
     hidden = model.model(tokens).last_hidden_state
     head = policy_head_hash()

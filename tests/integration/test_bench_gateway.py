@@ -1,4 +1,6 @@
-"""The gateway's bench runs with its real processes; its figures are for `paceline bench`, not for a test."""
+"""The gateway's bench runs with its real processes; its figures are for `paceline bench`, not for a
+test.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,36 @@ import pytest
 from rollout_gateway.bench.gateway_report import turn_goals, turn_rows
 from rollout_gateway.bench.gateway_turns import TurnPlan, measure_turns
 
-COMMAND = [sys.executable, "-m", "rollout_gateway.bench", "gateway", "--streams", "1,4", "--tokens", "16"]
+COMMAND = [
+    sys.executable,
+    "-m",
+    "rollout_gateway.bench",
+    "gateway",
+    "--streams",
+    "1,4",
+    "--tokens",
+    "16",
+]
 COMMAND += ["--turns", "0"]
 
 pytestmark = pytest.mark.slow
 
 
 def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_path: Path) -> None:
-    words = ["--quick", "--seconds", "1", "--sessions", "20", "--hold-s", "0.1", "--json", str(tmp_path / "g.json")]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False)
+    words = [
+        "--quick",
+        "--seconds",
+        "1",
+        "--sessions",
+        "20",
+        "--hold-s",
+        "0.1",
+        "--json",
+        str(tmp_path / "g.json"),
+    ]
+    done = subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "sessions held open" in done.stdout
     facts = json.loads((tmp_path / "g.json").read_text())
@@ -36,7 +59,10 @@ def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_pa
 
 def test_an_interrupted_bench_leaves_no_process() -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--seconds", "60", "--sessions", "0"], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*COMMAND, "--seconds", "60", "--sessions", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -47,7 +73,9 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
     process.stderr.close()
-    assert [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
+    assert [
+        one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
+    ] == []
 
 
 async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_gateway_without_cache(
@@ -68,4 +96,6 @@ async def test_later_turns_find_all_that_was_computed_and_get_the_tokens_of_a_ga
 def left_over() -> list[str]:
     """Command lines of processes of this test that run still."""
     children = psutil.Process().children(recursive=True)
-    return [" ".join(one.cmdline()) for one in children if "rollout_gateway" in " ".join(one.cmdline())]
+    return [
+        " ".join(one.cmdline()) for one in children if "rollout_gateway" in " ".join(one.cmdline())
+    ]

@@ -1,4 +1,6 @@
-"""The coordinator against peers that answer from scripts: real gRPC sockets, real Redis, real ZeroMQ."""
+"""The coordinator against peers that answer from scripts: real gRPC sockets, real Redis, real
+ZeroMQ.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,14 @@ import zmq
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
 from paceline.config import SecurityConfig, load_config
-from paceline.errors import ConfigError, FailedPrecondition, InternalError, InvalidInput, Unavailable, WeightsError
+from paceline.errors import (
+    ConfigError,
+    FailedPrecondition,
+    InternalError,
+    InvalidInput,
+    Unavailable,
+    WeightsError,
+)
 from paceline.events import FactSubscriber
 from paceline.local.ports import free_port
 from paceline.report.slots import (
@@ -37,9 +46,15 @@ from paceline.tasks import Task, write_tasks
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
-from paceline.v1.drafter_pb2_grpc import DrafterServiceServicer, add_DrafterServiceServicer_to_server
+from paceline.v1.drafter_pb2_grpc import (
+    DrafterServiceServicer,
+    add_DrafterServiceServicer_to_server,
+)
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
-from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer, add_RolloutServiceServicer_to_server
+from paceline.v1.rollout_pb2_grpc import (
+    RolloutServiceServicer,
+    add_RolloutServiceServicer_to_server,
+)
 from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN, Reward, SpeculationStats, VersionSet
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 
@@ -69,7 +84,9 @@ class Script:
     preempted: asyncio.Event = field(default_factory=asyncio.Event)
     rollouts: list[rollout_pb2.RunTasksRequest] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)
-    waited_for: list[tuple[int, dict[str, int]]] = field(default_factory=list)  # step and groups of each TrainStep
+    waited_for: list[tuple[int, dict[str, int]]] = field(
+        default_factory=list
+    )  # step and groups of each TrainStep
     epochs: list[tuple[str, int]] = field(default_factory=list)
     commits: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -110,7 +127,9 @@ class Gateway(RolloutServiceServicer):
             yield rollout_pb2.RunTasksResponse(share=rollout_pb2.ShareDone(worker_index=share))
         count = sum(scored.values())
         stats = SpeculationStats(drafted_rounds=10, drafted_round_tokens=25 if train else 30)
-        finished = rollout_pb2.TasksFinished(scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats)
+        finished = rollout_pb2.TasksFinished(
+            scored=count, response_tokens=7 * count, rollout_s=0.1, speculation=stats
+        )
         for group in sorted(scored) if train else ():
             finished.closed_groups.add(group_id=group, scored_sessions=scored[group])
         yield rollout_pb2.RunTasksResponse(finished=finished)
@@ -121,7 +140,9 @@ class Gateway(RolloutServiceServicer):
         for task in request.tasks[share::2]:
             for index in range(request.samples_per_task):
                 train = request.purpose == PURPOSE_TRAIN
-                yield _sample(task, index, scored=not (train and (task.task_index, index) in script.unscored))
+                yield _sample(
+                    task, index, scored=not (train and (task.task_index, index) in script.unscored)
+                )
         for group, size in list(enumerate(script.open_sizes))[: request.open_groups][share::2]:
             task = rollout_pb2.TaskSpec(task_id="own", group_id=f"agent-{step}-{group}")
             for index in range(size):
@@ -152,10 +173,14 @@ class Weights(WeightServiceServicer):
         self.guard.check(request.context)
         if self.name == "gateway" and self.script.commits_failed:
             self.script.commits_failed -= 1
-            raise WeightsError("drafter version is not prepared", seen=request.versions.drafter, allowed=[0])
+            raise WeightsError(
+                "drafter version is not prepared", seen=request.versions.drafter, allowed=[0]
+            )
         self.versions = request.versions
         if self.name == "gateway":
-            self.script.commits.append((request.versions.seq, request.versions.policy, request.versions.drafter))
+            self.script.commits.append(
+                (request.versions.seq, request.versions.policy, request.versions.drafter)
+            )
         return weights_pb2.CommitResponse(versions=request.versions)
 
     async def Abort(self, request: Any, context: Any) -> Any:
@@ -174,7 +199,9 @@ class Policy(PolicyServiceServicer):
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.guard.check(request.context)
         step = request.context.step
-        self.script.waited_for.append((step, {group.group_id: group.size for group in request.groups}))
+        self.script.waited_for.append(
+            (step, {group.group_id: group.size for group in request.groups})
+        )
         if step == self.script.hold_policy_step:
             self.script.hold_policy_step = None
             self.script.holding.set()
@@ -188,9 +215,13 @@ class Policy(PolicyServiceServicer):
         self.script.trained.append(request.context.step)
         version = request.policy_version + 1
         yield policy_pb2.TrainStepResponse(batch=policy_pb2.BatchReady(trajectories=4, tokens=40))
-        stepped = policy_pb2.PolicyStepped(policy_version=version, loss=0.5, reward_mean=0.25, world_size=2)
+        stepped = policy_pb2.PolicyStepped(
+            policy_version=version, loss=0.5, reward_mean=0.25, world_size=2
+        )
         yield policy_pb2.TrainStepResponse(stepped=stepped)
-        yield policy_pb2.TrainStepResponse(prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1))
+        yield policy_pb2.TrainStepResponse(
+            prepared=policy_pb2.PolicyPrepared(policy_version=version, bytes=1)
+        )
 
     async def SavePolicyCheckpoint(self, request: Any, context: Any) -> Any:
         return policy_pb2.SavePolicyCheckpointResponse(path="policy", policy_version=1)
@@ -212,12 +243,16 @@ class Drafter(DrafterServiceServicer):
         if script.slow_to_attach:
             script.activated.set()
             await asyncio.sleep(WAIT_S)
-        yield drafter_pb2.ActivateResponse(activated=drafter_pb2.Activated(attach_s=0.01, world_size=1))
+        yield drafter_pb2.ActivateResponse(
+            activated=drafter_pb2.Activated(attach_s=0.01, world_size=1)
+        )
         gate = drafter_pb2.GateDecision(drafter_version=self.versions, promoted=True)
         yield drafter_pb2.ActivateResponse(gate=gate)
         script.activated.set()
         await asyncio.wait_for(preempted.wait(), WAIT_S)
-        yield drafter_pb2.ActivateResponse(detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64))
+        yield drafter_pb2.ActivateResponse(
+            detached=drafter_pb2.Detached(reason="preempted", steps=2, tokens=64)
+        )
 
     async def Preempt(self, request: Any, context: Any) -> Any:
         if self.script.deaf_to_preempt:
@@ -236,13 +271,19 @@ class Peers:
     script: Script
     ports: dict[str, int]
     servers: dict[str, Server] = field(default_factory=dict)
-    guards: dict[str, EpochGuard] = field(default_factory=lambda: {"gateway": EpochGuard(), "drafter": EpochGuard()})
+    guards: dict[str, EpochGuard] = field(
+        default_factory=lambda: {"gateway": EpochGuard(), "drafter": EpochGuard()}
+    )
     drafter: Drafter | None = None
 
     async def start(self, name: str) -> None:
         server = Server(f"127.0.0.1:{self.ports[name]}", SECURITY)
         if name == "policy_trainer":
-            server.add(add_PolicyServiceServicer_to_server, Policy(self.script), "paceline.v1.PolicyService")
+            server.add(
+                add_PolicyServiceServicer_to_server,
+                Policy(self.script),
+                "paceline.v1.PolicyService",
+            )
         else:
             kind = "gateway" if name == "gateway" else "drafter"
             guard = self.guards[kind]
@@ -250,17 +291,23 @@ class Peers:
             server.add(add_WeightServiceServicer_to_server, weights, "paceline.v1.WeightService")
             if name == "gateway":
                 gateway = Gateway(self.script, guard)
-                server.add(add_RolloutServiceServicer_to_server, gateway, "paceline.v1.RolloutService")
+                server.add(
+                    add_RolloutServiceServicer_to_server, gateway, "paceline.v1.RolloutService"
+                )
             else:
                 drafter = Drafter(self.script, guard)
-                server.add(add_DrafterServiceServicer_to_server, drafter, "paceline.v1.DrafterService")
+                server.add(
+                    add_DrafterServiceServicer_to_server, drafter, "paceline.v1.DrafterService"
+                )
         await server.start()
         self.servers[name] = server
 
 
 @asynccontextmanager
 async def running_peers(script: Script) -> AsyncIterator[Peers]:
-    peers = Peers(script, {name: free_port() for name in ("gateway", "policy_trainer", "drafter_trainer")})
+    peers = Peers(
+        script, {name: free_port() for name in ("gateway", "policy_trainer", "drafter_trainer")}
+    )
     for name in peers.ports:
         await peers.start(name)
     try:
@@ -317,7 +364,9 @@ def check_slots(entries: list[dict[str, Any]]) -> float:
     policy = [(one.start_s, one.end_s) for one in intervals if one.holder == "policy"]
     for lease in (one for one in intervals if one.holder == "drafter"):
         assert all(end <= lease.start_s or start >= lease.end_s for start, end in policy)
-    holders = sum(held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter"))
+    holders = sum(
+        held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter")
+    )
     assert holders + idle_slot_s(intervals, windows) == pytest.approx(slot_wall_s(2, windows))
     return drafter_train_slot_s(intervals)
 
@@ -326,13 +375,17 @@ def records_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry["record"] for entry in entries if "record" in entry]
 
 
-async def test_a_run_trains_policy_and_drafter_and_reports_every_step(redis_url: str, tmp_path: Path) -> None:
+async def test_a_run_trains_policy_and_drafter_and_reports_every_step(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=0)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         subscriber = FactSubscriber(config.addresses.events, config.run.id, _ignore_gap)
         monitor = subscriber._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         run = asyncio.create_task(run_to_end(config))
-        await asyncio.wait_for(asyncio.gather(monitor.recv_multipart(), script.holding.wait()), WAIT_S)
+        await asyncio.wait_for(
+            asyncio.gather(monitor.recv_multipart(), script.holding.wait()), WAIT_S
+        )
         subscriber._socket.disable_monitor()
         script.released.set()
         facts = [await subscriber.next(WAIT_S)]
@@ -350,7 +403,11 @@ async def test_a_run_trains_policy_and_drafter_and_reports_every_step(redis_url:
     assert (last["drafter_steps"], last["accept_length"], last["reward_mean"]) == ("2", 2.5, 0.25)
     assert last["drafter_slot_s"] > 0
     assert len({record["tokens_hash"] for record in records}) == 1
-    evaluated = [(e["data"]["kind"], e["data"]["value"], e["step"]) for e in entries if e["event"] == "EvaluationDone"]
+    evaluated = [
+        (e["data"]["kind"], e["data"]["value"], e["step"])
+        for e in entries
+        if e["event"] == "EvaluationDone"
+    ]
     both = [("accuracy", 0.0), ("accept_length_probe", 3.0)]
     assert evaluated == [(*one, step) for step in (0, 3) for one in both]
     finished = [fact.step_finished.record for fact in facts if fact.HasField("step_finished")]
@@ -396,31 +453,49 @@ async def _process(words: list[str]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(sys.executable, "-m", "coordinator", *words)
 
 
-async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(redis_url: str, tmp_path: Path) -> None:
+async def test_the_trainer_is_asked_for_the_scored_sessions_of_each_group(
+    redis_url: str, tmp_path: Path
+) -> None:
     script = Script(unscored=frozenset({(0, 1), (1, 0), (1, 1)}))
     async with running_peers(script) as peers:
         await run_to_end(config_of(overrides(peers, redis_url, tmp_path, steps=2)))
     assert script.waited_for == [(step, {f"s{step}.t0": 1, f"s{step}.t1": 0}) for step in range(2)]
 
 
-async def test_open_traffic_trains_the_groups_that_agents_bring(redis_url: str, tmp_path: Path) -> None:
+async def test_open_traffic_trains_the_groups_that_agents_bring(
+    redis_url: str, tmp_path: Path
+) -> None:
     evaluated = {"evaluation.environment": "single_turn", "evaluation.reward": "math_answer"}
-    keys = {"tasks_path": "", "environment": "external", "reward": "agent", "prompts_per_step": 2, **evaluated}
+    keys = {
+        "tasks_path": "",
+        "environment": "external",
+        "reward": "agent",
+        "prompts_per_step": 2,
+        **evaluated,
+    }
     async with running_peers(script := Script(open_sizes=(2, 5, 9))) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=2, **keys))
         await run_to_end(config)
     train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
-    assert [(request.open_groups, len(request.tasks), request.reward) for request in train] == [(2, 0, "agent")] * 2
+    assert [(request.open_groups, len(request.tasks), request.reward) for request in train] == [
+        (2, 0, "agent")
+    ] * 2
     others = [request for request in script.rollouts if request.purpose != PURPOSE_TRAIN]
-    assert {(request.environment, request.reward) for request in others} == {("single_turn", "math_answer")}
-    assert script.waited_for == [(step, {f"agent-{step}-0": 2, f"agent-{step}-1": 5}) for step in range(2)]
+    assert {(request.environment, request.reward) for request in others} == {
+        ("single_turn", "math_answer")
+    }
+    assert script.waited_for == [
+        (step, {f"agent-{step}-0": 2, f"agent-{step}-1": 5}) for step in range(2)
+    ]
     entries = await journal_of(config)
     finished = [entry["data"]["details"] for entry in entries if entry["event"] == "TasksFinished"]
     assert [figures["samples"] for figures in finished] == [7, 7]
     assert len(records_of(entries)) == 2
 
 
-async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(redis_url: str, tmp_path: Path) -> None:
+async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(
+    redis_url: str, tmp_path: Path
+) -> None:
     script = Script(hold_policy_step=1, unscored=frozenset({(1, 0)}))
     async with running_peers(script) as peers:
         words = overrides(peers, redis_url, tmp_path)
@@ -432,10 +507,14 @@ async def test_a_coordinator_killed_in_the_policy_step_asks_for_the_same_groups(
         assert await asyncio.wait_for(second.wait(), WAIT_S) == 0
     train = [request for request in script.rollouts if request.purpose == PURPOSE_TRAIN]
     assert [request.context.step for request in train] == [0, 1, 2], "the rollouts had ended"
-    assert script.waited_for == [(step, {f"s{step}.t0": 2, f"s{step}.t1": 1}) for step in (0, 1, 1, 2)]
+    assert script.waited_for == [
+        (step, {f"s{step}.t0": 2, f"s{step}.t1": 1}) for step in (0, 1, 1, 2)
+    ]
 
 
-@pytest.mark.parametrize("keys", [{"tasks_path": ""}, {"tasks_path": "", "environment": "external"}])
+@pytest.mark.parametrize(
+    "keys", [{"tasks_path": ""}, {"tasks_path": "", "environment": "external"}]
+)
 async def test_a_run_whose_settings_cannot_work_does_not_begin(
     redis_url: str, tmp_path: Path, keys: dict[str, object]
 ) -> None:
@@ -445,7 +524,9 @@ async def test_a_run_whose_settings_cannot_work_does_not_begin(
     assert script.rollouts == []
 
 
-async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(redis_url: str, tmp_path: Path) -> None:
+async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         run = asyncio.create_task(run_to_end(config))
@@ -461,7 +542,9 @@ async def test_a_gateway_that_is_away_for_two_seconds_gets_its_tasks_again(redis
     assert check_slots(entries) > 0
 
 
-async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(redis_url: str, tmp_path: Path) -> None:
+async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(Script(deaf_to_preempt=True)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1, preempt_deadline_s=0.3))
         await run_to_end(config)
@@ -469,14 +552,20 @@ async def test_an_unanswered_preemption_costs_its_deadline_and_no_more(redis_url
     names = [entry["event"] for entry in entries]
     at = names.index("Deadline")
     assert entries[at]["data"]["what"] == "preempt"
-    lease = next(e for e in entries if any(slot["holder"] == "drafter" for slot in e["slots"]))["slots"][0]
+    lease = next(e for e in entries if any(slot["holder"] == "drafter" for slot in e["slots"]))[
+        "slots"
+    ][0]
     assert all(slot["epoch"] > lease["epoch"] for slot in entries[at]["slots"])
     assert 0.25 < records_of(entries)[0]["preempt_wait_s"] < 1.5
 
 
-async def test_a_drafter_that_does_not_begin_in_time_is_preempted(redis_url: str, tmp_path: Path) -> None:
+async def test_a_drafter_that_does_not_begin_in_time_is_preempted(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(slow_to_attach=True, hold_step=0)) as peers:
-        config = config_of(overrides(peers, redis_url, tmp_path, steps=1, activation_deadline_s=0.2))
+        config = config_of(
+            overrides(peers, redis_url, tmp_path, steps=1, activation_deadline_s=0.2)
+        )
         run = asyncio.create_task(run_to_end(config))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
         await asyncio.wait_for(script.preempted.wait(), WAIT_S)
@@ -484,21 +573,30 @@ async def test_a_drafter_that_does_not_begin_in_time_is_preempted(redis_url: str
         await run
     entries = await journal_of(config)
     names = [entry["event"] for entry in entries]
-    assert names.index("ShareDone") < names.index("Deadline") < names.index("Preempted") < names.index("TasksFinished")
+    assert (
+        names.index("ShareDone")
+        < names.index("Deadline")
+        < names.index("Preempted")
+        < names.index("TasksFinished")
+    )
     assert 0.15 < check_slots(entries) < 2.0
 
 
 async def test_a_failed_run_says_why_and_resumes(redis_url: str, tmp_path: Path) -> None:
     async with running_peers(script := Script(policy_failures=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
-        with pytest.raises(RunFailed, match="policy_trainer: policy: the loss is not finite; seen: nan"):
+        with pytest.raises(
+            RunFailed, match="policy_trainer: policy: the loss is not finite; seen: nan"
+        ):
             await run_to_end(config)
         await run_to_end(config)
     assert script.trained == [0, 1, 2]
     assert len(records_of(await journal_of(config))) == 3
 
 
-async def test_a_finished_run_ends_at_once_without_its_peers(redis_url: str, tmp_path: Path) -> None:
+async def test_a_finished_run_ends_at_once_without_its_peers(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(Script()) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
@@ -506,7 +604,9 @@ async def test_a_finished_run_ends_at_once_without_its_peers(redis_url: str, tmp
     assert len(records_of(await journal_of(config))) == 1
 
 
-async def test_a_stopped_run_ends_with_the_running_step_and_answers_snapshots(redis_url: str, tmp_path: Path) -> None:
+async def test_a_stopped_run_ends_with_the_running_step_and_answers_snapshots(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         run = asyncio.create_task(run_to_end(config))
@@ -523,12 +623,17 @@ async def test_a_stopped_run_ends_with_the_running_step_and_answers_snapshots(re
     assert len(records_of(await journal_of(config))) == 2
 
 
-async def test_a_second_coordinator_of_the_same_run_cannot_write(redis_url: str, tmp_path: Path) -> None:
+async def test_a_second_coordinator_of_the_same_run_cannot_write(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=0)) as peers:
         words = overrides(peers, redis_url, tmp_path)
         run = asyncio.create_task(run_to_end(config_of(words)))
         await asyncio.wait_for(script.holding.wait(), WAIT_S)
-        moved = [f"addresses.coordinator=127.0.0.1:{free_port()}", f"addresses.events=tcp://127.0.0.1:{free_port()}"]
+        moved = [
+            f"addresses.coordinator=127.0.0.1:{free_port()}",
+            f"addresses.events=tcp://127.0.0.1:{free_port()}",
+        ]
         other = asyncio.create_task(run_to_end(config_of([*words, *moved])))
         # The newcomer preempts the drafter; the first one hears of it and finds the journal taken.
         with pytest.raises(FailedPrecondition) as refused:
@@ -538,7 +643,9 @@ async def test_a_second_coordinator_of_the_same_run_cannot_write(redis_url: str,
     assert refused.value.reason == "JOURNAL_TAKEN"
 
 
-async def test_a_durable_redis_that_is_away_for_two_seconds_loses_nothing(durable_server: Any, tmp_path: Path) -> None:
+async def test_a_durable_redis_that_is_away_for_two_seconds_loses_nothing(
+    durable_server: Any, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
         config = config_of(overrides(peers, durable_server.url, tmp_path))
         run = asyncio.create_task(run_to_end(config))
@@ -553,23 +660,33 @@ async def test_a_durable_redis_that_is_away_for_two_seconds_loses_nothing(durabl
     assert check_slots(entries) > 0
 
 
-async def test_lost_workers_and_ranks_are_tried_again_under_new_epochs(redis_url: str, tmp_path: Path) -> None:
+async def test_lost_workers_and_ranks_are_tried_again_under_new_epochs(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(workers_lost=1, policy_ranks_lost=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         await run_to_end(config)
     names = [entry["event"] for entry in await journal_of(config)]
-    assert (names.count("WorkerLost"), names.count("RankLost"), names.count("ServiceLost")) == (1, 1, 0)
+    assert (names.count("WorkerLost"), names.count("RankLost"), names.count("ServiceLost")) == (
+        1,
+        1,
+        0,
+    )
     assert script.trained == [0, 1, 2]
 
 
-async def test_a_rank_that_keeps_dying_ends_the_run_with_its_message(redis_url: str, tmp_path: Path) -> None:
+async def test_a_rank_that_keeps_dying_ends_the_run_with_its_message(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(Script(policy_ranks_lost=9)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path))
         with pytest.raises(RunFailed, match=r"rank 1 died \(attempt 3 of 3\)"):
             await run_to_end(config)
 
 
-async def test_a_service_that_stays_away_ends_the_run_in_time(redis_url: str, tmp_path: Path) -> None:
+async def test_a_service_that_stays_away_ends_the_run_in_time(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(hold_step=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, service_recovery_s=1.0))
         run = asyncio.create_task(run_to_end(config))
@@ -580,22 +697,33 @@ async def test_a_service_that_stays_away_ends_the_run_in_time(redis_url: str, tm
             await run
 
 
-async def test_a_probe_that_the_engine_cannot_make_is_left_out(redis_url: str, tmp_path: Path) -> None:
+async def test_a_probe_that_the_engine_cannot_make_is_left_out(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(Script(drafts=False)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
-    done = [entry["data"] for entry in await journal_of(config) if entry["event"] == "EvaluationDone"]
-    assert [(one["kind"], one["value"]) for one in done] == [("accuracy", 0.0), ("accept_length_probe", None)] * 2
+    done = [
+        entry["data"] for entry in await journal_of(config) if entry["event"] == "EvaluationDone"
+    ]
+    assert [(one["kind"], one["value"]) for one in done] == [
+        ("accuracy", 0.0),
+        ("accept_length_probe", None),
+    ] * 2
 
 
-async def test_a_candidate_that_cannot_be_served_is_left_out_of_the_set(redis_url: str, tmp_path: Path) -> None:
+async def test_a_candidate_that_cannot_be_served_is_left_out_of_the_set(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script(commits_failed=1)) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=2))
         await run_to_end(config)
     assert script.commits == [(2, 1, 0), (3, 2, 2)]
 
 
-async def test_a_run_without_a_drafter_needs_no_drafter_trainer(redis_url: str, tmp_path: Path) -> None:
+async def test_a_run_without_a_drafter_needs_no_drafter_trainer(
+    redis_url: str, tmp_path: Path
+) -> None:
     async with running_peers(script := Script()) as peers:
         await peers.servers["drafter_trainer"].stop(0)
         script.activated.set()

@@ -1,4 +1,6 @@
-"""What is collected when a run ends: the journal's copy and the count of trajectories, over a real Redis."""
+"""What is collected when a run ends: the journal's copy and the count of trajectories, over a real
+Redis.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from paceline.config import ServiceConfig
 from paceline.streams import Ledger, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
-_spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).parents[1] / "unit/report/synthetic.py")
+_spec = importlib.util.spec_from_file_location(
+    "synthetic_run", Path(__file__).parents[1] / "unit/report/synthetic.py"
+)
 assert _spec is not None
 assert _spec.loader is not None
 synthetic = importlib.util.module_from_spec(_spec)
@@ -24,10 +28,22 @@ _spec.loader.exec_module(synthetic)
 
 def trajectory(run_id: str, sample: int) -> Trajectory:
     return Trajectory(
-        key=BranchKey(run_id, f"session-{sample}"), step=0, task_id="gcd-1", group_id="g", group_size=4, task_index=0,
-        sample_index=sample, token_ids=(1, 2, 3), loss_mask=(0, 1, 1), behavior_logprobs=(0.0, -0.5, -0.25),
-        version_spans=(VersionSpan(1, 3, 0),), reward=1.0, finish_reason="stop", seed=sample, temperature=1.0,
-    )  # fmt: skip
+        key=BranchKey(run_id, f"session-{sample}"),
+        step=0,
+        task_id="gcd-1",
+        group_id="g",
+        group_size=4,
+        task_index=0,
+        sample_index=sample,
+        token_ids=(1, 2, 3),
+        loss_mask=(0, 1, 1),
+        behavior_logprobs=(0.0, -0.5, -0.25),
+        version_spans=(VersionSpan(1, 3, 0),),
+        reward=1.0,
+        finish_reason="stop",
+        seed=sample,
+        temperature=1.0,
+    )
 
 
 @pytest.fixture
@@ -39,7 +55,9 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
         assert await ledger.append_final(one, *encode_trajectory(one))
     await ledger.mark_trained([str(trajectory(run_id, sample).key) for sample in (0, 1)], 0)
     for number, entry in enumerate(synthetic.entries(12), 1):
-        await redis_client.xadd(run_key(run_id, "journal"), {"entry": json.dumps(entry)}, id=f"{number}-0")
+        await redis_client.xadd(
+            run_key(run_id, "journal"), {"entry": json.dumps(entry)}, id=f"{number}-0"
+        )
     found = RunFiles(run_id, tmp_path)
     synthetic.write_spans(found.spans)
     write_toml(found.config, {"run": {"id": run_id}})
@@ -47,14 +65,22 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
 
 
 def config(redis_url: str, run_id: str) -> ServiceConfig:
-    return ServiceConfig.model_validate({"run": {"id": run_id}, "redis": {"durable_url": redis_url}})
+    return ServiceConfig.model_validate(
+        {"run": {"id": run_id}, "redis": {"durable_url": redis_url}}
+    )
 
 
-async def test_results_of_a_finished_run_are_complete(files: RunFiles, redis_url: str, run_id: str) -> None:
+async def test_results_of_a_finished_run_are_complete(
+    files: RunFiles, redis_url: str, run_id: str
+) -> None:
     ledger = await collect(config(redis_url, run_id), files)
     summary = write_results(files, ledger, {"gateway": 7})
     assert json.loads(files.summary.read_text()) == summary
-    assert (summary["steps"], summary["trajectories_published"], summary["trajectories_trained"]) == (12, 4, 2)
+    assert (
+        summary["steps"],
+        summary["trajectories_published"],
+        summary["trajectories_trained"],
+    ) == (12, 4, 2)
     assert (summary["trajectories_open"], summary["trajectories_lost"]) == (2, 0)
     assert summary["pids"] == {"gateway": 7}
     assert len((files.directory / "steps.jsonl").read_text().splitlines()) == 12

@@ -28,7 +28,12 @@ def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
     environment.pop("REDIS_URL", None)
     command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out), *arguments]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
     )
 
 
@@ -62,7 +67,10 @@ def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -
     assert (summary["steps"], summary["phase"]) == (3, "finished")
     assert summary["trajectories_lost"] == 0
     assert summary["trajectories_published"] == summary["trajectories_trained"] == 3 * 16
-    services = [summary["pids"][name] for name in ("coordinator", "gateway", "policy_trainer", "drafter_trainer")]
+    services = [
+        summary["pids"][name]
+        for name in ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
+    ]
     assert len(set(services)) == 4
     assert summary["policy_versions"] == 4
     assert summary["accuracy_first"] is not None
@@ -105,7 +113,9 @@ def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> No
     assert (summary["steps"], summary["trajectories_lost"]) == (4, 0)
 
 
-def test_a_service_that_cannot_start_is_reported_once_with_the_end_of_its_log(tmp_path: Path) -> None:
+def test_a_service_that_cannot_start_is_reported_once_with_the_end_of_its_log(
+    tmp_path: Path,
+) -> None:
     process = demo(tmp_path, "--steps", "1", f"gateway.model={tmp_path / 'nowhere'}")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1

@@ -34,7 +34,9 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     target, head = read_config(POLICY), load_policy_head(POLICY, 0)
-    buffer = FeatureBuffer(max_samples=500, byte_budget=1 << 28, heldout_every=5, heldout_samples=40, seed=0)
+    buffer = FeatureBuffer(
+        max_samples=500, byte_budget=1 << 28, heldout_every=5, heldout_samples=40, seed=0
+    )
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
     learner = DrafterLearner(EagleNet(target, seed=0), OptimizerConfig(lr=1e-2), micro_batches=4)

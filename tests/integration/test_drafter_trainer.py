@@ -1,4 +1,6 @@
-"""The drafter trainer as it runs: parent, rank, Redis, a weight receiver; activated, preempted, killed, resumed."""
+"""The drafter trainer as it runs: parent, rank, Redis, a weight receiver; activated, preempted,
+killed, resumed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from integration.drafter_world import (
 from safetensors.torch import load_file, save_file
 
 from drafter_trainer.checkpoint import STATE, newest_checkpoint
-from paceline.errors import DeadlineExceeded, FailedPrecondition, InvalidInput, StaleEpoch, Unavailable
+from paceline.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidInput,
+    StaleEpoch,
+    Unavailable,
+)
 from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
@@ -55,7 +63,9 @@ async def world(tmp_path: Path, redis_url: str, run_id: str) -> AsyncIterator[Wo
     spool, receiver, client = Spool(tmp_path / "gateway", keep=4), Receiver(), connect(redis_url)
     server, port = await serve_receiver(spool, receiver)
     address = f"127.0.0.1:{free_port()}"
-    made = World(run_id, tmp_path / "run", redis_url, client, address, spool, receiver, f"127.0.0.1:{port}")
+    made = World(
+        run_id, tmp_path / "run", redis_url, client, address, spool, receiver, f"127.0.0.1:{port}"
+    )
     yield made
     receiver.open.set()
     await made.stop(signal.SIGKILL)
@@ -83,10 +93,14 @@ async def promotion(news: AsyncIterator[pb.ActivateResponse]) -> pb.GateDecision
             return gate
 
 
-async def test_activations_train_stop_resume_and_fence_off_old_leases(world: World, rows: list[FeatureBatch]) -> None:
+async def test_activations_train_stop_resume_and_fence_off_old_leases(
+    world: World, rows: list[FeatureBatch]
+) -> None:
     await world.append(rows[:20])
     broken = await world.stream.append({"schema_version": "1", "run": world.run}, b"no tensors")
-    wide = dataclasses.replace(rows[0], hidden=from_numpy("hidden", torch.zeros(rows[0].rows, 3).numpy()))
+    wide = dataclasses.replace(
+        rows[0], hidden=from_numpy("hidden", torch.zeros(rows[0].rows, 3).numpy())
+    )
     await world.append([wide, *rows[20:]])
     await world.start(**ENDLESS)
     news = await collect(world.activate(2, max_steps=6))
@@ -98,7 +112,9 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(world: Wor
     assert detached.loss > 0
     assert (await world.stream.depth()).entries == 0
     dead = await world.stream.dead_letters()
-    assert [letter.fields["dead_id"] for letter in dead if letter.payload == b"no tensors"] == [broken]
+    assert [letter.fields["dead_id"] for letter in dead if letter.payload == b"no tensors"] == [
+        broken
+    ]
     assert len(dead) == 2, "rows of another width belong to the dead letters too"
     assert detached.dropped == {"unusable": 2}
 
@@ -107,7 +123,9 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(world: Wor
         with pytest.raises(FailedPrecondition):
             await collect(world.activate(3))
         assert (await world.status()).active_epoch == 3
-        assert not (await world.preempt(2)).was_active, "a preemption of an older lease stopped a newer one"
+        assert not (await world.preempt(2)).was_active, (
+            "a preemption of an older lease stopped a newer one"
+        )
         stopped = await world.preempt(3)
         assert stopped.was_active
         assert stopped.stopped_after_s < 2.0
@@ -137,7 +155,9 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(world: Wor
     await world.stop()
     await world.start(**ENDLESS)
     assert (await world.status()).total_steps == status.total_steps
-    saved = await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(8)))
+    saved = await world.call(
+        "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(8))
+    )
     assert saved.total_steps == status.total_steps
     EagleNet.read(Path(saved.path), read_config(POLICY))
 
@@ -146,11 +166,15 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    await world.start(**ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20, "push_grace_s": 0.05})
+    await world.start(
+        **ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20, "push_grace_s": 0.05}
+    )
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")
-        await asyncio.wait_for(world.receiver.entered.wait(), 60)  # the gateway loads the drafter, and takes its time
+        await asyncio.wait_for(
+            world.receiver.entered.wait(), 60
+        )  # the gateway loads the drafter, and takes its time
         assert (await world.preempt(1)).stopped_after_s < 2.0, "a preemption waited for a push"
         detached = await until(running, "detached")
         assert detached.reason == "preempted"
@@ -165,7 +189,10 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     received = world.pushed(1)
     assert (received / "config.json").read_bytes() == (written / "config.json").read_bytes()
     target = read_config(POLICY)
-    net, again = EagleNet.read(written, target).state_dict(), EagleNet.read(received, target).state_dict()
+    net, again = (
+        EagleNet.read(written, target).state_dict(),
+        EagleNet.read(received, target).state_dict(),
+    )
     assert all(torch.equal(net[name], again[name]) for name in net)
     assert torch.linalg.norm(net["fc.weight"] - EagleNet(target, seed=0).fc.weight) > 0.1
 
@@ -177,15 +204,24 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
         assert second.serving_accept_length == pytest.approx(gate.candidate_accept_length, abs=1e-9)
 
 
-async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(world: World, rows: list[FeatureBatch]) -> None:
+async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
+    world: World, rows: list[FeatureBatch]
+) -> None:
     await world.append(rows)
     await world.start(**ENDLESS, checkpoint_interval_s=0.01)
     first = (await collect(world.activate(1, max_steps=2)))[-1].detached
-    await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1)))
+    await world.call(
+        "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1))
+    )
     head, embedding = new_head()
     async with channel(world.address, SECURITY) as peer:
-        tensors = [from_numpy("lm_head.weight", head), from_numpy("model.embed_tokens.weight", embedding)]
-        await push_weights(peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1))
+        tensors = [
+            from_numpy("lm_head.weight", head),
+            from_numpy("model.embed_tokens.weight", embedding),
+        ]
+        await push_weights(
+            peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1)
+        )
 
     async with aclosing(world.activate(2)) as running:
         await until(running, "activated")
@@ -194,7 +230,9 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(world: Wor
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(Unavailable):
             await collect(running)
-    assert (await world.stream.depth()).entries == 0, "the buffer died with the rank, its rows are acknowledged"
+    assert (await world.stream.depth()).entries == 0, (
+        "the buffer died with the rank, its rows are acknowledged"
+    )
     newest = newest_checkpoint(world.directory / "checkpoints" / "drafter")
     assert newest is not None
     steps = json.loads((newest / STATE).read_text())["learner"]["total_steps"]
@@ -205,15 +243,20 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(world: Wor
     status = await world.status()
     assert list(status.rank_pids) != [pid]
     expected = head_hash(head.tobytes())
-    assert list(status.lm_head_hashes) == [policy_head_hash(), expected], "the new rank was not told of the head"
+    assert list(status.lm_head_hashes) == [policy_head_hash(), expected], (
+        "the new rank was not told of the head"
+    )
 
     newer = [relabelled(batch, expected, 1) for batch in rows[8:16]]
     unknown = [relabelled(batch, "0" * 16, 0) for batch in rows[16:20]]
     await world.append([*newer, *unknown])
     async with aclosing(world.activate(4)) as running:
         await until(running, "activated")
-    # A checkpoint waits for its turn: it is written once the activation nobody listens to has stopped.
-    await world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(4)))
+    # A checkpoint waits for its turn: it is written once the activation nobody listens to has
+    # stopped.
+    await world.call(
+        "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(4))
+    )
     assert (await world.status()).active_epoch == 0
     detached = (await collect(world.activate(5, max_steps=1)))[-1].detached
     assert detached.steps == 1
@@ -224,20 +267,34 @@ async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(world: Wor
 async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while_they_train(
     world: World, rows: list[FeatureBatch]
 ) -> None:
-    await world.append([batch for batch in rows if trained_on(batch)])  # nothing to judge by, so far
+    await world.append(
+        [batch for batch in rows if trained_on(batch)]
+    )  # nothing to judge by, so far
     warm = sglang_drafter(world.directory.with_name("warm"))
     await world.start(ranks=2, drafter=world.directory.with_name("warm"), **ENDLESS)
     target = read_config(POLICY)
-    first = EagleNet.read(world.directory / "checkpoints" / "drafter-candidates" / "drafter-0", target).state_dict()
+    first = EagleNet.read(
+        world.directory / "checkpoints" / "drafter-candidates" / "drafter-0", target
+    ).state_dict()
     assert all(torch.equal(value, warm[name].float()) for name, value in first.items())
     head, embedding = new_head()
-    tensors = [from_numpy("lm_head.weight", head), from_numpy("model.embed_tokens.weight", embedding)]
-    async with aclosing(world.activate(1, slots=(0, 1))) as running, channel(world.address, SECURITY) as peer:
+    tensors = [
+        from_numpy("lm_head.weight", head),
+        from_numpy("model.embed_tokens.weight", embedding),
+    ]
+    async with (
+        aclosing(world.activate(1, slots=(0, 1))) as running,
+        channel(world.address, SECURITY) as peer,
+    ):
         assert (await until(running, "activated")).world_size == 2
-        await push_weights(peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1))
+        await push_weights(
+            peer, build_manifest(WEIGHT_TARGET_POLICY_HEAD, 1, tensors), tensors, world.context(1)
+        )
         await world.append([relabelled(batch, head_hash(head.tobytes()), 1) for batch in rows])
         saving = asyncio.create_task(
-            world.call("SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1)))
+            world.call(
+                "SaveDrafterCheckpoint", pb.SaveDrafterCheckpointRequest(context=world.context(1))
+            )
         )
         assert (await until(running, "gate")).policy_version == 1
         assert (await world.preempt(1)).was_active
@@ -251,25 +308,34 @@ async def test_two_ranks_start_warm_train_save_and_learn_a_head_that_comes_while
     assert again[0].activated.world_size == 2, "there are two ranks"
     ended = [detached, news[-1].detached, again[-1].detached]
     assert [one.steps for one in ended[1:]] == [2, 2]
-    assert sum(one.micro_batches for one in ended) == 4 * sum(one.steps for one in ended), "a gradient was lost"
+    assert sum(one.micro_batches for one in ended) == 4 * sum(one.steps for one in ended), (
+        "a gradient was lost"
+    )
     assert ended[-1].total_steps == sum(one.steps for one in ended)
     await world.stop()
 
 
 def sglang_drafter(directory: Path) -> dict[str, torch.Tensor]:
-    """A drafter as saved from SGLang's own modules: bf16, "model." before its names, with the target's matrices."""
+    """A drafter as saved from SGLang's own modules: bf16, "model." before its names, with the
+    target's matrices.
+    """
     target = read_config(POLICY)
     net = EagleNet(target, seed=5)
     net.save(directory, dtype=torch.bfloat16)
     own = load_file(directory / "model.safetensors")
     matrix = torch.zeros(target.vocab_size, target.hidden_size, dtype=torch.bfloat16)
     shared = {"model.embed_tokens.weight": matrix, "lm_head.weight": matrix.clone()}
-    save_file({f"model.{name}": value for name, value in own.items()} | shared, directory / "model.safetensors")
+    save_file(
+        {f"model.{name}": value for name, value in own.items()} | shared,
+        directory / "model.safetensors",
+    )
     return own
 
 
 async def preempt_often(world: World, epochs: range) -> None:
-    """Preempts activations that train and write a checkpoint; the trainer's own figures say how long it took."""
+    """Preempts activations that train and write a checkpoint; the trainer's own figures say how
+    long it took.
+    """
     before = (await world.status()).preemptions
     for epoch in epochs:
         async with aclosing(world.activate(epoch)) as running:
@@ -295,7 +361,9 @@ async def checkpoints_while_training(world: World, count: int) -> list[int]:
             if status.checkpoint_steps > begun[-1]:
                 begun.append(status.checkpoint_steps)
     assert status.checkpoint_stall_s > 0
-    sys.stdout.write(f"training stood still {1e3 * status.checkpoint_stall_s:.1f} ms for a checkpoint\n")
+    sys.stdout.write(
+        f"training stood still {1e3 * status.checkpoint_stall_s:.1f} ms for a checkpoint\n"
+    )
     return begun[1:]
 
 
@@ -309,7 +377,10 @@ def new_head() -> tuple[Any, Any]:
 def relabelled(batch: FeatureBatch, head: str, version: int) -> FeatureBatch:
     """The same rows as if version `version` had computed them."""
     return dataclasses.replace(
-        batch, lm_head_hash=head, policy_version=version, versions=np.full(batch.rows, version, dtype=np.int64)
+        batch,
+        lm_head_hash=head,
+        policy_version=version,
+        versions=np.full(batch.rows, version, dtype=np.int64),
     )
 
 
@@ -319,5 +390,8 @@ def trained_on(batch: FeatureBatch) -> bool:
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import drafter_trainer.server, sys; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = (
+        "import drafter_trainer.server, sys; assert 'torch' not in sys.modules and "
+        "'transformers' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

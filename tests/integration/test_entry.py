@@ -20,8 +20,11 @@ def _start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
     address = f"addresses.policy_trainer=127.0.0.1:{free_port()}"
     return subprocess.Popen(
         [sys.executable, str(STUB), f"run.dir={tmp_path}", address, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "40"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "40"},
+    )
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -34,7 +37,9 @@ def test_a_service_that_ends_by_itself_exits_with_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_it_in_order_and_shows_in_the_status(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_it_in_order_and_shows_in_the_status(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = _start(tmp_path)
     assert process.stdout is not None
     assert process.stdout.readline() == "serving\n"

@@ -10,7 +10,15 @@ from paceline.rpc import Server
 
 
 async def _probe(address: str) -> int:
-    words = (sys.executable, "-m", "paceline.local.healthcheck", "--address", address, "--timeout", "1")
+    words = (
+        sys.executable,
+        "-m",
+        "paceline.local.healthcheck",
+        "--address",
+        address,
+        "--timeout",
+        "1",
+    )
     process = await asyncio.create_subprocess_exec(*words, stderr=asyncio.subprocess.PIPE)
     await process.communicate()
     assert process.returncode is not None

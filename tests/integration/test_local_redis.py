@@ -1,4 +1,6 @@
-"""Redis under the supervisor: both roles, killed and back with the durable data; and a Redis that others run."""
+"""Redis under the supervisor: both roles, killed and back with the durable data; and a Redis that
+others run.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
 ) -> None:
     monkeypatch.delenv("REDIS_URL", raising=False)
     urls = RedisConfig(
-        durable_url=f"redis://127.0.0.1:{free_port()}/0", features_url=f"redis://127.0.0.1:{free_port()}/0"
+        durable_url=f"redis://127.0.0.1:{free_port()}/0",
+        features_url=f"redis://127.0.0.1:{free_port()}/0",
     )
     config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
     launches = run_launches(config, [], [f"run.dir={tmp_path}"])[:2]
@@ -59,10 +62,14 @@ async def test_a_redis_that_others_run_and_is_not_there_fails_the_start_soon(
 def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_signal() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline.local.redis", "--role", "features"],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "REDIS_URL": "redis://user:secret@db:6379/0"},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "REDIS_URL": "redis://user:secret@db:6379/0"},
+    )
     assert process.stdout is not None
-    assert process.stdout.readline() == "redis.features_url is redis://db:6379/0: nothing to start\n"
+    assert (
+        process.stdout.readline() == "redis.features_url is redis://db:6379/0: nothing to start\n"
+    )
     assert process.poll() is None
     process.terminate()
     assert process.wait(10) == 0

@@ -1,4 +1,6 @@
-"""The policy trainer as it runs: parent, two ranks, Redis, weight receivers; stepped, killed, resumed."""
+"""The policy trainer as it runs: parent, two ranks, Redis, weight receivers; stepped, killed,
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from paceline.v1 import policy_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.policy_pb2_grpc import PolicyServiceStub
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service, commit_versions
+from paceline.weights import (
+    SERVICE_NAME,
+    Spool,
+    WeightServicer,
+    add_weight_service,
+    commit_versions,
+)
 
 SECURITY = SecurityConfig()
 GROUPS, SIBLINGS, VOCABULARY = 3, 4, 61
@@ -122,9 +130,12 @@ class World:
             **overrides,
         }
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "policy_trainer", *(f"{key}={value}" for key, value in keys.items()),
+            sys.executable,
+            "-m",
+            "policy_trainer",
+            *(f"{key}={value}" for key, value in keys.items()),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     async def start(self, **overrides: object) -> None:
         self.process = await self.spawn(**overrides)
@@ -138,7 +149,13 @@ class World:
         return trajectories
 
     async def step(
-        self, step: int, version: int, *, epoch: int = 1, deadline_s: float = 20, sessions: int = SIBLINGS
+        self,
+        step: int,
+        version: int,
+        *,
+        epoch: int = 1,
+        deadline_s: float = 20,
+        sessions: int = SIBLINGS,
     ) -> list[Any]:
         request = pb.TrainStepRequest(
             context=CommandContext(run_id=self.run, step=step, epoch=epoch),
@@ -186,14 +203,23 @@ async def receiver(spool: Spool, target: int, port: int = 0) -> tuple[Server, in
 
 
 @pytest.fixture
-async def world(tmp_path: Path, model_dir: Path, redis_url: str, run_id: str) -> AsyncIterator[World]:
+async def world(
+    tmp_path: Path, model_dir: Path, redis_url: str, run_id: str
+) -> AsyncIterator[World]:
     spools = {name: Spool(tmp_path / name, keep=8) for name in ("gateway", "drafter")}
     targets = {"gateway": WEIGHT_TARGET_POLICY, "drafter": WEIGHT_TARGET_POLICY_HEAD}
     started = {name: await receiver(spool, targets[name]) for name, spool in spools.items()}
     client = connect(redis_url)
     ports = {name: port for name, (_, port) in started.items()}
     made_world = World(
-        run_id, tmp_path / "run", model_dir, client, redis_url, spools, ports, f"127.0.0.1:{free_port()}"
+        run_id,
+        tmp_path / "run",
+        model_dir,
+        client,
+        redis_url,
+        spools,
+        ports,
+        f"127.0.0.1:{free_port()}",
     )
     yield made_world
     await made_world.stop(signal.SIGKILL)
@@ -225,7 +251,9 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> 
     assert np.array_equal(head["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 
     stream = RedisStream(world.client, run_key(world.run, "trajectories"))
-    assert (await stream.depth()).entries == len(trajectories), "acknowledged before a checkpoint held the step"
+    assert (await stream.depth()).entries == len(trajectories), (
+        "acknowledged before a checkpoint held the step"
+    )
     await world.append(1, 1)
     await world.step(1, 1)
     await world.stop()
@@ -235,19 +263,29 @@ async def test_two_ranks_train_push_checkpoint_and_acknowledge(world: World) -> 
     checkpoint = world.directory / "checkpoints" / "policy" / "step-2"
     assert (checkpoint / "tokenizer.json").exists()
     loaded = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    assert np.array_equal(loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"])
+    assert np.array_equal(
+        loaded.lm_head.weight.detach().numpy(), world.weights(2)["lm_head.weight"]
+    )
 
 
-async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_counts_once(world: World) -> None:
+async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_counts_once(
+    world: World,
+) -> None:
     await world.start(ranks=1)
     batch, stepped, _ = await asyncio.wait_for(world.step(0, 0, sessions=0, deadline_s=60), 30)
-    assert (batch.trajectories, dict(batch.dropped), stepped.grad_norm) == (0, {"unscored": GROUPS}, 0.0)
+    assert (batch.trajectories, dict(batch.dropped), stepped.grad_norm) == (
+        0,
+        {"unscored": GROUPS},
+        0.0,
+    )
     assert moved(world.weights(1), load_file(world.model / "model.safetensors")) == 0.0
     await world.commit(1)
 
     ledger = Ledger(world.client, world.run)
     for one in made(world.run, 1, 1):
-        branches = 3 if one.sample_index == 1 else 1  # of the sessions with reward 1; the lone siblings have 0
+        branches = (
+            3 if one.sample_index == 1 else 1
+        )  # of the sessions with reward 1; the lone siblings have 0
         if one.sample_index < 2:
             for branch in range(branches):
                 key = dataclasses.replace(one.key, branch_id=str(branch))
@@ -259,7 +297,9 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
     assert stepped.grad_norm > 0
 
 
-async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(world: World) -> None:
+async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
+    world: World,
+) -> None:
     await world.start()
     for step in range(3):
         await world.append(step, step)
@@ -310,7 +350,9 @@ async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(wor
     assert await asyncio.wait_for(refused.wait(), 20) == 2
 
 
-async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trained_twice(world: World) -> None:
+async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trained_twice(
+    world: World,
+) -> None:
     port = free_port()
     await world.start(ranks=1, **{"addresses.gateway": f"127.0.0.1:{port}"})
     await world.append(0, 0)
@@ -323,9 +365,15 @@ async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trai
         again = await world.step(0, 0)
     finally:
         await server.stop(0)
-    assert [type(news).__name__ for news in again] == ["BatchReady", "PolicyStepped", "PolicyPrepared"]
+    assert [type(news).__name__ for news in again] == [
+        "BatchReady",
+        "PolicyStepped",
+        "PolicyPrepared",
+    ]
     assert again[0].trajectories == GROUPS * SIBLINGS
-    assert moved(world.weights(1), load_file(world.model / "model.safetensors")) < 1.1e-3, "stepped twice"
+    assert moved(world.weights(1), load_file(world.model / "model.safetensors")) < 1.1e-3, (
+        "stepped twice"
+    )
     assert (await world.status()).trajectories_trained == GROUPS * SIBLINGS
     count = await Ledger(world.client, world.run).count()
     assert (count.trained, count.open) == (GROUPS * SIBLINGS, 0)

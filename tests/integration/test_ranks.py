@@ -105,7 +105,9 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         "asyncio.run(main())\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(HERE)}
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
     )
     assert parent.stdout is not None
     rank = psutil.Process(int(parent.stdout.readline()))

@@ -1,4 +1,6 @@
-"""Calls between a real server and a real channel: all four kinds, errors, traces, deadlines, caps."""
+"""Calls between a real server and a real channel: all four kinds, errors, traces, deadlines,
+caps.
+"""
 
 import asyncio
 import json
@@ -23,11 +25,19 @@ from paceline.v1.weights_pb2 import (
     PushRequest,
     PushResponse,
 )
-from paceline.v1.weights_pb2_grpc import WeightServiceServicer, WeightServiceStub, add_WeightServiceServicer_to_server
+from paceline.v1.weights_pb2_grpc import (
+    WeightServiceServicer,
+    WeightServiceStub,
+    add_WeightServiceServicer_to_server,
+)
 
 OFF = SecurityConfig(token_env="")
 NAME = "paceline.test.Echo"
-CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and cls.__module__ == errors.__name__]
+CLASSES = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and cls.__module__ == errors.__name__
+]
 
 
 class Echo:
@@ -61,7 +71,9 @@ class Echo:
         order, _, detail = request.decode().partition(":")
         match order:
             case "raise":
-                raise next(cls for cls in CLASSES if cls.__name__ == detail)("ordered", seen="this", allowed="that")
+                raise next(cls for cls in CLASSES if cls.__name__ == detail)(
+                    "ordered", seen="this", allowed="that"
+                )
             case "crash":
                 raise ZeroDivisionError("unforeseen")
             case "hang":
@@ -91,11 +103,16 @@ async def call_one(to: grpc.aio.Channel, request: bytes, deadline_s: float = 10)
 
 
 async def call_many(to: grpc.aio.Channel, request: bytes, deadline_s: float = 10) -> bytes:
-    return [response async for response in to.unary_stream(f"/{NAME}/Many")(request, timeout=deadline_s)][-1]
+    return [
+        response async for response in to.unary_stream(f"/{NAME}/Many")(request, timeout=deadline_s)
+    ][-1]
 
 
 async def call_many_written(to: grpc.aio.Channel, request: bytes, deadline_s: float = 10) -> bytes:
-    return [response async for response in to.unary_stream(f"/{NAME}/ManyWritten")(request, timeout=deadline_s)][-1]
+    return [
+        response
+        async for response in to.unary_stream(f"/{NAME}/ManyWritten")(request, timeout=deadline_s)
+    ][-1]
 
 
 async def call_gather(to: grpc.aio.Channel, request: bytes) -> bytes:
@@ -119,7 +136,10 @@ async def call_converse(to: grpc.aio.Channel, request: bytes) -> bytes:
 async def failure(call: Any) -> grpc.aio.AioRpcError:
     """What awaiting a unary call would have raised."""
     return grpc.aio.AioRpcError(
-        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        await call.code(),
+        await call.initial_metadata(),
+        await call.trailing_metadata(),
+        await call.details(),
     )
 
 
@@ -132,7 +152,11 @@ def spans(tmp_path: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
 
     def read() -> list[dict[str, Any]]:
         telemetry.shutdown()
-        return [json.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+        return [
+            json.loads(line)
+            for path in tmp_path.glob("*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
 
     yield read
     telemetry.shutdown()
@@ -150,7 +174,9 @@ async def echo(spans: object) -> AsyncIterator[tuple[Echo, grpc.aio.Channel]]:
 
 
 @pytest.mark.parametrize("answer", KINDS)
-async def test_every_kind_of_call_passes_raw_bytes(echo: tuple[Echo, grpc.aio.Channel], answer: Answer) -> None:
+async def test_every_kind_of_call_passes_raw_bytes(
+    echo: tuple[Echo, grpc.aio.Channel], answer: Answer
+) -> None:
     assert await answer(echo[1], b"\x00\xff".decode("latin1").encode()) == "\x00ÿ".encode()
 
 
@@ -163,7 +189,11 @@ async def test_an_error_comes_back_as_the_same_class(
         await answer(echo[1], f"raise:{cls.__name__}".encode())
     expected = errors.InternalError if cls is PacelineError else cls
     assert type(caught.value) is expected
-    assert (caught.value.message, caught.value.seen, caught.value.allowed) == ("ordered", "this", "that")
+    assert (caught.value.message, caught.value.seen, caught.value.allowed) == (
+        "ordered",
+        "this",
+        "that",
+    )
 
 
 @pytest.mark.parametrize("answer", KINDS)
@@ -171,7 +201,10 @@ async def test_an_unforeseen_exception_is_internal_and_logged_with_its_trace(
     echo: tuple[Echo, grpc.aio.Channel], answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     telemetry.setup("test", TelemetryConfig(log_json=True))
-    with pytest.raises(errors.InternalError, match=r"ZeroDivisionError.*unforeseen") as caught, rpc_errors():
+    with (
+        pytest.raises(errors.InternalError, match=r"ZeroDivisionError.*unforeseen") as caught,
+        rpc_errors(),
+    ):
         await answer(echo[1], b"crash")
     (record,) = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert caught.value.reason == "UNEXPECTED"
@@ -221,12 +254,19 @@ async def test_the_callers_deadline_ends_the_call_on_both_sides(
     await asyncio.wait_for(servicer.cancelled.wait(), 5)
 
 
-async def test_a_unary_call_without_a_deadline_gets_the_servers(echo: tuple[Echo, grpc.aio.Channel]) -> None:
-    with pytest.raises(errors.DeadlineExceeded, match=r"without a deadline.*allowed: 0\.2 s"), rpc_errors():
+async def test_a_unary_call_without_a_deadline_gets_the_servers(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
+    with (
+        pytest.raises(errors.DeadlineExceeded, match=r"without a deadline.*allowed: 0\.2 s"),
+        rpc_errors(),
+    ):
         await echo[1].unary_unary(f"/{NAME}/One")(b"hang")
 
 
-async def test_a_streaming_call_may_last_beyond_the_servers_cap(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+async def test_a_streaming_call_may_last_beyond_the_servers_cap(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
     servicer, to = echo
     call = to.stream_unary(f"/{NAME}/Gather")()
     await call.write(b"hang")
@@ -237,7 +277,9 @@ async def test_a_streaming_call_may_last_beyond_the_servers_cap(echo: tuple[Echo
     await asyncio.wait_for(servicer.cancelled.wait(), 5)
 
 
-async def test_a_caller_that_goes_away_cancels_the_method(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+async def test_a_caller_that_goes_away_cancels_the_method(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
     servicer, to = echo
     task = asyncio.ensure_future(call_many(to, b"hang"))
     await servicer.entered.wait()
@@ -258,7 +300,9 @@ async def test_a_reader_cancelled_between_the_calls_start_and_its_first_message_
             raise AssertionError("too late")
 
     reader = asyncio.ensure_future(read())
-    call._preparation.add_done_callback(lambda started: reader.cancel())  # runs before the reader hears of the start
+    call._preparation.add_done_callback(
+        lambda started: reader.cancel()
+    )  # runs before the reader hears of the start
     with pytest.raises(asyncio.CancelledError):
         await reader
     assert call.cancelled()
@@ -316,7 +360,9 @@ async def test_a_command_of_an_old_epoch_is_refused(weights: WeightServiceStub) 
         await weights.Prepare(command(4), timeout=10)
 
 
-async def test_a_unary_call_is_retried_while_the_peer_is_unavailable(weights: WeightServiceStub) -> None:
+async def test_a_unary_call_is_retried_while_the_peer_is_unavailable(
+    weights: WeightServiceStub,
+) -> None:
     assert await weights.Abort(AbortRequest(), timeout=10) == AbortResponse()
 
 
@@ -325,13 +371,17 @@ async def test_a_streaming_call_is_not_retried(weights: WeightServiceStub) -> No
         await weights.Push(iter([PushRequest()]), timeout=10)
 
 
-async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(weights: WeightServiceStub) -> None:
+async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(
+    weights: WeightServiceStub,
+) -> None:
     with pytest.raises(errors.MissingCapability) as caught, rpc_errors():
         await weights.GetVersions(GetVersionsRequest(), timeout=10)
     assert caught.value.reason == "UNIMPLEMENTED"
 
 
-async def test_a_method_that_nobody_serves_is_a_missing_capability(echo: tuple[Echo, grpc.aio.Channel]) -> None:
+async def test_a_method_that_nobody_serves_is_a_missing_capability(
+    echo: tuple[Echo, grpc.aio.Channel],
+) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await echo[1].unary_unary("/paceline.test.Nobody/Home")(b"", timeout=10)
     assert type(error_from_rpc(caught.value)) is errors.MissingCapability

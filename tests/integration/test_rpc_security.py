@@ -13,7 +13,11 @@ from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
 from paceline.rpc import Server, channel, rpc_errors, wait_healthy, wait_ready
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
-from paceline.v1.weights_pb2_grpc import WeightServiceServicer, WeightServiceStub, add_WeightServiceServicer_to_server
+from paceline.v1.weights_pb2_grpc import (
+    WeightServiceServicer,
+    WeightServiceStub,
+    add_WeightServiceServicer_to_server,
+)
 
 
 class Weights(WeightServiceServicer):  # type: ignore[misc]
@@ -46,7 +50,9 @@ def tokens(monkeypatch: pytest.MonkeyPatch) -> dict[str, SecurityConfig]:
     monkeypatch.setenv("RIGHT_TOKEN", "correct horse")
     monkeypatch.setenv("WRONG_TOKEN", "battery staple")
     monkeypatch.delenv("NO_TOKEN", raising=False)
-    return {name: SecurityConfig(token_env=f"{name.upper()}_TOKEN") for name in ("right", "wrong", "no")}
+    return {
+        name: SecurityConfig(token_env=f"{name.upper()}_TOKEN") for name in ("right", "wrong", "no")
+    }
 
 
 async def test_the_right_token_is_accepted(tokens: dict[str, SecurityConfig]) -> None:
@@ -55,7 +61,9 @@ async def test_the_right_token_is_accepted(tokens: dict[str, SecurityConfig]) ->
 
 
 @pytest.mark.parametrize(("given", "seen"), [("wrong", "a token"), ("no", "no token")])
-async def test_a_wrong_or_missing_token_is_refused(tokens: dict[str, SecurityConfig], given: str, seen: str) -> None:
+async def test_a_wrong_or_missing_token_is_refused(
+    tokens: dict[str, SecurityConfig], given: str, seen: str
+) -> None:
     async with serving(tokens["right"]) as port:
         with pytest.raises(ConfigError) as caught:
             await ask(f"127.0.0.1:{port}", tokens[given])
@@ -71,20 +79,54 @@ async def test_health_answers_without_the_token(tokens: dict[str, SecurityConfig
 
 
 def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60
+    )
 
 
 def authority(directory: Path, name: str) -> SecurityConfig:
     """An own authority with one certificate for localhost under it."""
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-    root = ["-x509", "-days", "2", "-subj", f"/CN={name} root", "-keyout", f"{name}-ca.key", "-out", f"{name}-ca.pem"]
+    root = [
+        "-x509",
+        "-days",
+        "2",
+        "-subj",
+        f"/CN={name} root",
+        "-keyout",
+        f"{name}-ca.key",
+        "-out",
+        f"{name}-ca.pem",
+    ]
     openssl(directory, "req", *key, *root)
-    openssl(directory, "req", *key, "-subj", "/CN=localhost", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+    openssl(
+        directory,
+        "req",
+        *key,
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        f"{name}.key",
+        "-out",
+        f"{name}.csr",
+    )
     (directory / "ext").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    sign = ["-CA", f"{name}-ca.pem", "-CAkey", f"{name}-ca.key", "-CAcreateserial", "-days", "2", "-extfile", "ext"]
+    sign = [
+        "-CA",
+        f"{name}-ca.pem",
+        "-CAkey",
+        f"{name}-ca.key",
+        "-CAcreateserial",
+        "-days",
+        "2",
+        "-extfile",
+        "ext",
+    ]
     openssl(directory, "x509", "-req", "-in", f"{name}.csr", *sign, "-out", f"{name}.pem")
     paths = {"tls_cert": f"{name}.pem", "tls_key": f"{name}.key", "tls_ca": f"{name}-ca.pem"}
-    return SecurityConfig(token_env="RIGHT_TOKEN", **{key: str(directory / path) for key, path in paths.items()})
+    return SecurityConfig(
+        token_env="RIGHT_TOKEN", **{key: str(directory / path) for key, path in paths.items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +165,13 @@ async def test_a_client_without_a_certificate_of_ours_is_not_connected(
 
 
 @pytest.mark.usefixtures("tokens")
-async def test_a_server_of_another_authority_is_not_trusted(ours: SecurityConfig, theirs: SecurityConfig) -> None:
-    async with serving(theirs.model_copy(update={"tls_ca": ""})) as port, channel(f"localhost:{port}", ours) as to:
+async def test_a_server_of_another_authority_is_not_trusted(
+    ours: SecurityConfig, theirs: SecurityConfig
+) -> None:
+    async with (
+        serving(theirs.model_copy(update={"tls_ca": ""})) as port,
+        channel(f"localhost:{port}", ours) as to,
+    ):
         with pytest.raises(Unavailable):
             await wait_ready(to, 0.5)
 
@@ -149,4 +196,6 @@ async def test_without_security_only_loopback_is_served_and_called() -> None:
 
 def test_a_missing_certificate_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"security\.tls_key.*seen: /nowhere/key\.pem"):
-        Server("127.0.0.1:0", SecurityConfig(tls_cert="/nowhere/cert.pem", tls_key="/nowhere/key.pem"))
+        Server(
+            "127.0.0.1:0", SecurityConfig(tls_cert="/nowhere/cert.pem", tls_key="/nowhere/key.pem")
+        )

@@ -15,8 +15,17 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
 from paceline.rpc import Server, channel, wait_healthy, wait_ready
-from paceline.v1.weights_pb2 import AbortRequest, AbortResponse, GetVersionsRequest, GetVersionsResponse
-from paceline.v1.weights_pb2_grpc import WeightServiceServicer, WeightServiceStub, add_WeightServiceServicer_to_server
+from paceline.v1.weights_pb2 import (
+    AbortRequest,
+    AbortResponse,
+    GetVersionsRequest,
+    GetVersionsResponse,
+)
+from paceline.v1.weights_pb2_grpc import (
+    WeightServiceServicer,
+    WeightServiceStub,
+    add_WeightServiceServicer_to_server,
+)
 
 OFF = SecurityConfig(token_env="")
 NAME = "paceline.v1.WeightService"
@@ -57,7 +66,9 @@ async def check(to: grpc.aio.Channel, name: str) -> str:
     return str(HealthCheckResponse.ServingStatus.Name(response.status))
 
 
-async def test_health_follows_the_flags_and_the_whole_follows_its_parts(running: tuple[Server, Slow, str]) -> None:
+async def test_health_follows_the_flags_and_the_whole_follows_its_parts(
+    running: tuple[Server, Slow, str],
+) -> None:
     server, _, address = running
     async with channel(address, OFF) as to:
         assert (await check(to, NAME), await check(to, "")) == ("SERVING", "SERVING")
@@ -101,7 +112,9 @@ async def test_wait_healthy_waits_for_a_server_that_is_yet_to_start() -> None:
     await server.stop(0)
 
 
-async def test_waiting_ends_with_unavailable_when_the_time_is_up(running: tuple[Server, Slow, str]) -> None:
+async def test_waiting_ends_with_unavailable_when_the_time_is_up(
+    running: tuple[Server, Slow, str],
+) -> None:
     server, _, address = running
     server.set_serving("", False)
     with pytest.raises(Unavailable, match="seen: NOT_SERVING; allowed: SERVING"):

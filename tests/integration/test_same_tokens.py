@@ -1,4 +1,6 @@
-"""Speculation changes no token: greedy against transformers' generate, sampled against the engine without drafts."""
+"""Speculation changes no token: greedy against transformers' generate, sampled against the engine
+without drafts.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.engines.base import Engine, Request, Sampling
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
-ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:4_2_8", "eagle:5_4_16", "ngram:4_1_5", "ngram:4_3_9")
+ARMS = (
+    "off",
+    "eagle:3_1_4",
+    "eagle:5_1_6",
+    "eagle:4_2_8",
+    "eagle:5_4_16",
+    "ngram:4_1_5",
+    "ngram:4_3_9",
+)
 VOCAB, CONTEXT, NEW_TOKENS = 97, 640, 20
 PROMPT_LENGTHS = (1, 500, 2, 33, 3, 64, 5, 127, 8, 200, 17, 256, 32, 333, 65, 499)
 BATCHES = (1, 3, 16)
@@ -23,25 +33,39 @@ SEQUENCES = 1_024  # at each temperature
 
 def build(directory: Path, drafter: str = "eagle", **options: Any) -> Engine:
     arms = ("off",) if drafter == "off" else ARMS
-    settings = {"model_dir": str(directory), "drafter": drafter, "arms": arms, "max_sequence_tokens": CONTEXT}
+    settings = {
+        "model_dir": str(directory),
+        "drafter": drafter,
+        "arms": arms,
+        "max_sequence_tokens": CONTEXT,
+    }
     settings |= options
     return build_embedded(EmbeddedSpec.model_validate(settings))
 
 
-def said(engine: Engine, batch: list[Request], arm: str) -> dict[int, tuple[tuple[int, ...], float]]:
+def said(
+    engine: Engine, batch: list[Request], arm: str
+) -> dict[int, tuple[tuple[int, ...], float]]:
     """(tokens, smallest gap) by request."""
     engine.force_arm(arm)
     for one in batch:
         engine.enqueue(one)
     found: dict[int, tuple[tuple[int, ...], float]] = {}
     while engine.has_work:
-        found |= {chunk.request_id: (chunk.token_ids, chunk.smallest_gap) for chunk in engine.step()}
+        found |= {
+            chunk.request_id: (chunk.token_ids, chunk.smallest_gap) for chunk in engine.step()
+        }
     return found
 
 
 def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     """What transformers says, greedily."""
-    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    options = {
+        "max_new_tokens": NEW_TOKENS,
+        "min_new_tokens": NEW_TOKENS,
+        "do_sample": False,
+        "eos_token_id": None,
+    }
     ids = torch.tensor([prompt])
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0]
     return tuple(tokens[len(prompt) :].tolist())
@@ -61,7 +85,10 @@ def test_greedy_tokens_are_those_of_transformers_generate(family: str, tmp_path:
         for arm in ARMS:
             found = said(engine, batch, arm)
             gap = min(gap, *(smallest for _, smallest in found.values()))
-            assert [found[number][0] for number in range(len(prompts))] == expected, (arm, max_batch)
+            assert [found[number][0] for number in range(len(prompts))] == expected, (
+                arm,
+                max_batch,
+            )
         accepted += engine.load.speculation.accepted_tokens
     print(f"{family}: smallest gap {gap:.1e}; {accepted} drafts accepted")
     assert gap > NEAR_TIE_GAP, "choose other prompts: a near-tie may flip"
@@ -86,14 +113,18 @@ def sampled_requests() -> list[Request]:
 
 
 def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path) -> None:
-    """2,048 sequences at temperatures 0.7 and 1; only a near-tie may fall otherwise in a forward of another shape."""
+    """2,048 sequences at temperatures 0.7 and 1; only a near-tie may fall otherwise in a forward of
+    another shape.
+    """
     save_random(tmp_path, "llama", sharpness=6.0, num_hidden_layers=2)
     batch = sampled_requests()
     plain = said(build(tmp_path, drafter="off", max_batch=64), batch, "off")
     tokens = sum(len(one) for one, _ in plain.values())
     near_ties = {number for number, (_, gap) in plain.items() if gap < NEAR_TIE_GAP}
     print(f"{len(plain)} sequences, {tokens} tokens, {len(near_ties)} near-ties")
-    assert (len(plain), len(near_ties)) == (2 * SEQUENCES, 0), "choose other seeds: a near-tie may flip"
+    assert (len(plain), len(near_ties)) == (2 * SEQUENCES, 0), (
+        "choose other seeds: a near-tie may flip"
+    )
     cases: list[tuple[str, dict[str, Any]]] = [
         ("off", {"max_batch": 13}),
         *((arm, {"max_batch": 64}) for arm in ARMS[1:]),
@@ -106,6 +137,9 @@ def test_a_seed_says_the_same_with_every_arm_and_batch(tmp_path: Path) -> None:
         differ = [number for number in plain if found[number][0] != plain[number][0]]
         accepted = engine.load.speculation.accepted_tokens
         gap = min(smallest for _, smallest in found.values())
-        print(f"{arm or 'bandit'} {options}: {len(differ)} differ; {accepted} accepted; smallest gap {gap:.1e}")
+        print(
+            f"{arm or 'bandit'} {options}: {len(differ)} differ; {accepted} accepted; smallest "
+            f"gap {gap:.1e}"
+        )
         assert not differ
         assert (accepted > tokens / 100) == (arm != "off")

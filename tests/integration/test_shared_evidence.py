@@ -26,7 +26,9 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[WorkerClient]]:
-    clients = [WorkerClient("scripted", SETTINGS, tmp_path / str(number), ROW_BYTES) for number in range(2)]
+    clients = [
+        WorkerClient("scripted", SETTINGS, tmp_path / str(number), ROW_BYTES) for number in range(2)
+    ]
     yield clients
     for client in clients:
         client.close()
@@ -37,7 +39,9 @@ def generate(client: WorkerClient, request_id: int) -> pb.WorkerHealth:
     sampling = tpb.SamplingParams(seed=request_id, temperature=1.0, max_tokens=300)
     request = pb.EngineRequest(request_id=request_id, prompt_token_ids=[2, 3, 4], sampling=sampling)
     client.send(enqueue=pb.EnqueueRequests(requests=[request]))
-    while not any(chunk.request_id == request_id and chunk.finish is Finish.STOP for chunk in client.chunks):
+    while not any(
+        chunk.request_id == request_id and chunk.finish is Finish.STOP for chunk in client.chunks
+    ):
         client.wait()
     return health(client)
 
@@ -50,13 +54,17 @@ def explorations(told: pb.WorkerHealth) -> int:
     return sum(arm.explorations for arm in told.arms)
 
 
-def test_a_worker_that_was_told_begins_where_the_other_has_got_to(workers: list[WorkerClient]) -> None:
+def test_a_worker_that_was_told_begins_where_the_other_has_got_to(
+    workers: list[WorkerClient],
+) -> None:
     teacher, pupil = workers
     learned = generate(teacher, 1)
     assert learned.evidence.acceptance
     assert {one.arm for one in learned.evidence.costs} == set(ARMS)
     assert explorations(learned) >= len(ARMS)
-    pupil.send(merge_evidence=pb.MergeEvidence(versions=learned.versions, evidence=learned.evidence))
+    pupil.send(
+        merge_evidence=pb.MergeEvidence(versions=learned.versions, evidence=learned.evidence)
+    )
     assert not health(pupil).evidence.costs  # it tells of its own rounds only
     assert explorations(generate(pupil, 1)) < len(ARMS)
 
@@ -71,7 +79,9 @@ def test_evidence_of_other_weights_is_ignored(workers: list[WorkerClient]) -> No
 
 def test_evidence_of_arms_that_are_not_served_is_left_out(workers: list[WorkerClient]) -> None:
     evidence = pb.BanditEvidence(
-        acceptance=[pb.AcceptanceEvidence(family="medusa:1", batch_group=1, accepted=[9], trials=[9])],
+        acceptance=[
+            pb.AcceptanceEvidence(family="medusa:1", batch_group=1, accepted=[9], trials=[9])
+        ],
         costs=[pb.CostEvidence(arm="medusa:3_1_4", batch_group=7, log_factor=1, weight=9)],
     )
     versions = health(workers[0]).versions

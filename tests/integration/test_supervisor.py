@@ -1,4 +1,6 @@
-"""The supervisor over real processes: order, health, restarts, clear failures, and nothing left behind."""
+"""The supervisor over real processes: order, health, restarts, clear failures, and nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ HERE = Path(__file__).parent
 QUICK = RestartPolicy(tries=2, window_s=60.0, base_s=0.01)
 
 
-def _launch(name: str, *arguments: str, needs: tuple[str, ...] = (), ends_run: bool = False) -> Launch:
+def _launch(
+    name: str, *arguments: str, needs: tuple[str, ...] = (), ends_run: bool = False
+) -> Launch:
     address = f"127.0.0.1:{free_port()}"
 
     async def healthy(deadline_s: float) -> None:
         await wait_healthy(address, SecurityConfig(), deadline_s)
 
     command = (sys.executable, str(HERE / "service_stub.py"), "--address", address, *arguments)
-    return Launch(name, command, healthy, needs, ((address, f"addresses.{name}"),), ends_run=ends_run)
+    return Launch(
+        name, command, healthy, needs, ((address, f"addresses.{name}"),), ends_run=ends_run
+    )
 
 
 class Events(list[ChildEvent]):
@@ -86,7 +92,11 @@ def _gone(pids: list[int]) -> bool:
 
 async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_path: Path) -> None:
     events = Events()
-    launches = [_launch("last", needs=("middle",)), _launch("middle", needs=("first",)), _launch("first")]
+    launches = [
+        _launch("last", needs=("middle",)),
+        _launch("middle", needs=("first",)),
+        _launch("first"),
+    ]
     supervisor = Supervisor(launches, tmp_path, on_event=events.hear)
     await supervisor.start(30.0)
     pids = list(supervisor.pids.values())
@@ -95,14 +105,20 @@ async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_
         (name, kind) for name in ("first", "middle", "last") for kind in ("started", "healthy")
     ]
     await supervisor.stop(5.0)
-    assert [event.name for event in events if event.kind == "stopped"] == ["last", "middle", "first"]
+    assert [event.name for event in events if event.kind == "stopped"] == [
+        "last",
+        "middle",
+        "first",
+    ]
     assert _gone(pids)
     assert supervisor.pids == {}
 
 
 async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -> None:
     events = Events()
-    async with Supervisor([_launch("one"), _launch("two")], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
+    async with Supervisor(
+        [_launch("one"), _launch("two")], tmp_path, on_event=events.hear, policy=QUICK
+    ) as supervisor:
         await supervisor.start(30.0)
         before = supervisor.pids
         os.kill(before["one"], signal.SIGKILL)
@@ -115,9 +131,13 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
 async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     launch = _launch("gateway", "--exits", "7", "--starts", str(starts))
-    async with Supervisor([launch], tmp_path, on_event=_end_when_healthy("gateway"), policy=QUICK) as supervisor:
+    async with Supervisor(
+        [launch], tmp_path, on_event=_end_when_healthy("gateway"), policy=QUICK
+    ) as supervisor:
         await supervisor.start(30.0)
-        with pytest.raises(Unavailable, match=r"(?s)gateway exited with status 7, time 3.*the disk is full") as caught:
+        with pytest.raises(
+            Unavailable, match=r"(?s)gateway exited with status 7, time 3.*the disk is full"
+        ) as caught:
             await asyncio.wait_for(supervisor.wait_finished(), 60)
         assert str(tmp_path / "logs" / "gateway.log") in str(caught.value)
         assert starts.read_text() == "xxx"
@@ -125,16 +145,24 @@ async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path
 
 async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path) -> None:
     launches = [_launch("other"), _launch("coordinator", needs=("other",), ends_run=True)]
-    async with Supervisor(launches, tmp_path, on_event=_end_when_healthy("coordinator")) as supervisor:
+    async with Supervisor(
+        launches, tmp_path, on_event=_end_when_healthy("coordinator")
+    ) as supervisor:
         await supervisor.start(30.0)
         await asyncio.wait_for(supervisor.wait_finished(), 20)
         assert list(supervisor.pids) == ["other"]
 
 
-async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down(tmp_path: Path) -> None:
-    broken = Launch("broken", (sys.executable, "-c", "raise SystemExit('no such model')"), _launch("x").healthy)
+async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down(
+    tmp_path: Path,
+) -> None:
+    broken = Launch(
+        "broken", (sys.executable, "-c", "raise SystemExit('no such model')"), _launch("x").healthy
+    )
     supervisor = Supervisor([_launch("good"), broken], tmp_path)
-    with pytest.raises(Unavailable, match=r"(?s)broken exited with status 1 at its start.*no such model"):
+    with pytest.raises(
+        Unavailable, match=r"(?s)broken exited with status 1 at its start.*no such model"
+    ):
         await supervisor.start(30.0)
     assert supervisor.pids == {}
 
@@ -165,7 +193,9 @@ async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> 
     assert events == []
 
 
-async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(tmp_path: Path) -> None:
+async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(
+    tmp_path: Path,
+) -> None:
     note = tmp_path / "grandchild"
     supervisor = Supervisor([_launch("deaf", "--deaf", "--grandchild", str(note))], tmp_path)
     await supervisor.start(30.0)

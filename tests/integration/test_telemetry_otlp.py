@@ -1,4 +1,6 @@
-"""Spans and metrics reach an OTLP collector when the standard variable names one, and nobody otherwise."""
+"""Spans and metrics reach an OTLP collector when the standard variable names one, and nobody
+otherwise.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,9 @@ from paceline import telemetry
 from paceline.config import TelemetryConfig
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer):
+class Collector(
+    trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2_grpc.MetricsServiceServicer
+):
     """Keeps what arrives, in the order of arrival."""
 
     def __init__(self) -> None:
@@ -28,7 +32,11 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer, metrics_service_pb2
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collector, str]]:
-    for variable in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_INSECURE", "OTEL_RESOURCE_ATTRIBUTES"):
+    for variable in (
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_INSECURE",
+        "OTEL_RESOURCE_ATTRIBUTES",
+    ):
         monkeypatch.delenv(variable, raising=False)
     servicer = Collector()
     with ThreadPoolExecutor(2) as pool:
@@ -55,10 +63,20 @@ def test_spans_and_metrics_are_exported_under_the_services_name(
     servicer, endpoint = collector
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
     work()
-    (spans,) = [message.resource_spans[0] for message in servicer.received if hasattr(message, "resource_spans")]
-    (metrics,) = [message.resource_metrics[0] for message in servicer.received if hasattr(message, "resource_metrics")]
+    (spans,) = [
+        message.resource_spans[0]
+        for message in servicer.received
+        if hasattr(message, "resource_spans")
+    ]
+    (metrics,) = [
+        message.resource_metrics[0]
+        for message in servicer.received
+        if hasattr(message, "resource_metrics")
+    ]
     for found in (spans, metrics):
-        names = {attribute.key: attribute.value.string_value for attribute in found.resource.attributes}
+        names = {
+            attribute.key: attribute.value.string_value for attribute in found.resource.attributes
+        }
         assert names["service.name"] == "gateway"
     assert [span.name for span in spans.scope_spans[0].spans] == ["step"]
     (counter,) = metrics.scope_metrics[0].metrics

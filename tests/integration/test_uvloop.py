@@ -44,7 +44,10 @@ def test_facts_arrive() -> None:
     async def main() -> None:
         address = f"tcp://127.0.0.1:{free_port()}"
 
-        with FactSubscriber(address, "r", ignore) as subscriber, FactPublisher(address, "r") as publisher:
+        with (
+            FactSubscriber(address, "r", ignore) as subscriber,
+            FactPublisher(address, "r") as publisher,
+        ):
             for _ in range(200):
                 await publisher.publish(Fact())
                 try:

@@ -1,4 +1,6 @@
-"""Weights between a real sender and a real gRPC server: push, refuse, resume, commit, roll back, restart."""
+"""Weights between a real sender and a real gRPC server: push, refuse, resume, commit, roll back,
+restart.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from safetensors.numpy import load_file
 
 from paceline.config import SecurityConfig
-from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, StaleEpoch, Unavailable, WeightsError
+from paceline.errors import (
+    DataLoss,
+    InvalidInput,
+    ResourceExhausted,
+    StaleEpoch,
+    Unavailable,
+    WeightsError,
+)
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
@@ -89,11 +98,15 @@ class Receiver:
 
     async def push(self, target: int, version: int, seed: int | None = None) -> list[NamedTensor]:
         given = tensors(version if seed is None else seed)
-        await push_weights(self.channel, manifest_of(given, target, version), given, CONTEXT, deadline_s=10)
+        await push_weights(
+            self.channel, manifest_of(given, target, version), given, CONTEXT, deadline_s=10
+        )
         return given
 
     async def commit(self, seq: int, policy: int, drafter: int) -> VersionSet:
-        return await commit_versions(self.channel, CONTEXT, VersionSet(seq, policy, drafter), deadline_s=10)
+        return await commit_versions(
+            self.channel, CONTEXT, VersionSet(seq, policy, drafter), deadline_s=10
+        )
 
 
 Start = Callable[..., Awaitable[Receiver]]
@@ -132,7 +145,9 @@ def tensors(seed: int) -> list[NamedTensor]:
 
 
 def manifest_of(given: list[NamedTensor], target: int, version: int) -> pb.Manifest:
-    return build_manifest(target, version, given, chunk_bytes=CHUNK, metadata={"speculator": "eagle"})
+    return build_manifest(
+        target, version, given, chunk_bytes=CHUNK, metadata={"speculator": "eagle"}
+    )
 
 
 async def send(
@@ -144,7 +159,9 @@ async def send(
 ) -> pb.PushResponse:
     """Prepare and a push of our own making."""
     stub = WeightServiceStub(to)
-    push = to.stream_unary(f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString)
+    push = to.stream_unary(
+        f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
+    )
 
     async def messages() -> AsyncIterator[bytes]:
         first: CommandContext | None = CONTEXT
@@ -161,7 +178,9 @@ async def send(
 
 async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:
     with rpc_errors():
-        return await WeightServiceStub(to).Prepare(pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10)
+        return await WeightServiceStub(to).Prepare(
+            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10
+        )
 
 
 async def test_pushed_version_is_spooled_as_a_safetensors_file_and_prepared(start: Start) -> None:
@@ -185,7 +204,9 @@ async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
         for index, data in cut_chunks(manifest, given, indices):
             crc = zlib.crc32(data)
             context = None if index else CONTEXT
-            yield pb.PushRequest(target=P, version=1, chunk_index=index, crc32=crc, data=bytes(data), context=context)
+            yield pb.PushRequest(
+                target=P, version=1, chunk_index=index, crc32=crc, data=bytes(data), context=context
+            )
 
     response = await WeightServiceStub(receiver.channel).Push(messages(), timeout=10)
     assert response.bytes_received == manifest.total_bytes
@@ -209,7 +230,9 @@ async def test_corrupt_chunk_is_refused_and_the_rest_resumes(start: Start) -> No
         if chunk.chunk_index != 5:
             return chunk
         data = bytes(chunk.data[:-1]) + bytes([chunk.data[-1] ^ 1])
-        return PushChunk(chunk.target, chunk.version, 5, chunk.crc32, memoryview(data), chunk.context)
+        return PushChunk(
+            chunk.target, chunk.version, 5, chunk.crc32, memoryview(data), chunk.context
+        )
 
     count = -(-manifest.total_bytes // CHUNK)
     with pytest.raises(DataLoss, match="chunk 5 of policy version 1 is corrupt"):
@@ -246,10 +269,14 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
     call.cancel()
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes - 3 * CHUNK
-    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["c"].tobytes() == bytes(given[2].data)
+    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["c"].tobytes() == bytes(
+        given[2].data
+    )
 
 
-async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_change(start: Start) -> None:
+async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_change(
+    start: Start,
+) -> None:
     receiver = await start()
     receiver.hooks.may_load.clear()
     push = asyncio.create_task(receiver.push(P, 1))
@@ -284,7 +311,9 @@ async def test_commit_tells_workers_first_and_a_failing_worker_flips_nothing(sta
     receiver.hooks.fail.clear()
     assert await receiver.commit(1, 1, 0) == VersionSet(1, 1, 0)
     assert receiver.hooks.told[-1] == ("commit", VersionSet(1, 1, 0), PAUSE_MODE_IN_PLACE)
-    assert await receiver.commit(1, 1, 0) == VersionSet(1, 1, 0), "the same commit again is answered"
+    assert await receiver.commit(1, 1, 0) == VersionSet(1, 1, 0), (
+        "the same commit again is answered"
+    )
     assert len([note for note in receiver.hooks.told if note[0] == "commit"]) == 1
     with pytest.raises(WeightsError, match="seq of a commit must grow"):
         await receiver.commit(1, 0, 0)
@@ -296,8 +325,12 @@ async def test_drafter_rolls_back_to_the_spooled_one_under_a_new_seq(start: Star
         await receiver.push(D, version)
         await receiver.commit(version, 0, version)
     assert await receiver.commit(3, 0, 1) == VersionSet(3, 0, 1)
-    assert receiver.hooks.told[-2] == ("prepared", D, 1, "drafter-1"), "workers load the old drafter again"
-    versions = await WeightServiceStub(receiver.channel).GetVersions(pb.GetVersionsRequest(), timeout=10)
+    assert receiver.hooks.told[-2] == ("prepared", D, 1, "drafter-1"), (
+        "workers load the old drafter again"
+    )
+    versions = await WeightServiceStub(receiver.channel).GetVersions(
+        pb.GetVersionsRequest(), timeout=10
+    )
     assert (versions.versions.drafter, versions.previous.drafter) == (1, 2)
 
 
@@ -319,7 +352,9 @@ async def test_other_content_of_a_version_needs_an_abort(start: Start) -> None:
     await abort_version(receiver.channel, CONTEXT, P, 1)
     assert receiver.hooks.told[-1] == ("abort", P, 1)
     given = await receiver.push(P, 1, seed=2)
-    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["a"].tobytes() == bytes(given[0].data)
+    assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["a"].tobytes() == bytes(
+        given[0].data
+    )
     await abort_version(receiver.channel, CONTEXT, P, 9)
 
 
@@ -348,7 +383,9 @@ async def test_chunks_of_other_bytes_than_the_manifest_names_are_refused(start: 
     given, others = tensors(1), tensors(2)
     manifest = manifest_of(given, P, 1)
     with pytest.raises(DataLoss, match="not the manifest's content"):
-        await send(receiver.channel, others, manifest, list(range(-(-manifest.total_bytes // CHUNK))))
+        await send(
+            receiver.channel, others, manifest, list(range(-(-manifest.total_bytes // CHUNK)))
+        )
     assert receiver.spool.prepared == frozenset()
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes
@@ -374,7 +411,12 @@ async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: St
         await wanted(receiver.channel, manifest_of(small, WEIGHT_TARGET_POLICY_HEAD, 1))
     await wanted(receiver.channel, manifest_of(small, P, 1))
     with pytest.raises(StaleEpoch):
-        await push_weights(receiver.channel, manifest_of(small, P, 1), small, CommandContext(run_id="local", epoch=2))
+        await push_weights(
+            receiver.channel,
+            manifest_of(small, P, 1),
+            small,
+            CommandContext(run_id="local", epoch=2),
+        )
 
 
 async def test_sparse_delta_is_refused(start: Start) -> None:
@@ -383,7 +425,10 @@ async def test_sparse_delta_is_refused(start: Start) -> None:
     manifest.encoding = pb.WEIGHT_ENCODING_SPARSE_DELTA
     with pytest.raises(InvalidInput) as refusal:
         await wanted(receiver.channel, manifest)
-    assert (refusal.value.seen, refusal.value.allowed) == ("WEIGHT_ENCODING_SPARSE_DELTA", "WEIGHT_ENCODING_FULL")
+    assert (refusal.value.seen, refusal.value.allowed) == (
+        "WEIGHT_ENCODING_SPARSE_DELTA",
+        "WEIGHT_ENCODING_FULL",
+    )
 
 
 async def test_restarted_receiver_commits_what_was_spooled(start: Start) -> None:

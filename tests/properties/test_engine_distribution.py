@@ -1,6 +1,7 @@
 """What the embedded engine says follows the checkpoint exactly, with and without drafts.
 
-A random Llama with vocabulary 4: transformers in float64 gives the probability of all 256 sequences of 4 tokens.
+A random Llama with vocabulary 4: transformers in float64 gives the probability of all 256 sequences
+of 4 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +20,17 @@ from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
 SEQUENCES = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)
-PROMPT = (1, 2, 0, 1, 2, 3, 3, 1, 2)  # it repeats itself, so that the n-gram drafter has something to say
+PROMPT = (
+    1,
+    2,
+    0,
+    1,
+    2,
+    3,
+    3,
+    1,
+    2,
+)  # it repeats itself, so that the n-gram drafter has something to say
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -33,7 +44,9 @@ SHAPE = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """Directory of the checkpoint, and its logits before every token of every sequence, float64 [256, 4, V]."""
+    """Directory of the checkpoint, and its logits before every token of every sequence, float64
+    [256, 4, V].
+    """
     directory = tmp_path_factory.mktemp("model")
     model = random_model("llama", sharpness=3.0, **SHAPE)
     model.save_pretrained(directory)
@@ -46,18 +59,32 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
 
 def exact(logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Probability of every sequence, float64 [256]."""
-    return (logits / temperature).log_softmax(-1).gather(2, SEQUENCES[:, :, None]).sum(dim=(1, 2)).exp()
+    return (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(2, SEQUENCES[:, :, None])
+        .sum(dim=(1, 2))
+        .exp()
+    )
 
 
 def said(
     directory: Path, drafter: str, arm: str, temperature: float = 1.0, **options: object
 ) -> tuple[Tensor, SpeculationStats]:
     """How often the engine says each sequence, [256], and what it drafted."""
-    settings = {"model_dir": str(directory), "drafter": drafter, "max_batch": 500, "max_sequence_tokens": 32, **options}
+    settings = {
+        "model_dir": str(directory),
+        "drafter": drafter,
+        "max_batch": 500,
+        "max_sequence_tokens": 32,
+        **options,
+    }
     engine = build_embedded(EmbeddedSpec.model_validate(settings))
     engine.force_arm(arm)
     for number in range(REQUESTS):
-        sampling = Sampling(seed=number, max_tokens=LENGTH, temperature=temperature, ignore_eos=True)
+        sampling = Sampling(
+            seed=number, max_tokens=LENGTH, temperature=temperature, ignore_eos=True
+        )
         engine.enqueue(Request(number, PROMPT, sampling))
     observed = torch.zeros(VOCAB**LENGTH, dtype=torch.int64)
     while engine.has_work:
@@ -88,10 +115,15 @@ def test_the_engines_sequences_follow_the_checkpoint(
     arms = () if arm == "off" else (arm,)
     observed, speculation = said(directory, drafter, arm, arms=arms, **options)
     result = g_test(observed, exact(logits))
-    print(f"{arm}: {result}; {speculation.accepted_tokens} of {speculation.drafted_tokens} drafts accepted")
+    print(
+        f"{arm}: {result}; {speculation.accepted_tokens} of {speculation.drafted_tokens} drafts "
+        f"accepted"
+    )
     assert result.df == 134
     assert result.p_value > ALPHA, result
-    assert (speculation.accepted_tokens > REQUESTS / 2) == (arm != "off"), "drafts must have mattered"
+    assert (speculation.accepted_tokens > REQUESTS / 2) == (arm != "off"), (
+        "drafts must have mattered"
+    )
 
 
 def test_a_temperature_off_by_a_tenth_is_caught(checkpoint: tuple[Path, Tensor]) -> None:

@@ -1,4 +1,6 @@
-"""Whatever happens and in whatever order: one holder a slot, epochs that only grow, and a run that ends."""
+"""Whatever happens and in whatever order: one holder a slot, epochs that only grow, and a run that
+ends.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,33 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from coordinator import commands, events
 from coordinator.machine import step
-from coordinator.state import Holder, Phase, Service, Settings, State, Versions, WorkerState, worker_slots
+from coordinator.state import (
+    Holder,
+    Phase,
+    Service,
+    Settings,
+    State,
+    Versions,
+    WorkerState,
+    worker_slots,
+)
 
-LATE = (events.ShareDone, events.TasksFinished, events.PolicyStepped, events.PolicyPrepared, events.EvaluationDone)
+LATE = (
+    events.ShareDone,
+    events.TasksFinished,
+    events.PolicyStepped,
+    events.PolicyPrepared,
+    events.EvaluationDone,
+)
 LATE_DRAFTER = (events.DrafterActivated, events.Preempted, events.Detached)
 RUNS = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
 LIVE = (Phase.EVALUATE, Phase.READY, *RUNS, Phase.CLOSING)
 
 
 class World(RuleBasedStateMachine):
-    """Peers that answer every command some time, or die; it knows only the commands it was given."""
+    """Peers that answer every command some time, or die; it knows only the commands it was
+    given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +241,12 @@ class World(RuleBasedStateMachine):
         dead = {
             Service.GATEWAY: ["RunTasks", "Commit", "Evaluate"],
             Service.POLICY_TRAINER: ["TrainPolicy", "SaveCheckpoints"],
-            Service.DRAFTER_TRAINER: ["ActivateDrafter", "PreemptDrafter", "Commit", "SaveCheckpoints"],
+            Service.DRAFTER_TRAINER: [
+                "ActivateDrafter",
+                "PreemptDrafter",
+                "Commit",
+                "SaveCheckpoints",
+            ],
         }[service]
         for kind in dead:
             self.calls.pop(kind, None)
@@ -246,8 +270,16 @@ class World(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 999))
     def a_late_event_changes_nothing(self, choice: int) -> None:
         lease = self.state.lease.epoch if self.state.lease else self.state.lease_epoch + 1
-        late = [event for event in self.history if isinstance(event, LATE) and event.epoch < self.state.phase_epoch]
-        late += [event for event in self.history if isinstance(event, LATE_DRAFTER) and event.epoch < lease]
+        late = [
+            event
+            for event in self.history
+            if isinstance(event, LATE) and event.epoch < self.state.phase_epoch
+        ]
+        late += [
+            event
+            for event in self.history
+            if isinstance(event, LATE_DRAFTER) and event.epoch < lease
+        ]
         if late:
             after, issued = step(self.state, late[choice % len(late)])
             assert after == self.state
@@ -261,7 +293,10 @@ class World(RuleBasedStateMachine):
             (lambda: any(name.startswith("await") for name in self.calls), self.service_back),
             (lambda: "PreemptDrafter" in self.calls, lambda: self.preempted(True, False)),
             (lambda: "BeginStep" in self.calls and self.state.phase is Phase.READY, self.begin),
-            (lambda: "RunTasks" in self.calls and len(self.generating) > 1, lambda: self.share_done(0)),
+            (
+                lambda: "RunTasks" in self.calls and len(self.generating) > 1,
+                lambda: self.share_done(0),
+            ),
             (lambda: "RunTasks" in self.calls, self.tasks_finished),
             (lambda: "TrainPolicy" in self.calls, lambda: self.policy_news(False)),
             (
@@ -278,12 +313,17 @@ class World(RuleBasedStateMachine):
             next(act for ready, act in fair if ready())()
             self.one_holder_a_slot()
         assert self.state.phase in (Phase.FINISHED, Phase.FAILED)
-        assert all(slot.holder is not Holder.DRAFTER for slot in self.state.slots) or self.state.phase is Phase.FAILED
+        assert (
+            all(slot.holder is not Holder.DRAFTER for slot in self.state.slots)
+            or self.state.phase is Phase.FAILED
+        )
         replayed = State()
         for event in self.history:
             replayed = step(replayed, event)[0]
         assert replayed == self.state
 
 
-World.TestCase.settings = hypothesis_settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+World.TestCase.settings = hypothesis_settings(
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+)
 TestWorld = World.TestCase

@@ -1,7 +1,9 @@
-"""Whole sequences follow the target exactly, whatever the rule; a rule biased by 0.02 is caught by the same test.
+"""Whole sequences follow the target exactly, whatever the rule; a rule biased by 0.02 is caught by
+the same test.
 
-Vocabulary 4 and length 4, so that all 256 sequences and their probabilities are known. Target and drafter are functions
-of the whole context. Every sequence is played round by round until it has 4 tokens; a block is cut at the limit.
+Vocabulary 4 and length 4, so that all 256 sequences and their probabilities are known. Target and
+drafter are functions of the whole context. Every sequence is played round by round until it has 4
+tokens; a block is cut at the limit.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ VOCAB, LENGTH, PROMPT = 4, 4, 7
 ALPHA, SEQUENCES, BIAS = 1e-3, 60_000, 0.02
 STEPS = 3
 
-# A context is the number 1 followed by its tokens as digits to base 4; one longer than three tokens counts as its last
-# three, which no exact probability needs.
+# A context is the number 1 followed by its tokens as digits to base 4; one longer than three tokens
+# counts as its last three, which no exact probability needs.
 _GENERATOR = torch.Generator().manual_seed(13)
 TARGET = 1.5 * torch.randn(128, VOCAB, generator=_GENERATOR)
 DRAFTER = 0.7 * TARGET + 0.8 * torch.randn(128, VOCAB, generator=_GENERATOR)
@@ -40,7 +42,9 @@ def at(table: Tensor, contexts: Tensor) -> Tensor:
 
 
 def probabilities(table: Tensor) -> Tensor:
-    """Of all sequences, float64 [256], from the next-token probabilities [128, V] of every context."""
+    """Of all sequences, float64 [256], from the next-token probabilities [128, V] of every
+    context.
+    """
     total = torch.ones(1, dtype=torch.float64)
     for length in range(LENGTH):
         contexts = torch.arange(4**length, 2 * 4**length)
@@ -51,7 +55,9 @@ def probabilities(table: Tensor) -> Tensor:
 EXACT = probabilities(TARGET.double().softmax(-1))
 
 
-def settings(seeds: Tensor, nodes: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> DrawParams:
+def settings(
+    seeds: Tensor, nodes: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> DrawParams:
     """Of `nodes` draws of each sequence."""
     rows = len(seeds) * nodes
     return DrawParams(
@@ -74,13 +80,17 @@ def play(rule: Rule) -> Tensor:
         for column in range(tokens.shape[1]):
             said = running[(column <= accepted) & (lengths[running] < LENGTH)]
             if said.numel():
-                contexts[said] = 4 * contexts[said] + tokens[torch.searchsorted(running, said), column]
+                contexts[said] = (
+                    4 * contexts[said] + tokens[torch.searchsorted(running, said), column]
+                )
                 lengths[said] += 1
     return torch.bincount(contexts - 4**LENGTH, minlength=4**LENGTH)
 
 
 def same_draw_chain(logits_of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
-    """verify.py on the drafter's most likely chain; logits_of(contexts [n], drafts [n]) -> [n, V]."""
+    """verify.py on the drafter's most likely chain; logits_of(contexts [n], drafts [n]) -> [n,
+    V].
+    """
 
     def rule(contexts: Tensor, lengths: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
         drafts, logits = [], []
@@ -90,8 +100,12 @@ def same_draw_chain(logits_of: Callable[[Tensor, Tensor], Tensor]) -> Rule:
             contexts = 4 * contexts + drafts[-1]
         logits.append(at(TARGET, contexts))
         positions = PROMPT + lengths[:, None] + torch.arange(STEPS + 1)
-        nodes = Nodes(torch.stack((drafts[0], *drafts), 1))  # the root's own token is never looked at
-        verdict = verify(torch.stack(logits, 1).flatten(0, 1), nodes, positions, settings(seeds, STEPS + 1))
+        nodes = Nodes(
+            torch.stack((drafts[0], *drafts), 1)
+        )  # the root's own token is never looked at
+        verdict = verify(
+            torch.stack(logits, 1).flatten(0, 1), nodes, positions, settings(seeds, STEPS + 1)
+        )
         return verdict.tokens, verdict.accepted
 
     return rule
@@ -112,18 +126,24 @@ def same_draw_tree(counts: tuple[int, ...]) -> Rule:
         above = torch.tensor(parents).expand(len(seeds), -1)
         nodes = Nodes(torch.cat(tokens, dim=1), above, node_depths(above))
         logits = at(TARGET, at_nodes).flatten(0, 1)
-        verdict = verify(logits, nodes, nodes.positions(PROMPT + lengths), settings(seeds, len(parents)))
+        verdict = verify(
+            logits, nodes, nodes.positions(PROMPT + lengths), settings(seeds, len(parents))
+        )
         return verdict.tokens, verdict.accepted
 
     return rule
 
 
 def sampled(
-    counts: tuple[int, ...], spoil: Callable[[SampledTree, Tensor], SampledTree] | None = None, **at_: Any
+    counts: tuple[int, ...],
+    spoil: Callable[[SampledTree, Tensor], SampledTree] | None = None,
+    **at_: Any,
 ) -> Rule:
-    """Drafts sampled from the drafter, counts[d] children at every node of depth d; `at_`: temperature and masks.
+    """Drafts sampled from the drafter, counts[d] children at every node of depth d; `at_`:
+    temperature and masks.
 
-    spoil(tree, target's probabilities [n, Q, V]) may change the drafts after they were drawn, which a rule must not.
+    spoil(tree, target's probabilities [n, Q, V]) may change the drafts after they were drawn, which
+    a rule must not.
     """
 
     def rule(contexts: Tensor, lengths: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,15 +152,24 @@ def sampled(
         for depth, count in enumerate(counts):
             leaves = at_nodes[:, -tree.leaves :]
             positions = (PROMPT + lengths + depth)[:, None].expand(-1, tree.leaves)
-            tree = tree.grow(at(DRAFTER, leaves), positions, settings(seeds, tree.leaves, **at_), count)
+            tree = tree.grow(
+                at(DRAFTER, leaves), positions, settings(seeds, tree.leaves, **at_), count
+            )
             depths += [depth + 1] * tree.leaves
-            children = 4 * leaves.repeat_interleave(count, dim=1) + tree.tokens[:, -tree.leaves :].clamp(min=0)
+            children = 4 * leaves.repeat_interleave(count, dim=1) + tree.tokens[
+                :, -tree.leaves :
+            ].clamp(min=0)
             at_nodes = torch.cat((at_nodes, children), dim=1)
         logits = at(TARGET, at_nodes)
         tree = spoil(tree, logits.double().softmax(-1)) if spoil else tree
         positions = PROMPT + lengths[:, None] + torch.tensor(depths)
         verdict = verify_sampled(
-            logits, tree.tokens, tree.parents, tree.probs, positions, settings(seeds, len(depths), **at_)
+            logits,
+            tree.tokens,
+            tree.parents,
+            tree.probs,
+            positions,
+            settings(seeds, len(depths), **at_),
         )
         return verdict.tokens, verdict.accepted
 
@@ -172,13 +201,17 @@ def test_sequences_follow_the_target(name: str) -> None:
 
 @pytest.mark.parametrize("counts", [CHAIN, WIDE_TREE], ids=["chain", "tree"])
 def test_sequences_follow_the_masked_target_at_another_temperature(counts: tuple[int, ...]) -> None:
-    """top_k leaves three tokens, top_p usually fewer; a sequence with any other token has probability 0."""
+    """top_k leaves three tokens, top_p usually fewer; a sequence with any other token has
+    probability 0.
+    """
     probs = (TARGET.double() / 0.7).softmax(-1)
     kept = torch.zeros_like(probs)
     for context, row in enumerate(probs.tolist()):
         ordered = sorted(range(VOCAB), key=lambda token: -row[token])[:3]
         for rank, token in enumerate(ordered):
-            kept[context, token] = row[token] if sum(row[before] for before in ordered[:rank]) < 0.95 else 0.0
+            kept[context, token] = (
+                row[token] if sum(row[before] for before in ordered[:rank]) < 0.95 else 0.0
+            )
     exact = probabilities(kept / kept.sum(-1, keepdim=True))
     assert (exact == 0).sum() > 100
     result = g_test(play(sampled(counts, temperature=0.7, top_k=3, top_p=0.95)), exact)
@@ -187,12 +220,16 @@ def test_sequences_follow_the_masked_target_at_another_temperature(counts: tuple
 
 
 def law(follow: Tensor, stop: Tensor, steps: int = STEPS) -> Tensor:
-    """Of a chain rule, float64 [256]: at a context it follows the draft or stops with a token at these probabilities.
+    """Of a chain rule, float64 [256]: at a context it follows the draft or stops with a token at
+    these probabilities.
 
-    follow, stop [128, V], together 1 at every context; after `steps` drafts followed comes a draw from the target.
+    follow, stop [128, V], together 1 at every context; after `steps` drafts followed comes a draw
+    from the target.
     """
     target = TARGET.double().softmax(-1)
-    followed = {0: torch.ones(1, dtype=torch.float64)}  # drafts followed in the block -> probability of each context
+    followed = {
+        0: torch.ones(1, dtype=torch.float64)
+    }  # drafts followed in the block -> probability of each context
     for length in range(LENGTH):
         contexts = torch.arange(4**length, 2 * 4**length)
         after: dict[int, Tensor] = {}
@@ -201,7 +238,9 @@ def law(follow: Tensor, stop: Tensor, steps: int = STEPS) -> Tensor:
             ends = (mass[:, None] * (target if last else stop)[contexts]).reshape(-1)
             after[0] = after.get(0, 0) + ends
             if not last:
-                after[done + 1] = after.get(done + 1, 0) + (mass[:, None] * follow[contexts]).reshape(-1)
+                after[done + 1] = after.get(done + 1, 0) + (
+                    mass[:, None] * follow[contexts]
+                ).reshape(-1)
         followed = after
     return torch.stack(list(followed.values())).sum(0)
 
@@ -262,7 +301,9 @@ def coins_of_the_drafts(seeds: Tensor, positions: Tensor, tokens: Tensor, stream
     return uniform_of(seeds, positions, tokens, Stream.DRAFT)
 
 
-def noise_of_the_drafts(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET) -> Tensor:
+def noise_of_the_drafts(
+    seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET
+) -> Tensor:
     return gumbel_noise(seeds, positions, vocab, Stream.DRAFT)
 
 
@@ -284,8 +325,14 @@ BIASED: dict[str, tuple[Rule, dict[str, Callable[..., Tensor]]]] = {
     "chain: q of another temperature": (sampled(CHAIN, sharper), {}),
     "chain: p itself after a rejection": (sampled(CHAIN), {"residual": unchanged}),
     "tree: q not renormalised after a rejection": (sampled(WIDE_TREE), {"without": only_removed}),
-    "chain: coins that are the drafts' numbers": (sampled(CHAIN), {"uniform_of": coins_of_the_drafts}),
-    "chain: last draws with the drafts' noise": (sampled(CHAIN), {"gumbel_noise": noise_of_the_drafts}),
+    "chain: coins that are the drafts' numbers": (
+        sampled(CHAIN),
+        {"uniform_of": coins_of_the_drafts},
+    ),
+    "chain: last draws with the drafts' noise": (
+        sampled(CHAIN),
+        {"gumbel_noise": noise_of_the_drafts},
+    ),
 }
 """A rule, and the parts of rejection.py that are replaced while it plays."""
 

@@ -1,7 +1,8 @@
-"""What the promise of agents' sessions comes to: token for token what the model said, with nothing tokenised twice.
+"""What the promise of agents' sessions comes to: token for token what the model said, with nothing
+tokenised twice.
 
-Random dialogues of random clients go through chat templates of five families. The model says anything: text, calls,
-thoughts, ids that are no UTF-8, with and without its end of turn.
+Random dialogues of random clients go through chat templates of five families. The model says
+anything: text, calls, thoughts, ids that are no UTF-8, with and without its end of turn.
 """
 
 from __future__ import annotations
@@ -88,11 +89,19 @@ def behind(model: ChatModel, request: ChatRequest, index: int) -> str:
 @st.composite
 def sayings(draw: st.DrawFn, model: ChatModel) -> Saying:
     """Anything that an engine may say: at least one token."""
-    kind = draw(st.sampled_from(["text", "call", "ids"] + ["thought"] * (3 if model.name == "thinking" else 1)))
+    kind = draw(
+        st.sampled_from(
+            ["text", "call", "ids"] + ["thought"] * (3 if model.name == "thinking" else 1)
+        )
+    )
     if kind == "ids":
         ids = draw(st.lists(st.integers(0, model.vocab_size - 1), min_size=1, max_size=6))
     else:
-        text = {"text": draw(texts), "call": CALLS[model.name], "thought": "<think>\nhm\n</think>\n\n42"}[kind]
+        text = {
+            "text": draw(texts),
+            "call": CALLS[model.name],
+            "thought": "<think>\nhm\n</think>\n\n42",
+        }[kind]
         ids = list(model.codec.encode_piece(text))
     if draw(st.booleans()) or not ids:
         ids.append(model.end_id)
@@ -106,7 +115,9 @@ class Talk:
 
     messages: list[Message]
     tools: tuple[Any, ...] = ()
-    said: dict[int, Turn] = field(default_factory=dict)  # by message, those that still stand as they were said
+    said: dict[int, Turn] = field(
+        default_factory=dict
+    )  # by message, those that still stand as they were said
 
     @property
     def request(self) -> ChatRequest:
@@ -144,7 +155,9 @@ class World:
         self._continue(talk, *self.data.draw(st.sampled_from(pairs)))
 
     def _beginning(self) -> Talk:
-        system = self.data.draw(st.none() | st.sampled_from(["Be exact.", "You are a sub-agent. "]) | texts)
+        system = self.data.draw(
+            st.none() | st.sampled_from(["Be exact.", "You are a sub-agent. "]) | texts
+        )
         messages = [] if system is None else [Message("system", system)]
         tools = TOOLS if self.data.draw(st.booleans()) else ()
         return Talk([*messages, Message("user", self.data.draw(texts))], tools)
@@ -159,7 +172,9 @@ class World:
         return plans
 
     def _check_extends(self, talk: Talk, plan: Plan) -> None:
-        """A conversation that goes on extends its own branch by new tokens only; a changed one forks."""
+        """A conversation that goes on extends its own branch by new tokens only; a changed one
+        forks.
+        """
         codec, deepest = self.model.codec, max(talk.said, default=None)
         if deepest is None:
             assert plan.parent is None
@@ -177,7 +192,9 @@ class World:
         text = behind(self.model, talk.request, deepest)
         if plan.parent.response_ids[-1] == self.model.end_id:
             text = text.removeprefix(self.model.end)
-        end = self.model.end_id  # so that nothing at the beginning of the new tokens depends on what is before them
+        end = (
+            self.model.end_id
+        )  # so that nothing at the beginning of the new tokens depends on what is before them
         assert codec.decode_all((end, *plan.new_ids)) == self.model.end + text
 
     def _answered(self, plan: Plan) -> tuple[Turn, Message]:
@@ -195,7 +212,10 @@ class World:
         index = len(talk.messages) - 1
         talk.said[index] = turn
         if message.tool_calls:
-            answers = [Message("tool", self.data.draw(texts), tool_call_id=one.call_id) for one in message.tool_calls]
+            answers = [
+                Message("tool", self.data.draw(texts), tool_call_id=one.call_id)
+                for one in message.tool_calls
+            ]
         else:
             answers = [Message("user", self.data.draw(texts))]
         talk.messages += answers
@@ -215,9 +235,15 @@ class World:
             case "calls":
                 talk.change(index, with_arguments(message, lambda text: '{"a": 9}'))
             case "spelling":  # the same values, as a client writes them that has read them
-                talk.messages[index] = with_arguments(message, lambda text: json.dumps(json.loads(text), indent=1))
+                talk.messages[index] = with_arguments(
+                    message, lambda text: json.dumps(json.loads(text), indent=1)
+                )
             case "earlier":
-                at = self.data.draw(st.sampled_from([i for i, one in enumerate(talk.messages) if one.role == "user"]))
+                at = self.data.draw(
+                    st.sampled_from(
+                        [i for i, one in enumerate(talk.messages) if one.role == "user"]
+                    )
+                )
                 talk.change(at, replace(talk.messages[at], content=talk.messages[at].content + "?"))
             case "again":
                 del talk.messages[index:]
@@ -233,7 +259,9 @@ def with_arguments(message: Message, change: Callable[[str], str]) -> Message:
 @each_model
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_what_was_said_stands_token_for_token_in_everything_that_follows(model: ChatModel, data: st.DataObject) -> None:
+def test_what_was_said_stands_token_for_token_in_everything_that_follows(
+    model: ChatModel, data: st.DataObject
+) -> None:
     desk, where = Desk(model.codec, model.vocab_size), session()
     world = World(model, data, desk, where)
     for _ in range(data.draw(st.integers(1, 7))):
@@ -242,10 +270,16 @@ def test_what_was_said_stands_token_for_token_in_everything_that_follows(model: 
 
 
 def check_trained_once(desk: Desk, where: Session) -> None:
-    """Every generated token has loss in exactly one sample, and every sample is what the engine saw and said."""
+    """Every generated token has loss in exactly one sample, and every sample is what the engine saw
+    and said.
+    """
     trained: Counter[float] = Counter()
     for sample in where.trajectories():
-        trained.update(logprob for bit, logprob in zip(sample.loss_mask, sample.behavior_logprobs, strict=True) if bit)
+        trained.update(
+            logprob
+            for bit, logprob in zip(sample.loss_mask, sample.behavior_logprobs, strict=True)
+            if bit
+        )
     assert trained == Counter(mark for marks in desk.engine.said for mark in marks)
     paths = {tuple(turn.token_ids) for turn in where.tree.turns if not turn.children}
     assert {sample.token_ids for sample in where.trajectories()} == paths
@@ -265,16 +299,22 @@ def canonical(draw: st.DrawFn, model: ChatModel) -> str:
     return call if kind == "call" or model.name == "headers" else f"{draw(plain_texts)}\n{call}"
 
 
-@pytest.mark.parametrize("model", [one for one in MODELS if not one.rewrites], ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "model", [one for one in MODELS if not one.rewrites], ids=lambda model: model.name
+)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(model: ChatModel, data: st.DataObject) -> None:
+def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(
+    model: ChatModel, data: st.DataObject
+) -> None:
     desk, where, codec = Desk(model.codec, model.vocab_size), session(), model.codec
     bos, end = (model.bos, ()) if model.name == "plain" else ("", (model.end_id,))
     system = data.draw(st.lists(plain_texts.map(lambda text: Message("system", text)), max_size=1))
     request = ChatRequest((*system, Message("user", data.draw(plain_texts))), TOOLS)
     for _ in range(data.draw(st.integers(1, 5))):
-        (plan,) = desk.planner.chat(Caller(where), request, sampling(), count=1, completion_id=desk.name)
+        (plan,) = desk.planner.chat(
+            Caller(where), request, sampling(), count=1, completion_id=desk.name
+        )
         assert codec.decode_all(plan.prompt) == bos + rendered(model, request)
         said = data.draw(canonical(model))
         message = desk.answer(plan, Saying((*codec.encode_piece(said), *end))).message
@@ -285,7 +325,9 @@ def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(model: C
         whole = bos + rendered(model, request, prompt=False)
         assert (whole[: len(path)], whole[len(path) :].strip()) == (path, "")
         calls = message.tool_calls
-        answers = [Message("tool", data.draw(plain_texts), tool_call_id=call.call_id) for call in calls]
+        answers = [
+            Message("tool", data.draw(plain_texts), tool_call_id=call.call_id) for call in calls
+        ]
         answers = answers or [Message("user", data.draw(plain_texts))]
         request = replace(request, messages=(*request.messages, *answers))
     (sample,) = where.trajectories()
@@ -295,7 +337,9 @@ def test_a_dialogue_of_canonical_answers_is_the_templates_own_rendering(model: C
 @each_model
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_a_client_without_a_session_is_found_again_by_its_messages(model: ChatModel, data: st.DataObject) -> None:
+def test_a_client_without_a_session_is_found_again_by_its_messages(
+    model: ChatModel, data: st.DataObject
+) -> None:
     desk = Desk(model.codec, model.vocab_size)
     openings = data.draw(st.lists(texts, min_size=2, max_size=3, unique=True))
     talks = [Talk([Message("user", text)]) for text in openings]
@@ -303,7 +347,9 @@ def test_a_client_without_a_session_is_found_again_by_its_messages(model: ChatMo
     last: dict[int, Turn] = {}
     for number in data.draw(st.lists(st.integers(0, len(talks) - 1), min_size=1, max_size=8)):
         talk = talks[number]
-        (plan,) = desk.planner.chat(Caller(), talk.request, sampling(), count=1, completion_id=desk.name)
+        (plan,) = desk.planner.chat(
+            Caller(), talk.request, sampling(), count=1, completion_id=desk.name
+        )
         assert plan.session is not None
         assert plan.session is sessions.setdefault(number, plan.session)
         assert plan.parent is last.get(number)

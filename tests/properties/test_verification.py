@@ -35,23 +35,37 @@ def plain(prompt: tuple[int, ...], seed: int, temperature: float, count: int) ->
     seed=st.integers(0, 2**63 - 1),
     temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4).map(tuple),
-    drafts=st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=1, max_size=5),
+    drafts=st.lists(
+        st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=1, max_size=5
+    ),
     hints=st.lists(st.booleans(), min_size=5, max_size=5),
 )
 def test_any_drafts_give_the_tokens_of_plain_decoding(
-    seed: int, temperature: float, prompt: tuple[int, ...], drafts: list[list[int]], hints: list[bool]
+    seed: int,
+    temperature: float,
+    prompt: tuple[int, ...],
+    drafts: list[list[int]],
+    hints: list[bool],
 ) -> None:
     wanted = 4 * len(drafts)
     expected = plain(prompt, seed, temperature, wanted)
     said: list[int] = []
     for proposal, hint in zip(drafts, hints, strict=False):
-        # A true prefix of the answer is drafted half of the time, so that long acceptance is tried too.
-        chain = expected[len(said) : len(said) + 3] if hint and len(said) + 3 <= wanted else proposal
+        # A true prefix of the answer is drafted half of the time, so that long acceptance is tried
+        # too.
+        chain = (
+            expected[len(said) : len(said) + 3] if hint and len(said) + 3 <= wanted else proposal
+        )
         context = (*prompt, *said)
-        nodes = [next_logits((*context, *(max(token, 0) for token in chain[:depth]))) for depth in range(4)]
+        nodes = [
+            next_logits((*context, *(max(token, 0) for token in chain[:depth])))
+            for depth in range(4)
+        ]
         positions = torch.arange(len(context), len(context) + 4)[None]
         params = DrawParams.of([seed] * 4, [temperature] * 4)
-        verdict = verify(torch.stack(nodes), Nodes(torch.tensor([[context[-1], *chain]])), positions, params)
+        verdict = verify(
+            torch.stack(nodes), Nodes(torch.tensor([[context[-1], *chain]])), positions, params
+        )
         taken = int(verdict.accepted[0]) + 1
         said += verdict.tokens[0, :taken].tolist()
         if chain == expected[len(said) - taken : len(said) - taken + 3]:
@@ -65,7 +79,9 @@ def draft_trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     tokens: list[int] = []
     parents: list[int] = []
     for _ in range(draw(st.integers(1, 9))):
-        parent = draw(st.sampled_from([0, *(i + 1 for i, token in enumerate(tokens) if token >= 0)]))
+        parent = draw(
+            st.sampled_from([0, *(i + 1 for i, token in enumerate(tokens) if token >= 0)])
+        )
         siblings = {token for token, above in zip(tokens, parents, strict=True) if above == parent}
         free = sorted(set(range(VOCAB)) - siblings)
         tokens.append(draw(st.sampled_from([*free, -1])))
@@ -102,7 +118,8 @@ def test_any_trees_give_the_tokens_of_plain_decoding(
         verdict = verify(logits if kept is None else logits[kept], nodes, positions, params)
         taken = int(verdict.accepted[0]) + 1
         new = verdict.tokens[0, :taken].tolist()
-        # Nothing that a draft offered was missed: the longest drafted path equal to the answer was followed.
+        # Nothing that a draft offered was missed: the longest drafted path equal to the answer was
+        # followed.
         answer = expected[len(said) :]
         fits = [
             len(path)
@@ -131,5 +148,8 @@ def test_acceptance_is_the_length_of_the_common_prefix(pairs: list[tuple[int, in
 
 def test_rows_without_drafts_emit_one_token() -> None:
     assert (
-        accepted_drafts(torch.zeros(3, 1, dtype=torch.int64), torch.empty(3, 0, dtype=torch.int64)).tolist() == [0] * 3
+        accepted_drafts(
+            torch.zeros(3, 1, dtype=torch.int64), torch.empty(3, 0, dtype=torch.int64)
+        ).tolist()
+        == [0] * 3
     )

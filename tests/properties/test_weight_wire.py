@@ -58,8 +58,22 @@ REQUESTS = st.builds(
 
 def same(chunk: PushChunk, request: PushRequest) -> bool:
     context = request.context if request.HasField("context") else None
-    ours = (chunk.target, chunk.version, chunk.chunk_index, chunk.crc32, bytes(chunk.data), chunk.context)
-    theirs = (request.target, request.version, request.chunk_index, request.crc32, request.data, context)
+    ours = (
+        chunk.target,
+        chunk.version,
+        chunk.chunk_index,
+        chunk.crc32,
+        bytes(chunk.data),
+        chunk.context,
+    )
+    theirs = (
+        request.target,
+        request.version,
+        request.chunk_index,
+        request.crc32,
+        request.data,
+        context,
+    )
     return ours == theirs
 
 
@@ -69,7 +83,9 @@ def test_generated_class_parses_what_we_encode(chunk: PushChunk) -> None:
 
 
 @given(st.lists(st.one_of(REQUESTS.map(PushRequest.SerializeToString), UNKNOWN), max_size=6))
-def test_concatenated_messages_and_unknown_fields_parse_as_the_generated_class_parses_them(parts: list[bytes]) -> None:
+def test_concatenated_messages_and_unknown_fields_parse_as_the_generated_class_parses_them(
+    parts: list[bytes],
+) -> None:
     message = b"".join(parts)
     assert same(decode_push(message), PushRequest.FromString(message))
 

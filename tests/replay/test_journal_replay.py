@@ -1,4 +1,6 @@
-"""A journal replays to the state, the records and the next command of the coordinator that wrote it."""
+"""A journal replays to the state, the records and the next command of the coordinator that wrote
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from paceline.errors import DataLoss, FailedPrecondition
 from paceline.streams import run_key
 
 SETTINGS = Settings(workers=2, total_steps=2, training_interval_steps=1, probe_enabled=True)
-ROLLOUT = {"response_tokens": 50, "rollout_s": 2.0, "accept_length": 2.5, "pulls": {"off": 3}, "tokens_hash": "ab"}
+ROLLOUT = {
+    "response_tokens": 50,
+    "rollout_s": 2.0,
+    "accept_length": 2.5,
+    "pulls": {"off": 3},
+    "tokens_hash": "ab",
+}
 EVENTS: list[Event] = [
     events.RunStarted(0.0, SETTINGS, Versions()),
     events.EvaluationDone(1.0, 1, Evaluation.PROBE, 1.1, {"pulls": {"off": 1}}),
@@ -29,10 +37,16 @@ EVENTS: list[Event] = [
     events.DrafterActivated(4.5, 3, {"attach_s": 0.5}),
     events.GatePromoted(5.0, 3, 1),
     events.GateDecided(
-        5.5, 3, "kept", 2, {"kind": "eagle", "survival": (0.5, 0.25), "lengths_by_bucket": {"late": 1.5}}
+        5.5,
+        3,
+        "kept",
+        2,
+        {"kind": "eagle", "survival": (0.5, 0.25), "lengths_by_bucket": {"late": 1.5}},
     ),
     events.TasksFinished(
-        6.0, 2, {**ROLLOUT, "length_quantiles": (5, 9, 11), "closed_groups": {"s0.t1": 7, "s0.t0": 0}}
+        6.0,
+        2,
+        {**ROLLOUT, "length_quantiles": (5, 9, 11), "closed_groups": {"s0.t1": 7, "s0.t0": 0}},
     ),
     events.Preempted(6.5, 3),
     events.Detached(6.6, 3, "preempted", {"steps": 4}),
@@ -70,8 +84,12 @@ async def test_a_replayed_journal_gives_the_same_state_and_records(
     assert step(replayed, events.Resumed(11.0, 2))[1] == (commands.RunTasks(1, state.epoch + 2),)
 
 
-async def test_a_replayed_journal_waits_for_the_same_groups(redis_client: redis.asyncio.Redis, run_id: str) -> None:
-    in_policy = EVENTS[: next(i for i, event in enumerate(EVENTS) if isinstance(event, events.PolicyStepped))]
+async def test_a_replayed_journal_waits_for_the_same_groups(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    in_policy = EVENTS[
+        : next(i for i, event in enumerate(EVENTS) if isinstance(event, events.PolicyStepped))
+    ]
     journal = Journal(redis_client, run_id)
     for entry in played(in_policy)[2]:
         await journal.append(entry)
@@ -125,7 +143,9 @@ def test_every_event_of_the_machine_has_a_name_in_the_codec() -> None:
             decode_event(cls.__name__, 0.0, {"surprise": 1})
 
 
-async def test_of_two_writers_only_one_appends(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+async def test_of_two_writers_only_one_appends(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
     entries = played(EVENTS)[2]
     first, second = Journal(redis_client, run_id), Journal(redis_client, run_id)
     await first.append(entries[0])
@@ -144,7 +164,11 @@ async def test_a_repeated_append_after_a_lost_answer_is_one_entry(
 
 @pytest.mark.parametrize(
     ("entry_id", "body", "says"),
-    [("2-0", b"{}", "gap"), ("1-0", b"no json", "does not decode"), ("1-0", b'{"v": 99}', "another version")],
+    [
+        ("2-0", b"{}", "gap"),
+        ("1-0", b"no json", "does not decode"),
+        ("1-0", b'{"v": 99}', "another version"),
+    ],
 )
 async def test_a_broken_journal_is_not_replayed(
     redis_client: redis.asyncio.Redis, run_id: str, entry_id: str, body: bytes, says: str
@@ -154,7 +178,9 @@ async def test_a_broken_journal_is_not_replayed(
         [entry async for entry in Journal(redis_client, run_id).entries()]
 
 
-async def test_a_long_journal_is_read_in_pages(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+async def test_a_long_journal_is_read_in_pages(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
     entry = played(EVENTS)[2][0]
     journal = Journal(redis_client, run_id)
     for _ in range(1203):

@@ -1,7 +1,9 @@
-"""A child process that starts the unpatched SGLang on the CPU stand-in, generates greedily and prints JSON.
+"""A child process that starts the unpatched SGLang on the CPU stand-in, generates greedily and
+prints JSON.
 
-Standard input: {"engine": arguments, "prompts": lists of token ids, "new_tokens": count}. The last line of standard
-output: {"tokens": lists, "rounds": verified per prompt, "accepted": drafts per prompt, "seconds_to_start": ...}.
+Standard input: {"engine": arguments, "prompts": lists of token ids, "new_tokens": count}. The last
+line of standard output: {"tokens": lists, "rounds": verified per prompt, "accepted": drafts per
+prompt, "seconds_to_start": ...}.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""SGLang with an EAGLE drafter and our plugin: the demo's policy, trees and chains, every round another arm."""
+"""SGLang with an EAGLE drafter and our plugin: the demo's policy, trees and chains, every round
+another arm.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from sglang_served import DEMO, Served, chi_square_p, exact_pairs, greedy, hidden, load_oracle, pair_counts, said
+from sglang_served import (
+    DEMO,
+    Served,
+    chi_square_p,
+    exact_pairs,
+    greedy,
+    hidden,
+    load_oracle,
+    pair_counts,
+    said,
+)
 from transformers import AutoTokenizer, PreTrainedModel
 
 from paceline.trajectory import VersionSpan
@@ -52,7 +64,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def embedded_tokens(prompts: list[list[int]], **sampling: object) -> list[list[int]]:
     """What our own engine says without speculation."""
-    spec = EmbeddedSpec(model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256)
+    spec = EmbeddedSpec(
+        model_dir=str(DEMO / "policy_trained"), drafter="off", max_sequence_tokens=256
+    )
     engine = build_embedded(spec, None)
     for number, prompt in enumerate(prompts):
         options = {"seed": 7 + number, "max_tokens": 24, "ignore_eos": True, **sampling}
@@ -108,19 +122,28 @@ def test_pairs_of_tokens_come_with_their_exact_probabilities(
 def test_behavior_logprobs_are_log_softmax_of_the_tempered_logits(
     served: Served, prompts: list[list[int]], oracle: PreTrainedModel
 ) -> None:
-    for prompt, chunks in zip(prompts, served.wait(served.send(prompts, temperature=0.8)), strict=True):
+    for prompt, chunks in zip(
+        prompts, served.wait(served.send(prompts, temperature=0.8)), strict=True
+    ):
         tokens = said(chunks)
         with torch.inference_mode():
-            logits = oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double() / 0.8
+            logits = (
+                oracle(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+                / 0.8
+            )
         expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        found = torch.tensor([value for chunk in chunks for value in chunk.behavior_logprobs], dtype=torch.float64)
+        found = torch.tensor(
+            [value for chunk in chunks for value in chunk.behavior_logprobs], dtype=torch.float64
+        )
         assert (found - expected).abs().max() < 1e-4
 
 
 def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_retractions_and_aborts(
     served: Served, prompts: list[list[int]], oracle: PreTrainedModel
 ) -> None:
-    """Prompts of several prefill chunks, repeated so that all but the newest token come from the prefix cache."""
+    """Prompts of several prefill chunks, repeated so that all but the newest token come from the
+    prefix cache.
+    """
     long = [prompt * 6 for prompt in prompts[:4]]
     stop = greedy(oracle, long[0], 8)[-1]
     first = served.send(long, temperature=1.0)
@@ -137,7 +160,13 @@ def test_rows_are_the_states_of_transformers_over_chunks_prefixes_stops_retracti
     cached = [chunks[-1].cached_prompt_tokens for chunks in served.wait(again)]
     assert min(cached) >= 30
     assert served.wait(stopped)[0][-1].finish is Finish.STOP
-    prompt_of = dict(zip([*first, *again, *stopped, *retracted], [*long, *long, *long[:1], *long[2:]], strict=True))
+    prompt_of = dict(
+        zip(
+            [*first, *again, *stopped, *retracted],
+            [*long, *long, *long[:1], *long[2:]],
+            strict=True,
+        )
+    )
     for numbers in (first, again, stopped, retracted):
         for number, chunks in zip(numbers, served.wait(numbers), strict=True):
             tokens = [*prompt_of[number], *said(chunks)]
@@ -154,7 +183,11 @@ def versions_during(
     numbers = served.send(prompts, max_tokens=100, stream=True)
     served.rounds(len(prompts) * 6)
     path = DEMO / ("policy_start" if policy == 1 else "policy_trained")
-    served.client.ask(prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_POLICY, version=policy, path=str(path)))
+    served.client.ask(
+        prepare_weights=pb.PrepareWeights(
+            target=pb.WEIGHT_TARGET_POLICY, version=policy, path=str(path)
+        )
+    )
     versions = tpb.VersionSet(seq=seq, policy=policy, drafter=served.health().versions.drafter)
     served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=mode))
     found = []
@@ -166,7 +199,8 @@ def versions_during(
 
 
 @pytest.mark.parametrize(
-    ("mode", "seq"), [(pb.PAUSE_MODE_IN_PLACE, 1), (pb.PAUSE_MODE_RETRACT, 3), (pb.PAUSE_MODE_ABORT, 5)]
+    ("mode", "seq"),
+    [(pb.PAUSE_MODE_IN_PLACE, 1), (pb.PAUSE_MODE_RETRACT, 3), (pb.PAUSE_MODE_ABORT, 5)],
 )
 def test_new_weights_change_what_is_said_and_the_old_ones_restore_it(
     served: Served, prompts: list[list[int]], mode: int, seq: int
@@ -178,12 +212,16 @@ def test_new_weights_change_what_is_said_and_the_old_ones_restore_it(
         assert seen == sorted(seen)
         assert set(seen) == ({0} if mode == pb.PAUSE_MODE_ABORT else {0, 1})
     start = load_oracle(DEMO / "policy_start")
-    assert served.tokens(prompts, max_tokens=40) == [greedy(start, prompt, 40) for prompt in prompts]
+    assert served.tokens(prompts, max_tokens=40) == [
+        greedy(start, prompt, 40) for prompt in prompts
+    ]
     versions_during(served, prompts[:4], mode, seq + 1, 0)
     assert served.tokens(prompts, max_tokens=40) == before
 
 
-def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(served: Served, prompts: list[list[int]]) -> None:
+def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(
+    served: Served, prompts: list[list[int]]
+) -> None:
     def run() -> tuple[list[list[int]], float]:
         chunks = served.wait(served.send(prompts, max_tokens=60, arm="eagle:3_1_4"))
         lengths = [one[-1].speculation.accept_length for one in chunks]
@@ -200,7 +238,9 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(served: Serv
         prepare = pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=number, path=str(path))
         served.client.ask(prepare_weights=prepare)
         versions = tpb.VersionSet(seq=now.seq + number, policy=now.policy, drafter=number)
-        served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+        served.client.ask(
+            commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE)
+        )
         again, accepted = run()
         assert again == tokens
         if number == 1:
@@ -208,7 +248,9 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(served: Serv
     assert accepted == pytest.approx(trained, abs=0.05)
 
 
-def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(served: Served, prompts: list[list[int]]) -> None:
+def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(
+    served: Served, prompts: list[list[int]]
+) -> None:
     from safetensors.torch import load_file, save_file
 
     before = served.tokens(prompts)
@@ -218,19 +260,30 @@ def test_a_drafter_that_carries_the_targets_embedding_leaves_it_alone(served: Se
     tensors["embed_tokens.weight"] = torch.zeros(320, 128)
     save_file(tensors, folder / "model.safetensors")
     now = served.health().versions
-    served.client.ask(prepare_weights=pb.PrepareWeights(target=pb.WEIGHT_TARGET_DRAFTER, version=9, path=str(folder)))
+    served.client.ask(
+        prepare_weights=pb.PrepareWeights(
+            target=pb.WEIGHT_TARGET_DRAFTER, version=9, path=str(folder)
+        )
+    )
     versions = tpb.VersionSet(seq=now.seq + 1, policy=now.policy, drafter=9)
-    served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+    served.client.ask(
+        commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE)
+    )
     assert served.tokens(prompts) == before
 
 
 @pytest.mark.parametrize("paused", [False, True], ids=["nothing to do", "paused with requests"])
-def test_an_engine_with_nothing_to_do_leaves_its_core(served: Served, prompts: list[list[int]], paused: bool) -> None:
+def test_an_engine_with_nothing_to_do_leaves_its_core(
+    served: Served, prompts: list[list[int]], paused: bool
+) -> None:
     numbers = []
     if paused:
         numbers = served.send(prompts, max_tokens=100)
         served.client.ask(pause=pb.PauseGeneration(mode=pb.PAUSE_MODE_IN_PLACE))
-    family = [served.client.process.pid, *(p.pid for p in psutil.Process(served.client.process.pid).children(True))]
+    family = [
+        served.client.process.pid,
+        *(p.pid for p in psutil.Process(served.client.process.pid).children(True)),
+    ]
     processes = [psutil.Process(pid) for pid in family]
 
     def seconds() -> float:

@@ -1,4 +1,6 @@
-"""Exported drafters in the real SGLang: each round accepts what the embedded engine accepts with the native files."""
+"""Exported drafters in the real SGLang: each round accepts what the embedded engine accepts with
+the native files.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,14 @@ pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"
 NEW_TOKENS, PROMPTS, LIMIT = 48, 16, 256
 CONVERSATIONS = 256
-LEARNING = {"steps": 50, "batch-tokens": 512, "row-tokens": 512, "window": 256, "lr": 6e-3, "warmup-steps": 5}
+LEARNING = {
+    "steps": 50,
+    "batch-tokens": 512,
+    "row-tokens": 512,
+    "window": 256,
+    "lr": 6e-3,
+    "warmup-steps": 5,
+}
 VOCABULARIES = {"all tokens": 0, "12 tokens": 12}
 TRAINED = 1.4
 """Tokens of a round that no untrained drafter comes near."""
@@ -51,7 +60,8 @@ def prompts() -> list[list[int]]:
 def exported(native: Path, out: Path) -> Path:
     """What `paceline export-drafter --format sglang` makes of it."""
     done = CliRunner().invoke(
-        app, ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"]
+        app,
+        ["--from", str(native), "--model", str(POLICY), "--out", str(out), "--format", "sglang"],
     )
     assert done.exit_code == 0, done.output
     return out
@@ -60,7 +70,11 @@ def exported(native: Path, out: Path) -> Path:
 def embedded(requests: Sequence[Request], drafter: str, *arms: str) -> list[list[Chunk]]:
     """Chunks of the embedded engine, which verifies every draft of an arm."""
     spec = EmbeddedSpec(
-        model_dir=str(POLICY), drafter=drafter, arms=arms, verify_budget=False, max_sequence_tokens=LIMIT
+        model_dir=str(POLICY),
+        drafter=drafter,
+        arms=arms,
+        verify_budget=False,
+        max_sequence_tokens=LIMIT,
     )
     engine = build_embedded(spec, None)
     chunks: dict[int, list[Chunk]] = {request.request_id: [] for request in requests}
@@ -79,12 +93,20 @@ def rounds_of(chunks: Sequence[Chunk]) -> list[int]:
 
 
 def own_rounds(
-    native: Path, arm: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], temperature: float
+    native: Path,
+    arm: str,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    temperature: float,
 ) -> list[list[int]]:
-    """Rounds of the embedded engine from the answers' first token on: SGLang draws that one without drafting."""
+    """Rounds of the embedded engine from the answers' first token on: SGLang draws that one without
+    drafting.
+    """
     sampling = {"max_tokens": NEW_TOKENS - 1, "temperature": temperature, "ignore_eos": True}
     requests = [
-        Request(i, (*prompt, answer[0]), Sampling(seed=7 + i, **sampling), stream=True, forced_arm=arm)  # type: ignore[arg-type]
+        Request(
+            i, (*prompt, answer[0]), Sampling(seed=7 + i, **sampling), stream=True, forced_arm=arm
+        )  # type: ignore[arg-type]
         for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
     found = embedded(requests, str(native), "off", arm)
@@ -96,7 +118,13 @@ def served_rounds(
     served: Served, arm: str, prompts: Sequence[Sequence[int]], temperature: float
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Answers of SGLang and the rounds they came in, without the first token."""
-    options = {"temperature": temperature, "max_tokens": NEW_TOKENS, "arm": arm, "stream": True, "capture": False}
+    options = {
+        "temperature": temperature,
+        "max_tokens": NEW_TOKENS,
+        "arm": arm,
+        "stream": True,
+        "capture": False,
+    }
     found = served.wait(served.send(prompts, **options))
     rounds = [rounds_of(chunks) for chunks in found]
     assert {one[0] for one in rounds} == {1}
@@ -124,14 +152,21 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("eagle")
     shutil.copytree(DEMO / "drafter_trained", folder / "native")
     config = json.loads((folder / "native" / "config.json").read_text())
-    (folder / "native" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    (folder / "native" / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 16})
+    )
     yield from pair(folder, "eagle:3_1_4", "eagle:2_4_12", "eagle:4_3_12")
 
 
 def pair(folder: Path, *arms: str) -> Iterator[Pair]:
     drafter = exported(folder / "native", folder / "exported")
     served = Served(
-        folder, model_dir=str(POLICY), drafter=str(drafter), arms=arms, max_sequence_tokens=LIMIT, max_batch=PROMPTS
+        folder,
+        model_dir=str(POLICY),
+        drafter=str(drafter),
+        arms=arms,
+        max_sequence_tokens=LIMIT,
+        max_batch=PROMPTS,
     )
     yield Pair(folder / "native", served)
     served.client.close()
@@ -150,9 +185,11 @@ def test_an_exported_eagle_accepts_in_each_round_what_the_native_one_does(
 def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_branches_see(
     eagle: Pair, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang hands a node its parent's features, but leaves the branch's keys as they are (select_top_k_tokens).
+    """SGLang hands a node its parent's features, but leaves the branch's keys as they are
+    (select_top_k_tokens).
 
-    So a node that went over to another branch attends to its own branch's earlier nodes, not to its ancestors.
+    So a node that went over to another branch attends to its own branch's earlier nodes, not to its
+    ancestors.
     """
     arm = "eagle:4_3_12"
     answers, rounds = served_rounds(eagle.served, arm, prompts, 1.0)
@@ -161,7 +198,9 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
     assert rounds != own
     block_of = LayerDrafter._beam_block
 
-    def branches(self: LayerDrafter, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:  # type: ignore[type-arg]
+    def branches(
+        self: LayerDrafter, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor
+    ) -> Block:  # type: ignore[type-arg]
         width = beam.tokens.shape[1]
         own_branch = torch.eye(width, dtype=torch.bool).repeat(1, beam.level)
         return block_of(self, batch, bases, beam, own_branch.expand(seen.shape))
@@ -170,7 +209,9 @@ def test_trees_of_more_than_two_levels_differ_only_in_the_rows_that_sglangs_bran
     assert rounds == own_rounds(eagle.native, arm, prompts, answers, 1.0)
 
 
-def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_says(eagle: Pair) -> None:
+def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_says(
+    eagle: Pair,
+) -> None:
     config = json.loads((eagle.native.parent / "exported" / "config.json").read_text())
     target = json.loads((POLICY / "config.json").read_text())
     assert config["max_position_embeddings"] == target["max_position_embeddings"] == 512
@@ -181,14 +222,21 @@ def test_max_position_embeddings_is_the_targets_whatever_the_native_checkpoint_s
 
 @pytest.fixture(scope="module")
 def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a `native` checkpoint each, trained by the real command on the policy's own answers."""
+    """Folders with a `native` checkpoint each, trained by the real command on the policy's own
+    answers.
+    """
     folder = tmp_path_factory.mktemp("eagle3")
     tasks = questions("tasks_train.jsonl", CONVERSATIONS)
-    requests = [Request(i, tuple(task), Sampling(seed=i, max_tokens=100)) for i, task in enumerate(tasks)]
+    requests = [
+        Request(i, tuple(task), Sampling(seed=i, max_tokens=100)) for i, task in enumerate(tasks)
+    ]
     with (folder / "data.jsonl").open("w", encoding="utf-8") as file:
         for task, chunks in zip(tasks, embedded(requests, "off", "off"), strict=True):
             tokens = said(chunks)
-            record = {"input_ids": [*task, *tokens], "loss_mask": [0] * len(task) + [1] * len(tokens)}
+            record = {
+                "input_ids": [*task, *tokens],
+                "loss_mask": [0] * len(task) + [1] * len(tokens),
+            }
             file.write(json.dumps(record) + "\n")
     processes = [learn(folder, name, size) for name, size in VOCABULARIES.items()]
     told = [process.communicate(timeout=150)[1] for process in processes]
@@ -199,7 +247,12 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[str]:
-    paths = {"data": folder / "data.jsonl", "model": POLICY, "out": folder / name, "speculator": "eagle3"}
+    paths = {
+        "data": folder / "data.jsonl",
+        "model": POLICY,
+        "out": folder / name,
+        "speculator": "eagle3",
+    }
     settings = paths | LEARNING | {"draft-steps": 3, "heldout-share": 0.02}
     options = [f"draft_vocab_size={draft_vocab_size}", "ttt_steps=3"]
     return subprocess.Popen(
@@ -208,7 +261,7 @@ def learn(folder: Path, name: str, draft_vocab_size: int) -> subprocess.Popen[st
         + [part for option in options for part in ("--options", option)],
         stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,9 @@ for targets in ([there, gone], []):
 
 
 def test_hooks_that_did_not_apply_are_named() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+    )
     first, second = done.stdout.splitlines()
     assert first.startswith("InternalError")
     assert "json.no_such_function" in first

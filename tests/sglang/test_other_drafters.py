@@ -1,4 +1,6 @@
-"""SGLang with our plugin under EAGLE-3, NGRAM on two ranks, and without speculation: tiny random models, fp32."""
+"""SGLang with our plugin under EAGLE-3, NGRAM on two ranks, and without speculation: tiny random
+models, fp32.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from random_models import save_random
-from sglang_served import Served, chi_square_p, exact_pairs, greedy, hidden, pair_counts, said, save_eagle3
+from sglang_served import (
+    Served,
+    chi_square_p,
+    exact_pairs,
+    greedy,
+    hidden,
+    pair_counts,
+    said,
+    save_eagle3,
+)
 from transformers import PreTrainedModel
 
 from paceline.errors import MissingCapability, WeightsError
@@ -38,16 +49,27 @@ def settings(name: str, folder: Path) -> dict[str, object]:
             "drafter_swap": "retract",
         }
     if name == "ngram on two ranks":
-        return {"drafter": "ngram", "arms": ("off", "ngram:3_1_4", "ngram:7_1_8"), "tensor_parallel_size": 2}
+        return {
+            "drafter": "ngram",
+            "arms": ("off", "ngram:3_1_4", "ngram:7_1_8"),
+            "tensor_parallel_size": 2,
+        }
     return {"drafter": "off"}
 
 
 @pytest.fixture(scope="module", params=["eagle3", "ngram on two ranks", "no speculation"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     folder = tmp_path_factory.mktemp("sglang")
     family = "llama" if request.param == "no speculation" else "qwen3"
     oracle = save_random(
-        folder / "model", family, vocab_size=96, sharpness=4.0, num_hidden_layers=8, max_position_embeddings=512
+        folder / "model",
+        family,
+        vocab_size=96,
+        sharpness=4.0,
+        num_hidden_layers=8,
+        max_position_embeddings=512,
     )
     served = Served(
         folder,
@@ -73,7 +95,10 @@ def test_rows_are_the_states_of_transformers(case: Case) -> None:
         numbers = case.served.send(PROMPTS, temperature=1.0)
         for prompt, number, chunks in zip(PROMPTS, numbers, case.served.wait(numbers), strict=True):
             tokens = [*prompt, *said(chunks)]
-            rows, expected = case.served.kept.of(number, tokens), hidden(case.oracle, tokens, case.layers)
+            rows, expected = (
+                case.served.kept.of(number, tokens),
+                hidden(case.oracle, tokens, case.layers),
+            )
             assert (rows - expected).abs().max() <= 1e-4 * max(1.0, float(expected.abs().max()))
     assert case.served.wait(numbers)[3][-1].cached_prompt_tokens >= 30
 
@@ -84,10 +109,14 @@ def test_pairs_of_tokens_come_with_their_exact_probabilities(case: Case) -> None
     assert chi_square_p(counts, exact) > 0.001
 
 
-def test_a_drafter_swapped_under_running_requests_changes_no_token_and_keeps_its_vocabulary(case: Case) -> None:
+def test_a_drafter_swapped_under_running_requests_changes_no_token_and_keeps_its_vocabulary(
+    case: Case,
+) -> None:
     served = case.served
     if served.spec.speculator != "eagle3":
-        with pytest.raises(MissingCapability, match="sglang engine lacks the capability drafter_update"):
+        with pytest.raises(
+            MissingCapability, match="sglang engine lacks the capability drafter_update"
+        ):
             prepare_drafter(served, served.client.log_path.parent / "model", 1)
         return
     expected = served.tokens(PROMPTS, max_tokens=60)
@@ -98,7 +127,9 @@ def test_a_drafter_swapped_under_running_requests_changes_no_token_and_keeps_its
     served.rounds(20)
     prepare_drafter(served, folder / "next", 1)
     versions = tpb.VersionSet(seq=1, policy=0, drafter=1)
-    served.client.ask(commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE))
+    served.client.ask(
+        commit_weights=pb.CommitWeights(versions=versions, mode=pb.PAUSE_MODE_IN_PLACE)
+    )
     assert [said(chunks) for chunks in served.wait(numbers)] == expected
     with pytest.raises(WeightsError, match="vocabulary is fixed"):
         prepare_drafter(served, folder / "other tokens", 2)

@@ -1,4 +1,6 @@
-"""A killed SGLang: its request ends as unavailable, another starts, loads the committed versions and serves again."""
+"""A killed SGLang: its request ends as unavailable, another starts, loads the committed versions
+and serves again.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 
 def scheduler_of(pid: int) -> psutil.Process:
     """SGLang's scheduler under a worker process."""
-    return next(one for one in psutil.Process(pid).children(True) if "scheduler" in "".join(one.cmdline()))
+    return next(
+        one for one in psutil.Process(pid).children(True) if "scheduler" in "".join(one.cmdline())
+    )
 
 
 async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_path: Path) -> None:
@@ -41,17 +45,27 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
             "drafter": "off",
             "run": {"id": "restart", "dir": str(tmp_path)},
             "addresses": {"gateway": "127.0.0.1:0", "http": "127.0.0.1:0"},
-            "engine": {"kind": "sglang", "workers": 1, "dtype": "float32", "max_sequence_tokens": 256},
+            "engine": {
+                "kind": "sglang",
+                "workers": 1,
+                "dtype": "float32",
+                "max_sequence_tokens": 256,
+            },
         }
     )
     prompt = AutoTokenizer.from_pretrained(DEMO / "policy_start").encode("48:36=")
     expected = greedy(load_oracle(DEMO / "policy_trained"), prompt, 16)
-    async with running(config) as (port, http_port), channel(f"127.0.0.1:{port}", SecurityConfig()) as to_gateway:
+    async with (
+        running(config) as (port, http_port),
+        channel(f"127.0.0.1:{port}", SecurityConfig()) as to_gateway,
+    ):
         stub: Any = RolloutServiceStub(to_gateway)
         await commit_trained(to_gateway)
         assert await ask(http_port, prompt, 16) == expected
         sampling = tpb.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, seed=1)
-        call = stub.Generate(rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling), timeout=30)
+        call = stub.Generate(
+            rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling), timeout=30
+        )
         pieces = aiter(call)
         await anext(pieces)
         status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
@@ -67,9 +81,13 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
 
 async def commit_trained(to_gateway: grpc.aio.Channel) -> None:
     """Policy version 1: the trained one."""
-    tensors = list(decode_safetensors((DEMO / "policy_trained" / "model.safetensors").read_bytes()).values())
+    tensors = list(
+        decode_safetensors((DEMO / "policy_trained" / "model.safetensors").read_bytes()).values()
+    )
     context = tpb.CommandContext(run_id="restart", step=0, epoch=1)
-    await push_weights(to_gateway, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context)
+    await push_weights(
+        to_gateway, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context
+    )
     await commit_versions(to_gateway, context, VersionSet(1, 1, 0))
 
 

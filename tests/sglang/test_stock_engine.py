@@ -1,4 +1,6 @@
-"""The unpatched SGLang over the CPU stand-in: its greedy tokens are those of transformers, whatever drafts."""
+"""The unpatched SGLang over the CPU stand-in: its greedy tokens are those of transformers, whatever
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet, EagleOptions
 
 pytestmark = pytest.mark.sglang
-PROMPTS = [[3, 4, 5, 6, 7, 8], [9, 10, 9, 10, 9, 10, 9, 10, 9, 10, 9, 10, 9], [5], list(range(3, 19)) * 3]
+PROMPTS = [
+    [3, 4, 5, 6, 7, 8],
+    [9, 10, 9, 10, 9, 10, 9, 10, 9, 10, 9, 10, 9],
+    [5],
+    list(range(3, 19)) * 3,
+]
 NEW_TOKENS = 60
 
 
@@ -23,10 +30,20 @@ def expected(model: PreTrainedModel) -> list[list[int]]:
 
 
 def test_llama_under_an_eagle_tree_emits_the_greedy_tokens_of_transformers(tmp_path: Path) -> None:
-    # A small vocabulary lets even a random drafter hit, so that accepted branches are really moved and continued.
-    model = save_random(tmp_path / "target", "llama", vocab_size=19, sharpness=4.0, max_position_embeddings=512)
-    EagleNet(read_config(tmp_path / "target"), EagleOptions(fc_bias=True), seed=1).save(tmp_path / "drafter")
-    tree = {"num_steps": 3, "eagle_topk": 3, "num_draft_tokens": 10, "draft_model_path": str(tmp_path / "drafter")}
+    # A small vocabulary lets even a random drafter hit, so that accepted branches are really moved
+    # and continued.
+    model = save_random(
+        tmp_path / "target", "llama", vocab_size=19, sharpness=4.0, max_position_embeddings=512
+    )
+    EagleNet(read_config(tmp_path / "target"), EagleOptions(fc_bias=True), seed=1).save(
+        tmp_path / "drafter"
+    )
+    tree = {
+        "num_steps": 3,
+        "eagle_topk": 3,
+        "num_draft_tokens": 10,
+        "draft_model_path": str(tmp_path / "drafter"),
+    }
     report = stock(
         {
             "model_path": str(tmp_path / "target"),

@@ -69,9 +69,12 @@ def test_the_tiltfile_is_short() -> None:
     assert len((ROOT / "Tiltfile").read_text().splitlines()) < 60
 
 
-def test_services_are_those_of_the_service_table_in_its_order(services: dict[str, dict[str, Any]]) -> None:
+def test_services_are_those_of_the_service_table_in_its_order(
+    services: dict[str, dict[str, Any]],
+) -> None:
     seen = [
-        (name, each["serve_cmd"][2], tuple(each["resource_deps"]), each["labels"]) for name, each in services.items()
+        (name, each["serve_cmd"][2], tuple(each["resource_deps"]), each["labels"])
+        for name, each in services.items()
     ]
     assert seen == [(spec.name, spec.module, spec.depends_on, [spec.label]) for spec in SERVICES]
     for spec in SERVICES:
@@ -80,7 +83,9 @@ def test_services_are_those_of_the_service_table_in_its_order(services: dict[str
         assert len(services[spec.name]["links"]) == len(spec.links)
 
 
-def test_every_service_has_a_probe_through_the_health_check(services: dict[str, dict[str, Any]]) -> None:
+def test_every_service_has_a_probe_through_the_health_check(
+    services: dict[str, dict[str, Any]],
+) -> None:
     for name, settings in services.items():
         command = settings["readiness_probe"]["exec"]["command"]
         assert command[1:3] == ["-m", "paceline.local.healthcheck"], name
@@ -88,13 +93,18 @@ def test_every_service_has_a_probe_through_the_health_check(services: dict[str, 
             healthcheck([*command[3:], "--no-such-option"])
 
 
-def test_probes_ask_the_default_addresses_and_no_port_is_used_twice(services: dict[str, dict[str, Any]]) -> None:
+def test_probes_ask_the_default_addresses_and_no_port_is_used_twice(
+    services: dict[str, dict[str, Any]],
+) -> None:
     probed = {name: s["readiness_probe"]["exec"]["command"][4] for name, s in services.items()}
     defaults = AddressesConfig()
     for spec in SERVICES:
         if spec.address_key:
             assert probed[spec.name] == getattr(defaults, spec.address_key)
-    ports = [re.search(r":(\d+)", address.rsplit("@")[-1].removeprefix("redis://")) for address in probed.values()]
+    ports = [
+        re.search(r":(\d+)", address.rsplit("@")[-1].removeprefix("redis://"))
+        for address in probed.values()
+    ]
     found = [match.group(1) for match in ports if match]
     assert len(found) == len(set(found)) == len(services)
 
@@ -106,7 +116,9 @@ def test_dependencies_exist_and_have_no_circle(services: dict[str, dict[str, Any
         started.add(name)
 
 
-def test_commands_exist(resources: dict[str, dict[str, Any]], services: dict[str, dict[str, Any]]) -> None:
+def test_commands_exist(
+    resources: dict[str, dict[str, Any]], services: dict[str, dict[str, Any]]
+) -> None:
     for settings in services.values():
         assert settings["serve_cmd"][:2] == [".venv/bin/python", "-m"]
         assert find_spec(settings["serve_cmd"][2]) is not None

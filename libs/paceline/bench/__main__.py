@@ -21,7 +21,9 @@ BENCHES = {
 
 def main(benches: Mapping[str, str] = BENCHES, program: str = "paceline.bench") -> None:
     """Parses the command line and runs; a service's benches pass their own table."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description="Benches, each by its name.")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}", description="Benches, each by its name."
+    )
     names = parser.add_subparsers(dest="name", required=True)
     for name, module in benches.items():
         one = names.add_parser(name, help=(import_module(module).__doc__ or "").partition("\n")[0])

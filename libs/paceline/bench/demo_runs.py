@@ -1,4 +1,5 @@
-"""Whole demo runs as measurements: made in processes of their own, read from their files. Owns no comparison.
+"""Whole demo runs as measurements: made in processes of their own, read from their files. Owns no
+comparison.
 
 Finished runs are kept, so a bench that was interrupted goes on where it stood.
 """
@@ -51,7 +52,10 @@ class Run:
     @property
     def probes(self) -> list[tuple[int, float]]:
         """RL step and acceptance length of each probe."""
-        found = ((int(step.get("step", 0)), step.get("evaluations", {}).get(PROBE)) for step in self.steps)
+        found = (
+            (int(step.get("step", 0)), step.get("evaluations", {}).get(PROBE))
+            for step in self.steps
+        )
         return [(number, float(value)) for number, value in found if value is not None]
 
     @property
@@ -68,19 +72,32 @@ async def finished_run(
     flags: Callable[[], Awaitable[Sequence[str]]],
     overrides: Sequence[str],
 ) -> Run:
-    """The finished run of a seed and an arm, made now with the demo's `flags` and settings if it is not there.
+    """The finished run of a seed and an arm, made now with the demo's `flags` and settings if it is
+    not there.
 
-    Raises InvalidInput when the folder holds runs of another length, FailedPrecondition when a run fails.
+    Raises InvalidInput when the folder holds runs of another length, FailedPrecondition when a run
+    fails.
     """
     folder, run_id = out / f"{arm}-{seed}", f"demo-{seed}-1"
     directory = folder / run_id
     if _finished_steps(directory) not in (None, steps):
-        raise InvalidInput("this folder holds runs of another length; choose another --out", seen=directory)
+        raise InvalidInput(
+            "this folder holds runs of another length; choose another --out", seen=directory
+        )
     if _finished_steps(directory) is None:
         resumed = (directory / "config.toml").is_file()
         chosen = ["--resume", run_id] if resumed else ["--seed", str(seed), *await flags()]
         began = time.monotonic()
-        demo = [sys.executable, "-m", "paceline.cli.main", "demo", "--steps", str(steps), "--out", str(folder)]
+        demo = [
+            sys.executable,
+            "-m",
+            "paceline.cli.main",
+            "demo",
+            "--steps",
+            str(steps),
+            "--out",
+            str(folder),
+        ]
         cpu_s = await child([*demo, *chosen, *overrides])
         cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": resumed}
         (directory / "bench.json").write_text(json.dumps(cost) + "\n")
@@ -105,11 +122,25 @@ def _finished_steps(directory: Path) -> int | None:
 
 
 async def trained_drafter(made: Path, seed: int, like: Run, *options: str) -> Path:
-    """A drafter trained offline with the optimiser steps and tokens that `like` spent; further make_drafter options."""
+    """A drafter trained offline with the optimiser steps and tokens that `like` spent; further
+    make_drafter options.
+    """
     if not (made / "model.safetensors").is_file():
-        steps, tokens = max(1, like.summary["drafter_steps"]), max(1, like.summary["drafter_tokens"])
+        steps, tokens = (
+            max(1, like.summary["drafter_steps"]),
+            max(1, like.summary["drafter_tokens"]),
+        )
         budget = ["--steps", str(steps), "--tokens", str(tokens), "--seed", str(seed)]
-        await child([sys.executable, str(demo_script("make_drafter.py")), *budget, "--out", str(made), *options])
+        await child(
+            [
+                sys.executable,
+                str(demo_script("make_drafter.py")),
+                *budget,
+                "--out",
+                str(made),
+                *options,
+            ]
+        )
     return made
 
 
@@ -127,7 +158,9 @@ async def child(command: Sequence[str]) -> float:
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     if await process.wait() != 0:
         shown = " ".join(command[:6])
-        raise FailedPrecondition(f"a run failed; the same bench goes on from it: {shown} ...", seen=process.returncode)
+        raise FailedPrecondition(
+            f"a run failed; the same bench goes on from it: {shown} ...", seen=process.returncode
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

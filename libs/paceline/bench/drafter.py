@@ -1,7 +1,9 @@
-"""What co-training a drafter is worth: five demo runs over the same tasks, which change their kind in the middle.
+"""What co-training a drafter is worth: five demo runs over the same tasks, which change their kind
+in the middle.
 
-No speculation, n-grams, a frozen drafter warmed up on the first tasks, a drafter trained after each policy step while
-everybody waits, and one trained on released slots. Owns the tasks, the arms and what is compared.
+No speculation, n-grams, a frozen drafter warmed up on the first tasks, a drafter trained after each
+policy step while everybody waits, and one trained on released slots. Owns the tasks, the arms and
+what is compared.
 """
 
 from __future__ import annotations
@@ -43,11 +45,17 @@ class Mixes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--steps", type=int, default=60, help="RL steps of a run")
-    parser.add_argument("--shift-at", type=int, default=0, help="first step of the second task mix; 0: the middle")
+    parser.add_argument(
+        "--shift-at", type=int, default=0, help="first step of the second task mix; 0: the middle"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="16 steps")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench-drafter"), help="folder of the runs")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings of all runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench-drafter"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
@@ -58,7 +66,9 @@ async def run(options: argparse.Namespace) -> BenchResult:
     mixes = write_mixes(out)
     runs: dict[str, Run] = {}
     for arm in ARMS:
-        runs[arm] = await _run_arm(out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs)
+        runs[arm] = await _run_arm(
+            out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs
+        )
         say(f"{arm}: {runs[arm].summary['wall_s']:.0f} s")
     scratch = await _from_scratch(out, options.seed, runs["harvested"], mixes)
     packing = await _packing(out)
@@ -70,15 +80,21 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 def write_mixes(out: Path) -> Mixes:
-    """The demo's tasks in two mixes: prompts that ask for subtractions, then prompts that ask for remainders.
+    """The demo's tasks in two mixes: prompts that ask for subtractions, then prompts that ask for
+    remainders.
 
-    A prompt that begins the answer's first step fixes its style, so that a drafter of the first mix knows nothing of
-    the second while the policy knows both.
+    A prompt that begins the answer's first step fixes its style, so that a drafter of the first mix
+    knows nothing of the second while the policy knows both.
     """
     out.mkdir(parents=True, exist_ok=True)
     folder = demo_script("tasks_train.jsonl").parent
-    mixes = Mixes(*(out / f"{name}.jsonl" for name in ("first", "first_heldout", "second", "second_heldout")))
-    for sign, train, heldout in (("-", mixes.first, mixes.first_heldout), ("%", mixes.second, mixes.second_heldout)):
+    mixes = Mixes(
+        *(out / f"{name}.jsonl" for name in ("first", "first_heldout", "second", "second_heldout"))
+    )
+    for sign, train, heldout in (
+        ("-", mixes.first, mixes.first_heldout),
+        ("%", mixes.second, mixes.second_heldout),
+    ):
         for source, written in (("tasks_train.jsonl", train), ("tasks_heldout.jsonl", heldout)):
             write_tasks(written, [_signed(task, sign) for task in read_tasks(folder / source)])
     return mixes
@@ -99,16 +115,23 @@ def _settings(mixes: Mixes, shift: int) -> list[str]:
         "coordinator.evaluation.heldout_prompts=128",
         "coordinator.evaluation.probe_every=1",
         "coordinator.evaluation.probe_prompts=48",
-        "drafter_trainer.gate.interval_steps=10",  # a shift is answered within a few RL steps or not at all
+        # a shift is answered within a few RL steps or not at all
+        "drafter_trainer.gate.interval_steps=10",
     ]
 
 
-async def _run_arm(out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, Run]) -> Run:
+async def _run_arm(
+    out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, Run]
+) -> Run:
     untrained = ["coordinator.drafter_enabled=false", "policy_trainer.push_head=false"]
     match arm:
         case "serial":
             most = max(1, round(before["harvested"].summary["drafter_steps_per_rl_step"]))
-            settings = [*settings, "coordinator.drafter_schedule=serial", f"coordinator.max_drafter_steps={most}"]
+            settings = [
+                *settings,
+                "coordinator.drafter_schedule=serial",
+                f"coordinator.max_drafter_steps={most}",
+            ]
         case "ngram":
             arms = 'gateway.speculation.arms=["off", "ngram:4_1_5"]'
             probe = "coordinator.evaluation.probe_arm=ngram:4_1_5"
@@ -118,8 +141,15 @@ async def _run_arm(out: Path, arm: str, seed: int, steps: int, settings: Sequenc
 
     async def flags() -> list[str]:
         if arm == "frozen":
-            tasks = ["--tasks", str(out / "first.jsonl"), "--heldout", str(out / "first_heldout.jsonl")]
-            made = await demo_runs.trained_drafter(out / "drafter-warm", seed, before["harvested"], *tasks, *ROLLOUTS)
+            tasks = [
+                "--tasks",
+                str(out / "first.jsonl"),
+                "--heldout",
+                str(out / "first_heldout.jsonl"),
+            ]
+            made = await demo_runs.trained_drafter(
+                out / "drafter-warm", seed, before["harvested"], *tasks, *ROLLOUTS
+            )
             return ["--frozen-drafter", str(made)]
         return ["--no-speculation"] if arm == "none" else []
 
@@ -127,12 +157,27 @@ async def _run_arm(out: Path, arm: str, seed: int, steps: int, settings: Sequenc
 
 
 async def _from_scratch(out: Path, seed: int, harvested: Run, mixes: Mixes) -> float:
-    """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy alone."""
-    directory, policy, made = out / f"harvested-{seed}" / f"demo-{seed}-1", out / "last-policy", out / "drafter-scratch"
+    """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
+    alone.
+    """
+    directory, policy, made = (
+        out / f"harvested-{seed}" / f"demo-{seed}-1",
+        out / "last-policy",
+        out / "drafter-scratch",
+    )
     if not (policy / "model.safetensors").is_file():
         script = demo_script("export_policy.py")
-        await demo_runs.child([sys.executable, str(script), "--run", str(directory), "--out", str(policy)])
-    tasks = ["--tasks", str(mixes.second), "--heldout", str(mixes.second_heldout), "--model", str(policy)]
+        await demo_runs.child(
+            [sys.executable, str(script), "--run", str(directory), "--out", str(policy)]
+        )
+    tasks = [
+        "--tasks",
+        str(mixes.second),
+        "--heldout",
+        str(mixes.second_heldout),
+        "--model",
+        str(policy),
+    ]
     await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ROLLOUTS)
     return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
 
@@ -141,12 +186,15 @@ async def _packing(out: Path) -> float:
     """Samples/s of packed rows over padded ones, measured by the drafter trainer's own bench."""
     result = out / "packing.json"
     if not result.is_file():
-        await demo_runs.child([sys.executable, "-m", "drafter_trainer.bench.packing", "--json", str(result)])
+        await demo_runs.child(
+            [sys.executable, "-m", "drafter_trainer.bench.packing", "--json", str(result)]
+        )
     return float(json.loads(result.read_text(encoding="utf-8"))["ratio"])
 
 
 def recovery(one: Run, shift: int) -> tuple[float, float, int | None]:
-    """Acceptance before the shift, the lowest after it, and the steps until it is back at 95 %; None: never.
+    """Acceptance before the shift, the lowest after it, and the steps until it is back at 95 %;
+    None: never.
 
     A probe of step s is made when s has ended, with the tasks of s.
     """
@@ -164,15 +212,34 @@ def goals(runs: dict[str, Run], shift: int, scratch: float, packing: float) -> l
     steps = float("inf") if back is None else float(back)
     last = settled(ours)
     return [
-        at_least("step time not spent waiting for the harvested drafter", 1 - WAIT_GOAL, 1 - _wait_share(ours)),
-        Goal("steps back to 95 % of the acceptance before the shift", RECOVERY_STEPS, steps, steps <= RECOVERY_STEPS),
+        at_least(
+            "step time not spent waiting for the harvested drafter",
+            1 - WAIT_GOAL,
+            1 - _wait_share(ours),
+        ),
+        Goal(
+            "steps back to 95 % of the acceptance before the shift",
+            RECOVERY_STEPS,
+            steps,
+            steps <= RECOVERY_STEPS,
+        ),
         *(
             _ratio_goal(f"tokens/s, harvested / {other}", ours.rates, runs[other].rates)
             for other in ("none", "ngram", "frozen", "serial")
         ),
-        _ratio_goal("step seconds, serial / harvested", _step_seconds(runs["serial"]), _step_seconds(ours)),
-        at_least("acceptance at the end, harvested from cold / frozen warm", 1.0, last / settled(runs["frozen"])),
-        at_least("acceptance at the end, harvested / from scratch on the last policy", 1.0, last / scratch),
+        _ratio_goal(
+            "step seconds, serial / harvested", _step_seconds(runs["serial"]), _step_seconds(ours)
+        ),
+        at_least(
+            "acceptance at the end, harvested from cold / frozen warm",
+            1.0,
+            last / settled(runs["frozen"]),
+        ),
+        at_least(
+            "acceptance at the end, harvested / from scratch on the last policy",
+            1.0,
+            last / scratch,
+        ),
         at_least("packed / padded samples per second", PACKING_GOAL, packing),
     ]
 
@@ -193,7 +260,10 @@ def _step_seconds(one: Run) -> list[float]:
 
 def _means(one: Run) -> list[float]:
     values = [value for _, value in one.probes]
-    return [statistics.fmean(values[first : first + SETTLED]) for first in range(0, len(values), SETTLED)]
+    return [
+        statistics.fmean(values[first : first + SETTLED])
+        for first in range(0, len(values), SETTLED)
+    ]
 
 
 def _wait_share(one: Run) -> float:
@@ -210,7 +280,9 @@ def _row(arm: str, one: Run, shift: int) -> Row:
         "lowest after": lowest,
         "steps to 95 %": "never" if back is None and one.probes else back,
         "E[len] last": settled(one) if one.probes else None,
-        "drafter slot-s/step": statistics.fmean(float(step.get("drafter_slot_s", 0.0)) for step in one.steps),
+        "drafter slot-s/step": statistics.fmean(
+            float(step.get("drafter_slot_s", 0.0)) for step in one.steps
+        ),
         "drafter steps/step": one.summary["drafter_steps_per_rl_step"],
         "wait %": 100 * _wait_share(one),
         f"E[len], means of {SETTLED} steps": " ".join(f"{value:.1f}" for value in _means(one)),

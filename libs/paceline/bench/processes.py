@@ -1,7 +1,8 @@
-"""Child processes of a bench and what they cost. Owns starting, asking and stopping them; not what they do.
+"""Child processes of a bench and what they cost. Owns starting, asking and stopping them; not what
+they do.
 
-A child reads one JSON line per request from its standard input, answers with one on its standard output, and ends when
-its input closes.
+A child reads one JSON line per request from its standard input, answers with one on its standard
+output, and ends when its input closes.
 """
 
 from __future__ import annotations
@@ -76,9 +77,13 @@ class Child:
             async with asyncio.timeout(ANSWER_DEADLINE_S):
                 line = await self._process.stdout.readline()
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{self._name} does not answer", allowed=f"{ANSWER_DEADLINE_S} s") from error
+            raise DeadlineExceeded(
+                f"{self._name} does not answer", allowed=f"{ANSWER_DEADLINE_S} s"
+            ) from error
         if not line:
-            raise Unavailable(f"{self._name} ended before it answered", seen=self._process.returncode)
+            raise Unavailable(
+                f"{self._name} ended before it answered", seen=self._process.returncode
+            )
         answer: Mapping[str, Any] = json.loads(line)
         return answer
 
@@ -87,7 +92,12 @@ class Child:
 async def child(module: str, *argv: str) -> AsyncIterator[Child]:
     """Runs `python -m module argv` for the time of the block."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        "-m",
+        module,
+        *argv,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     try:
         yield Child(process, f"{module} {' '.join(argv)}".strip())
@@ -107,7 +117,9 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 def _reset_peak(pid: int) -> None:
-    """Lets VmHWM start again (proc(5), clear_refs); without the right to do so the peak is that of the whole life."""
+    """Lets VmHWM start again (proc(5), clear_refs); without the right to do so the peak is that of
+    the whole life.
+    """
     try:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
     except OSError:

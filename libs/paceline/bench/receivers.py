@@ -1,4 +1,5 @@
-"""The far ends of the transport bench: `python -m paceline.bench.receivers weights|tcp|redis ARGS`. Measures nothing.
+"""The far ends of the transport bench: `python -m paceline.bench.receivers weights|tcp|redis ARGS`.
+Measures nothing.
 
 Each prints one JSON line when ready and one per request; it ends when its standard input closes.
 """
@@ -51,7 +52,9 @@ def tell(**facts: Any) -> None:
 
 
 async def receive_weights() -> None:
-    """A gRPC server with WeightService over a spool in a temporary directory, as the gateway has."""
+    """A gRPC server with WeightService over a spool in a temporary directory, as the gateway
+    has.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         server = Server("127.0.0.1:0", SecurityConfig())
         servicer = WeightServicer(Spool(Path(directory)), EpochGuard(), NoWorkers())
@@ -62,7 +65,9 @@ async def receive_weights() -> None:
 
 
 def receive_tcp() -> None:
-    """Raw copy: each chunk goes into its place in one buffer and is checked there; one byte answers the last one."""
+    """Raw copy: each chunk goes into its place in one buffer and is checked there; one byte answers
+    the last one.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
         tell(port=listener.getsockname()[1])
         connection, _ = listener.accept()

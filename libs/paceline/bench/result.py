@@ -1,4 +1,7 @@
-"""What a bench reports: rows, goals, the machine and the versions. Owns the table and the JSON file."""
+"""What a bench reports: rows, goals, the machine and the versions.
+
+Owns the table and the JSON file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,17 @@ from rich.table import Table
 
 Row = Mapping[str, str | float | int | None]
 
-PACKAGES = ("paceline", "grpcio", "protobuf", "redis", "numpy", "uvloop", "torch", "transformers", "sglang")
+PACKAGES = (
+    "paceline",
+    "grpcio",
+    "protobuf",
+    "redis",
+    "numpy",
+    "uvloop",
+    "torch",
+    "transformers",
+    "sglang",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +47,10 @@ class Goal:
 def machine() -> str:
     """The machine in words: cores, processor, memory, operating system."""
     memory_gib = psutil.virtual_memory().total / 2**30
-    return f"{os.cpu_count()} cores, {_processor()}, {memory_gib:.0f} GiB memory, {_system()}, load {_load()}"
+    return (
+        f"{os.cpu_count()} cores, {_processor()}, {memory_gib:.0f} GiB memory, {_system()}, "
+        f"load {_load()}"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -76,7 +92,8 @@ class BenchResult:
             console.print(_table(heading, rows))
         words = {True: "met", False: "missed", None: "unresolved"}
         goals: list[Row] = [
-            {"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]} for one in self.goals
+            {"goal": one.name, "at least": one.goal, "value": one.value, "": words[one.met]}
+            for one in self.goals
         ]
         if goals:
             console.print(_table("goals", goals))
@@ -84,7 +101,9 @@ class BenchResult:
 
 
 def _tables(title: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by heading: the value of their column "section", which then is no column, or else the title."""
+    """Rows by heading: the value of their column "section", which then is no column, or else the
+    title.
+    """
     tables: dict[str, list[Row]] = {}
     for row in rows:
         shown = {name: value for name, value in row.items() if name != "section"}

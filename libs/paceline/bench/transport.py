@@ -1,7 +1,9 @@
-"""Weights over gRPC and hidden-state batches through Redis, each against a raw TCP copy of the same bytes.
+"""Weights over gRPC and hidden-state batches through Redis, each against a raw TCP copy of the same
+bytes.
 
-Owns what is compared; the far ends are processes of their own (receivers). Runs interleave (ours, raw, ours, raw), and
-a pair's two runs are neighbours in time. Both sides check the CRC-32 of every chunk of 1 MiB.
+Owns what is compared; the far ends are processes of their own (receivers). Runs interleave (ours,
+raw, ours, raw), and a pair's two runs are neighbours in time. Both sides check the CRC-32 of every
+chunk of 1 MiB.
 """
 
 from __future__ import annotations
@@ -68,8 +70,15 @@ Transfer = Callable[[], Awaitable[tuple[float, float, float]]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
     parser.add_argument("--mib", type=int, default=128, help="MiB of one transfer")
-    parser.add_argument("--pairs", type=int, default=41, help="pairs between two looks at the interval")
-    parser.add_argument("--looks", type=int, default=4, help="looks at most; the first that resolves the ratio ends it")
+    parser.add_argument(
+        "--pairs", type=int, default=41, help="pairs between two looks at the interval"
+    )
+    parser.add_argument(
+        "--looks",
+        type=int,
+        default=4,
+        help="looks at most; the first that resolves the ratio ends it",
+    )
     parser.add_argument("--quick", action="store_true", help="64 MiB, 3 pairs, one look")
 
 
@@ -80,7 +89,10 @@ async def run(options: argparse.Namespace) -> BenchResult:
     rows: list[Row] = []
     goals: list[Goal] = []
     # gRPC does not like to see processes started beside its threads, so its comparison comes last.
-    for name, goal, compare in (("redis", REDIS_GOAL, _compare_redis), ("weight push", PUSH_GOAL, _compare_push)):
+    for name, goal, compare in (
+        ("redis", REDIS_GOAL, _compare_redis),
+        ("weight push", PUSH_GOAL, _compare_push),
+    ):
         ours, raw, ratio = await compare(mib, Plan(pairs, looks))
         rows += [_row(name, mib, ours, str(ratio)), _row(f"raw TCP ({name})", mib, raw, "")]
         goals.append(Goal(f"{name} / raw TCP copy", goal, ratio.value, _met(ratio, goal)))
@@ -136,8 +148,8 @@ async def _interleave(
 ) -> tuple[list[Run], list[Run], Ratio]:
     """Runs the pairs; throughput ratio = raw wall / our wall.
 
-    Ending at the first resolved look makes the interval a little too narrow (optional stopping); the number of looks
-    is small for that reason.
+    Ending at the first resolved look makes the interval a little too narrow (optional stopping);
+    the number of looks is small for that reason.
     """
     transfer, pids, forget = ours
     runs: tuple[list[Run], list[Run]] = ([], [])
@@ -164,8 +176,12 @@ async def _measure(transfer: Transfer, far: list[int]) -> Run:
     return Run(wall_s, cpu_s, sender.peak_rss_mib, peak_mib, spool_s, fan_out_s)
 
 
-async def _raw_copy(stack: AsyncExitStack, parts: Sequence[memoryview]) -> tuple[Transfer, list[int]]:
-    """A blocking sender of the same bytes in chunks of 1 MiB, from the announcement to the receiver's last check."""
+async def _raw_copy(
+    stack: AsyncExitStack, parts: Sequence[memoryview]
+) -> tuple[Transfer, list[int]]:
+    """A blocking sender of the same bytes in chunks of 1 MiB, from the announcement to the
+    receiver's last check.
+    """
     receiver = await stack.enter_async_context(child(RECEIVERS, "tcp"))
     port = (await receiver.answer())["port"]
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
@@ -214,7 +230,10 @@ async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
 def _weights(mib: int) -> list[NamedTensor]:
     """Random bfloat16 bits in four tensors."""
     rng = np.random.default_rng(0)
-    parts = [rng.integers(0, 2**16, part.size * MIB // 2, dtype=np.uint16) for part in np.array_split(range(mib), 4)]
+    parts = [
+        rng.integers(0, 2**16, part.size * MIB // 2, dtype=np.uint16)
+        for part in np.array_split(range(mib), 4)
+    ]
     return [from_numpy(f"layers.{index}.weight", part, "BF16") for index, part in enumerate(parts)]
 
 
@@ -228,7 +247,9 @@ def _features() -> tuple[dict[str, str], bytes]:
         session_id="bench",
         policy_version=0,
         lm_head_hash="0" * 16,
-        hidden=from_numpy("hidden", rng.integers(0, 2**16, (rows, hidden), dtype=np.uint16), "BF16"),
+        hidden=from_numpy(
+            "hidden", rng.integers(0, 2**16, (rows, hidden), dtype=np.uint16), "BF16"
+        ),
         token_ids=rng.integers(0, 1000, rows + 1, dtype=np.int32),
         positions=np.arange(rows, dtype=np.int32),
         mask=np.ones(rows, dtype=np.uint8),

@@ -1,4 +1,7 @@
-"""What remains of a run: the copied journal, its steps, summary.json, report.html, closing lines. Starts nothing."""
+"""What remains of a run: the copied journal, its steps, summary.json, report.html, closing lines.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ STEPS = "steps.jsonl"
 
 
 async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
-    """Copy the journal beside the run and count its trajectories, while Redis still serves. Raises Unavailable."""
+    """Copy the journal beside the run and count its trajectories, while Redis still serves.
+
+    Raises Unavailable.
+    """
     client = connect(config.redis.durable)
     try:
         await copy_journal(client, config.run.id, files.directory / JOURNAL)
@@ -45,18 +51,33 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
 def print_closing(summary: Summary, files: RunFiles, console: Console) -> None:
     """The figures a reader wants first, and where the rest lies."""
     table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
-    table.add_row("reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"]))
-    table.add_row("held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"]))
-    table.add_row("acceptance length", _number(summary["accept_len_first"], 2), _number(summary["accept_len_last"], 2))
+    table.add_row(
+        "reward (10 steps)", _number(summary["reward_first"]), _number(summary["reward_last"])
+    )
+    table.add_row(
+        "held-out accuracy", _number(summary["accuracy_first"]), _number(summary["accuracy_last"])
+    )
+    table.add_row(
+        "acceptance length",
+        _number(summary["accept_len_first"], 2),
+        _number(summary["accept_len_last"], 2),
+    )
     console.print(table)
     console.print(
-        f"{summary['steps']} steps in {duration(summary['wall_s'])}; {_number(summary['tokens_per_s'], 0)} tokens/s; "
-        f"{summary['drafter_steps']} drafter steps in {duration(summary['drafter_train_slot_s'])} of idle slot time; "
-        f"trajectories: {summary['trajectories_published']} published, {summary['trajectories_trained']} trained, "
+        f"{summary['steps']} steps in {duration(summary['wall_s'])}; "
+        f"{_number(summary['tokens_per_s'], 0)} tokens/s; "
+        f"{summary['drafter_steps']} drafter steps in {duration(summary['drafter_train_slot_s'])} "
+        f"of idle slot time; "
+        f"trajectories: {summary['trajectories_published']} published, "
+        f"{summary['trajectories_trained']} trained, "
         f"{summary['trajectories_lost']} lost",
         highlight=False,
     )
-    console.print(f"[bold]summary[/] {files.summary}\n[bold]report[/]  {files.report}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]summary[/] {files.summary}\n[bold]report[/]  {files.report}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _number(value: Any, digits: int = 3) -> str:

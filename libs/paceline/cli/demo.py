@@ -1,4 +1,7 @@
-"""`paceline demo`: one run from start policy to report. Owns the order of it; the services do the work."""
+"""`paceline demo`: one run from start policy to report.
+
+Owns the order of it; the services do the work.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,16 @@ _LAST_FACT_S = 2.0
 
 
 async def run_demo(options: DemoOptions, console: Console) -> int:
-    """Run to the end and write the report (0), or stop at a signal (130) or a failure (1) and say how to go on.
+    """Run to the end and write the report (0), or stop at a signal (130) or a failure (1) and say
+    how to go on.
 
     Leaves no process in any case. Raises ConfigError or NotFound for options that cannot work.
     """
     files = prepare_run(options)
     config = load_config(ServiceConfig, "local", [files.config])
-    console.print(f"[bold]run {files.run_id}[/] in {files.directory}", highlight=False, soft_wrap=True)
+    console.print(
+        f"[bold]run {files.run_id}[/] in {files.directory}", highlight=False, soft_wrap=True
+    )
     run = _Run(files, config, options.steps, console)
     try:
         finished = await run.play()
@@ -50,7 +56,8 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
 def _go_on(files: RunFiles, options: DemoOptions, console: Console, code: int) -> int:
     out = "" if options.out.as_posix() == "runs" else f" --out {options.out}"
     console.print(
-        f"continue with: [bold]paceline demo --resume {files.run_id} --steps {options.steps}{out}[/]",
+        f"continue with: [bold]paceline demo --resume {files.run_id} --steps "
+        f"{options.steps}{out}[/]",
         highlight=False,
         soft_wrap=True,
     )
@@ -60,7 +67,9 @@ def _go_on(files: RunFiles, options: DemoOptions, console: Console, code: int) -
 class _Run:
     """One run while its processes live."""
 
-    def __init__(self, files: RunFiles, config: ServiceConfig, steps: int, console: Console) -> None:
+    def __init__(
+        self, files: RunFiles, config: ServiceConfig, steps: int, console: Console
+    ) -> None:
         self._files = files
         self._config = config
         self._console = console
@@ -70,7 +79,10 @@ class _Run:
         self.ledger: LedgerCount | None = None
 
     async def play(self) -> bool:
-        """Start, show, wait, collect, stop. False when a signal ended it; raises what made it fail."""
+        """Start, show, wait, collect, stop.
+
+        False when a signal ended it; raises what made it fail.
+        """
         launches = run_launches(self._config, [self._files.config], [])
         supervisor = Supervisor(launches, self._files.directory, on_event=self._event)
         with open_view(self.state, self._console) as view:

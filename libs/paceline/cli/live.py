@@ -1,4 +1,7 @@
-"""The view of a running demo: a picture that stays in place on a terminal, else one line per step. Decides nothing."""
+"""The view of a running demo: a picture that stays in place on a terminal, else one line per step.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,19 @@ class View(Protocol):
     def __enter__(self) -> View: ...
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None: ...
 
 
 def open_view(state: RunState, console: Console) -> View:
     """The view that fits the console."""
     return (
-        LiveView(state, console) if console.is_terminal and not console.is_dumb_terminal else LineView(state, console)
+        LiveView(state, console)
+        if console.is_terminal and not console.is_dumb_terminal
+        else LineView(state, console)
     )
 
 
@@ -68,7 +76,9 @@ class LineView:
 
     def record(self, record: StepRecord) -> None:
         """One line."""
-        self._console.print(step_line(record, self._state.total_steps), highlight=False, soft_wrap=True)
+        self._console.print(
+            step_line(record, self._state.total_steps), highlight=False, soft_wrap=True
+        )
 
     def say(self, text: str) -> None:
         """One line."""
@@ -78,13 +88,19 @@ class LineView:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         return None
 
 
 class LiveView:
-    """A picture that stays in place. It is drawn on the event loop, so that nothing changes while it is drawn."""
+    """A picture that stays in place.
+
+    It is drawn on the event loop, so that nothing changes while it is drawn.
+    """
 
     def __init__(self, state: RunState, console: Console) -> None:
         self._state = state
@@ -114,7 +130,10 @@ class LiveView:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._clock is not None:
             self._clock.cancel()
@@ -128,4 +147,6 @@ class LiveView:
 
     def _draw(self) -> None:
         elapsed_s = time.monotonic() - self._began_s
-        self._live.update(draw(self._state, time.time(), elapsed_s, self._console.width), refresh=True)
+        self._live.update(
+            draw(self._state, time.time(), elapsed_s, self._console.width), refresh=True
+        )

@@ -1,4 +1,7 @@
-"""Commands of `paceline`. Owns arguments and what a person reads; the work is done by the modules it calls."""
+"""Commands of `paceline`.
+
+Owns arguments and what a person reads; the work is done by the modules it calls.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,21 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
-    help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in their idle time.",
+    help="Reinforcement-learning post-training with speculative rollouts whose drafter learns in "
+    "their idle time.",
 )
 console = Console(stderr=True)
 
-# gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed at once.
+# gRPC reads these when it is loaded: its remarks would tear the live view, and children are exec'ed
+# at once.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="settings, e.g. engine.dtype=float32", show_default=False),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="settings, e.g. engine.dtype=float32", show_default=False
+    ),
 ]
 
 
@@ -65,8 +72,14 @@ BENCH_MODULES = {
 """Benches of one service; the others are paceline.bench's."""
 
 TOOLS = {
-    "train-drafter": ("drafter_trainer.offline", "Train a drafter offline from conversations, for a warm start."),
-    "export-drafter": ("drafter_trainer.export", "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint."),
+    "train-drafter": (
+        "drafter_trainer.offline",
+        "Train a drafter offline from conversations, for a warm start.",
+    ),
+    "export-drafter": (
+        "drafter_trainer.export",
+        "Write a trained drafter as SGLang's, vLLM's or Arctic's checkpoint.",
+    ),
 }
 """Command -> module that parses the rest of the line, and what the list of commands says of it."""
 
@@ -81,22 +94,39 @@ def version() -> None:
 def serve(
     service: Service,
     overrides: Overrides = None,
-    config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
-    model: Annotated[Path | None, typer.Option(help="checkpoint directory in Hugging Face format")] = None,
-    engine: Annotated[str | None, typer.Option(help="gateway: embedded | sglang | scripted")] = None,
-    drafter: Annotated[str | None, typer.Option(help="gateway: a drafter's directory or name, ngram or off")] = None,
-    http_port: Annotated[int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")] = None,
+    config: Annotated[
+        list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="checkpoint directory in Hugging Face format")
+    ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="gateway: embedded | sglang | scripted")
+    ] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="gateway: a drafter's directory or name, ngram or off")
+    ] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")
+    ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="print the settings and exit")] = False,
+    print_config: Annotated[
+        bool, typer.Option("--print-config", help="print the settings and exit")
+    ] = False,
 ) -> None:
-    """Run one service in this terminal. A gateway works alone: paceline serve gateway --model DIR"""
+    """Run one service in this terminal.
+
+    A gateway works alone: paceline serve gateway --model DIR
+    """
     settings = list(overrides or [])
     settings += [f'model="{model.resolve()}"'] if model else []
     settings += [f'engine.kind="{engine}"'] if engine else []
     settings += [f'drafter="{_drafter(drafter)}"'] if drafter else []
     settings += [f'addresses.http="127.0.0.1:{http_port}"'] if http_port is not None else []
     spec = service_named(service.value)
-    settings += [f'addresses.{spec.address_key}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
+    settings += (
+        [f'addresses.{spec.address_key}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
+    )
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     # The service takes this process over: signals reach it directly and its exit code is ours.
@@ -112,7 +142,9 @@ def _drafter(value: str) -> str:
 @app.command()
 def up(
     overrides: Overrides = None,
-    config: Annotated[list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)] = None,
+    config: Annotated[
+        list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
+    ] = None,
 ) -> None:
     """Start and supervise Redis and all services from one TOML; Ctrl-C stops them all."""
     from paceline.cli.up import run_up
@@ -125,10 +157,18 @@ def demo(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(min=1, help="RL steps")] = 150,
     seed: Annotated[int, typer.Option(help="seed of tasks and samples")] = 0,
-    engine: Annotated[str, typer.Option(help="embedded | sglang (after make setup-sglang)")] = "embedded",
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="decode without a drafter")] = False,
-    frozen_drafter: Annotated[Path | None, typer.Option(help="serve this drafter and never train it")] = None,
-    resume: Annotated[str | None, typer.Option(metavar="ID", help="continue the run of this id")] = None,
+    engine: Annotated[
+        str, typer.Option(help="embedded | sglang (after make setup-sglang)")
+    ] = "embedded",
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="decode without a drafter")
+    ] = False,
+    frozen_drafter: Annotated[
+        Path | None, typer.Option(help="serve this drafter and never train it")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="ID", help="continue the run of this id")
+    ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
@@ -159,7 +199,10 @@ def status(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(name: Bench, context: typer.Context) -> None:
-    """Run a benchmark and print its table; --json FILE keeps it. `paceline bench NAME --help` lists the options."""
+    """Run a benchmark and print its table; --json FILE keeps it.
+
+    `paceline bench NAME --help` lists the options.
+    """
     module = BENCH_MODULES.get(name, "paceline.bench")
     os.execv(sys.executable, [sys.executable, "-m", module, name.value, *context.args])  # noqa: S606
 

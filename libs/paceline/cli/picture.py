@@ -14,13 +14,21 @@ from paceline.cli.run_state import ACCURACY, PROBE, RunState, SlotChange
 
 TIMELINE_S = 20.0
 HOLDER_STYLES = {"engine": "blue", "policy": "yellow", "drafter": "green", "none": "bright_black"}
-_HOLDER_WORDS = {"engine": "rollout", "policy": "policy step", "drafter": "drafter training", "none": "idle"}
+_HOLDER_WORDS = {
+    "engine": "rollout",
+    "policy": "policy step",
+    "drafter": "drafter training",
+    "none": "idle",
+}
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ARM_STYLES = ("blue", "green", "magenta", "cyan", "yellow")
 
 
 def draw(state: RunState, now_s: float, elapsed_s: float, width: int) -> RenderableType:
-    """The whole picture. `now_s` is the wall clock, `elapsed_s` the seconds since the start, `width` in characters."""
+    """The whole picture.
+
+    `now_s` is the wall clock, `elapsed_s` the seconds since the start, `width` in characters.
+    """
     inner = max(30, width - 22)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(justify="right", style="dim", no_wrap=True)
@@ -29,7 +37,12 @@ def draw(state: RunState, now_s: float, elapsed_s: float, width: int) -> Rendera
         rows.add_row(label, value)
     parts: list[RenderableType] = [_progress(state, elapsed_s, width), Text(), rows]
     parts += [Text(note, style="yellow", overflow="ellipsis", no_wrap=True) for note in state.notes]
-    return Panel(Group(*parts), title=f"[bold]paceline[/] {state.run_id}", title_align="left", border_style="dim")
+    return Panel(
+        Group(*parts),
+        title=f"[bold]paceline[/] {state.run_id}",
+        title_align="left",
+        border_style="dim",
+    )
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -42,8 +55,12 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(_BLOCKS[round((value - low) * scale)] for value in shown)
 
 
-def slot_line(changes: Sequence[SlotChange], slot: int, now_s: float, width: int, seconds: float = TIMELINE_S) -> Text:
-    """Who held one slot during the last `seconds`, oldest left; the holder at the end of each character's time."""
+def slot_line(
+    changes: Sequence[SlotChange], slot: int, now_s: float, width: int, seconds: float = TIMELINE_S
+) -> Text:
+    """Who held one slot during the last `seconds`, oldest left; the holder at the end of each
+    character's time.
+    """
     own = [change for change in changes if change.slot == slot]
     line = Text()
     at = -1
@@ -52,12 +69,17 @@ def slot_line(changes: Sequence[SlotChange], slot: int, now_s: float, width: int
         while at + 1 < len(own) and own[at + 1].at_s <= moment:
             at += 1
         holder = own[at].holder if at >= 0 else ""
-        line.append(" " if not holder else "▪" if holder == "none" else "█", style=HOLDER_STYLES.get(holder, ""))
+        line.append(
+            " " if not holder else "▪" if holder == "none" else "█",
+            style=HOLDER_STYLES.get(holder, ""),
+        )
     return line
 
 
 def remaining_s(state: RunState) -> float | None:
-    """Seconds to the last step at the pace of the last 20, evaluations included; None before two are finished."""
+    """Seconds to the last step at the pace of the last 20, evaluations included; None before two
+    are finished.
+    """
     recent = list(state.records)[-21:]
     if len(recent) < 2:
         return None
@@ -89,7 +111,9 @@ def _progress(state: RunState, elapsed_s: float, width: int) -> RenderableType:
 def _figures(state: RunState, inner: int) -> list[tuple[str, RenderableType]]:
     records, spark = list(state.records), max(10, inner - 22)
     if not records:
-        waiting = Text.from_markup("  ".join(_service(name, kind) for name, kind in state.services.items()))
+        waiting = Text.from_markup(
+            "  ".join(_service(name, kind) for name, kind in state.services.items())
+        )
         return [("services", waiting)]
     last = records[-1]
     rate = [r.response_tokens / r.rollout_s for r in records if r.rollout_s]
@@ -103,7 +127,10 @@ def _figures(state: RunState, inner: int) -> list[tuple[str, RenderableType]]:
         ("tokens/s", _series(rate, 0, spark, "cyan")),
         ("acceptance length", _series(live, 2, spark, "green")),
         ("fixed probe", Text("–" if probe is None else f"{probe:.2f}", style="bold")),
-        ("by drafter", Text("  ".join(f"d{d} {length:.2f}" for d, length in state.acceptance.items()))),
+        (
+            "by drafter",
+            Text("  ".join(f"d{d} {length:.2f}" for d, length in state.acceptance.items())),
+        ),
         ("arms", _arms(state)),
         ("drafter steps", Text(f"{last.drafter_steps} in the last RL step, {trained} in all")),
         ("serving", Text(f"p{state.versions.policy}.d{state.versions.drafter}", style="bold")),
@@ -113,7 +140,9 @@ def _figures(state: RunState, inner: int) -> list[tuple[str, RenderableType]]:
 def _series(values: Sequence[float], digits: int, width: int, style: str) -> Text:
     if not values:
         return Text("–")
-    return Text.assemble((f"{values[-1]:,.{digits}f}".ljust(8), "bold"), (sparkline(values, width), style))
+    return Text.assemble(
+        (f"{values[-1]:,.{digits}f}".ljust(8), "bold"), (sparkline(values, width), style)
+    )
 
 
 def _service(name: str, kind: str) -> str:
@@ -138,7 +167,11 @@ def _slots(state: RunState, now_s: float, inner: int) -> list[tuple[str, Rendera
     lines: list[tuple[str, RenderableType]] = [
         (f"slot {slot}", slot_line(changes, slot, now_s, inner)) for slot in sorted(state.holders)
     ]
-    parts = [part for name, word in _HOLDER_WORDS.items() for part in (("█ ", HOLDER_STYLES[name]), f"{word}  ")]
+    parts = [
+        part
+        for name, word in _HOLDER_WORDS.items()
+        for part in (("█ ", HOLDER_STYLES[name]), f"{word}  ")
+    ]
     key = Text.assemble(*parts)
     key.append(f"last {TIMELINE_S:.0f} s", style="dim")
     return [("", Text()), *lines, ("", key)]

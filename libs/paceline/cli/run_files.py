@@ -1,4 +1,7 @@
-"""The files of one demo run: its number, its directory, its config. Owns what the options set; starts nothing."""
+"""The files of one demo run: its number, its directory, its config.
+
+Owns what the options set; starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ _ENGINES: dict[str, Tree] = {
     "embedded": {},
     "sglang": {"speculation": {"arms": ["off", "eagle:3_1_4", "eagle:5_1_6", "eagle:3_2_8"]}},
 }
-"""Settings of `gateway` by engine. One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's."""
+"""Settings of `gateway` by engine.
+
+One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's.
+"""
 
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
@@ -91,7 +97,8 @@ def repository_root() -> Path:
         if (place / EXAMPLES / "demo.toml").is_file():
             return place
     raise NotFound(
-        "the demo's model and tasks are not installed with the package; run it inside a clone of the repository",
+        "the demo's model and tasks are not installed with the package; run it inside a clone of "
+        "the repository",
         seen=", ".join(str(place) for place in places),
         allowed=f"a directory with {EXAMPLES}/demo.toml",
     )
@@ -100,7 +107,8 @@ def repository_root() -> Path:
 def prepare_run(options: DemoOptions) -> RunFiles:
     """Make the run's directory and config.toml, or bring those of a run to be resumed up to date.
 
-    Raises NotFound when the demo's files or the run to resume are absent, ConfigError for an option that cannot work.
+    Raises NotFound when the demo's files or the run to resume are absent, ConfigError for an option
+    that cannot work.
     """
     out = options.out.absolute()
     if options.resume is not None:
@@ -125,8 +133,14 @@ def prepare_run(options: DemoOptions) -> RunFiles:
 def _existing_run(out: Path, run_id: str) -> RunFiles:
     files = RunFiles(run_id, out / run_id)
     if not _RUN_ID.fullmatch(run_id) or not files.config.is_file():
-        found = sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
-        raise NotFound(f"no run of this id in {out}", seen=run_id, allowed=", ".join(found) or "no runs there yet")
+        found = (
+            sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
+        )
+        raise NotFound(
+            f"no run of this id in {out}",
+            seen=run_id,
+            allowed=", ".join(found) or "no runs there yet",
+        )
     return files
 
 
@@ -140,20 +154,26 @@ def _new_run(out: Path, seed: int) -> RunFiles:
             number += 1
             continue
         except OSError as error:
-            raise ConfigError(f"the run's directory cannot be made: {error.strerror}", seen=files.directory) from error
+            raise ConfigError(
+                f"the run's directory cannot be made: {error.strerror}", seen=files.directory
+            ) from error
         return files
 
 
 def _engine(options: DemoOptions) -> Tree:
     """The engine's own settings. Raises ConfigError for an engine that cannot run the demo."""
     if options.engine not in _ENGINES:
-        raise ConfigError("this engine does not run the demo", seen=options.engine, allowed=", ".join(_ENGINES))
+        raise ConfigError(
+            "this engine does not run the demo", seen=options.engine, allowed=", ".join(_ENGINES)
+        )
     return {"gateway": {"engine": {"kind": options.engine}, **_ENGINES[options.engine]}}
 
 
 def _variant(options: DemoOptions) -> Tree:
     if not options.speculation and options.frozen_drafter is not None:
-        raise ConfigError("--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter)
+        raise ConfigError(
+            "--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter
+        )
     if not options.speculation:
         gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
         return {"gateway": gateway, **_UNTRAINED}
@@ -161,7 +181,9 @@ def _variant(options: DemoOptions) -> Tree:
         drafter = options.frozen_drafter.absolute()
         if not (drafter / "config.json").is_file():
             raise ConfigError(
-                "--frozen-drafter is not a drafter checkpoint", seen=drafter, allowed="a directory with config.json"
+                "--frozen-drafter is not a drafter checkpoint",
+                seen=drafter,
+                allowed="a directory with config.json",
             )
         served = {"drafter": str(drafter)}
         return {"gateway": served, "drafter_trainer": served, **_UNTRAINED}
@@ -170,13 +192,18 @@ def _variant(options: DemoOptions) -> Tree:
 
 def _workers(tree: Tree) -> Tree:
     """No more engine workers than cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
     return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
 
 
 def _placement(files: RunFiles) -> Tree:
-    """Where the run lives: its directory and ports that are free now. An own $REDIS_URL is used as it is."""
+    """Where the run lives: its directory and ports that are free now.
+
+    An own $REDIS_URL is used as it is.
+    """
     own = os.environ.get("REDIS_URL")
     roles = ("durable_url", "features_url")
     services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
@@ -206,14 +233,18 @@ def _rooted(tree: Tree, root: Path) -> Tree:
 
 
 def parse_override(text: str) -> Tree:
-    """`section.key=value` as a tree. Raises ConfigError when the key names no section that a service reads."""
+    """`section.key=value` as a tree.
+
+    Raises ConfigError when the key names no section that a service reads.
+    """
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
     if not equals or len(parts) < 2 or parts[0] not in (*SHARED_SECTIONS, *SERVICE_SECTIONS):
         raise ConfigError(
             "an override of a whole run names its section",
             seen=text,
-            allowed=f"<section>.<key>=<value> with one of {', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
+            allowed=f"<section>.<key>=<value> with one of "
+            f"{', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
         )
     value: Any
     try:

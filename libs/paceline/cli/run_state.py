@@ -1,4 +1,7 @@
-"""What a terminal knows of a run, from its facts. Owns the picture, not its drawing; everything in it is bounded."""
+"""What a terminal knows of a run, from its facts.
+
+Owns the picture, not its drawing; everything in it is bounded.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class RunState:
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     changes: deque[SlotChange] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
     holders: dict[int, str] = field(default_factory=dict)
-    acceptance: dict[int, float] = field(default_factory=dict)  # drafter version -> newest live acceptance length
+    acceptance: dict[int, float] = field(
+        default_factory=dict
+    )  # drafter version -> newest live acceptance length
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES_KEPT))
     complete: int = 0  # steps known without a gap, from the first on
     services: dict[str, str] = field(default_factory=dict)  # name -> newest kind of event
@@ -62,10 +67,16 @@ class RunState:
         return None
 
     def take_snapshot(self, snapshot: GetSnapshotResponse, at_s: float) -> StepRecord | None:
-        """Take the whole state in, after a gap; returns the last step's record when it was not known yet."""
+        """Take the whole state in, after a gap; returns the last step's record when it was not
+        known yet.
+        """
         if snapshot.phase == "new":  # its coordinator has not read its settings yet
             return None
-        self.step, self.total_steps, self.phase = snapshot.step, snapshot.total_steps, snapshot.phase
+        self.step, self.total_steps, self.phase = (
+            snapshot.step,
+            snapshot.total_steps,
+            snapshot.phase,
+        )
         self.versions, self.failure = snapshot.versions, snapshot.failure
         for slot in snapshot.slots:
             self._slot(slot, at_s)
@@ -76,12 +87,20 @@ class RunState:
         self.services[event.name] = event.kind
         if event.kind in ("died", "restarted"):
             self.notes.append(
-                f"{event.name} {event.kind}{f': {event.detail}' if event.detail else ''} (pid {event.pid})"
+                f"{event.name} {event.kind}{f': {event.detail}' if event.detail else ''} (pid "
+                f"{event.pid})"
             )
 
     def newest(self, evaluation: str) -> float | None:
         """Newest value of an evaluation, if any was made."""
-        return next((r.evaluations[evaluation] for r in reversed(self.records) if evaluation in r.evaluations), None)
+        return next(
+            (
+                r.evaluations[evaluation]
+                for r in reversed(self.records)
+                if evaluation in r.evaluations
+            ),
+            None,
+        )
 
     @property
     def arm_rounds(self) -> Mapping[str, int]:
@@ -93,7 +112,9 @@ class RunState:
         return rounds
 
     def take_record(self, record: StepRecord) -> StepRecord | None:
-        """Take a finished step in; returns it when it was not known yet, None when it was only amended."""
+        """Take a finished step in; returns it when it was not known yet, None when it was only
+        amended.
+        """
         if record.accept_length:
             self.acceptance.pop(record.versions.drafter, None)
             self.acceptance[record.versions.drafter] = record.accept_length
@@ -107,7 +128,9 @@ class RunState:
             return None
         self.records.append(record)
         if known and known[-1] > record.step:
-            self.records = deque(sorted(self.records, key=lambda kept: kept.step), maxlen=STEPS_KEPT)
+            self.records = deque(
+                sorted(self.records, key=lambda kept: kept.step), maxlen=STEPS_KEPT
+            )
         while self.complete in (kept.step for kept in self.records):
             self.complete += 1
         return record
@@ -135,5 +158,7 @@ def step_line(record: StepRecord, total: int) -> str:
         f"{record.step_s:.2f} s",
     ]
     names = {ACCURACY: "held-out accuracy", PROBE: "probe"}
-    parts += [f"{names.get(name, name)} {value:.3f}" for name, value in sorted(record.evaluations.items())]
+    parts += [
+        f"{names.get(name, name)} {value:.3f}" for name, value in sorted(record.evaluations.items())
+    ]
     return "  ".join(parts)

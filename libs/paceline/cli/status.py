@@ -14,7 +14,9 @@ DEADLINE_S = 5.0
 
 
 async def show_status(address: str, console: Console) -> int:
-    """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator answers."""
+    """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator
+    answers.
+    """
     async with channel(address, SecurityConfig()) as connection:
         with rpc_errors():
             snapshot = await coordinator_pb2_grpc.CoordinatorServiceStub(connection).GetSnapshot(  # type: ignore[no-untyped-call]
@@ -23,7 +25,8 @@ async def show_status(address: str, console: Console) -> int:
     console.print(
         f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
-        f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set {snapshot.versions.seq})"
+        f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set "
+        f"{snapshot.versions.seq})"
     )
     slots = Table("slot", "holder", "epoch", "worker")
     for slot in snapshot.slots:
@@ -37,7 +40,8 @@ async def show_status(address: str, console: Console) -> int:
     record = snapshot.last_step
     if record.step_s:
         console.print(
-            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} tokens in "
+            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} "
+            f"tokens in "
             f"{record.rollout_s:.2f} s, acceptance length {record.accept_length:.2f}, "
             f"{record.drafter_steps} drafter steps, {record.step_s:.2f} s in all"
         )

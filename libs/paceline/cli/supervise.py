@@ -1,4 +1,7 @@
-"""Runs a supervisor until its run is over or somebody asks it to stop. Owns the signals; prints nothing."""
+"""Runs a supervisor until its run is over or somebody asks it to stop.
+
+Owns the signals; prints nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ _SAID = {"died": "bold red", "restarted": "yellow", "healthy": "green"}
 
 
 async def supervise(supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]) -> bool:
-    """Start all, await `when_started`, wait for the end of the run. True: it ended by itself; False: a signal came.
+    """Start all, await `when_started`, wait for the end of the run. True: it ended by itself;
+    False: a signal came.
 
-    Raises what the supervisor raises. The services still run when it returns, so that they can be asked; call
-    supervisor.stop() in any case.
+    Raises what the supervisor raises. The services still run when it returns, so that they can be
+    asked; call supervisor.stop() in any case.
     """
     with _stop_requests() as stop:
         asked = asyncio.create_task(stop.wait())
@@ -51,7 +55,9 @@ def event_line(event: ChildEvent) -> str:
     return f"[{style}]{event.name} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
 
 
-async def _start_and_wait(supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]) -> None:
+async def _start_and_wait(
+    supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]
+) -> None:
     await supervisor.start(START_DEADLINE_S)
     await when_started()
     await supervisor.wait_finished()

@@ -1,4 +1,7 @@
-"""`paceline up`: Redis and all services from one TOML, supervised in this terminal. Knows no demo."""
+"""`paceline up`: Redis and all services from one TOML, supervised in this terminal.
+
+Knows no demo.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ EXIT_INTERRUPTED = 130
 async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Console) -> int:
     """Start and supervise everything until the run ends (0) or Ctrl-C (130). Leaves no process.
 
-    Raises ConfigError for settings that cannot work and Unavailable, with the end of its log, for a service that fails.
+    Raises ConfigError for settings that cannot work and Unavailable, with the end of its log, for a
+    service that fails.
     """
     config = load_config(ServiceConfig, "local", files, overrides)
 
@@ -31,7 +35,8 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     async def started() -> None:
         console.print(
             f"[bold]everything serves[/]: API http://{config.addresses.http}/v1, "
-            f"coordinator {config.addresses.coordinator}; logs in {Path(config.run.dir) / 'logs'}. Ctrl-C stops all.",
+            f"coordinator {config.addresses.coordinator}; logs in "
+            f"{Path(config.run.dir) / 'logs'}. Ctrl-C stops all.",
             highlight=False,
         )
 
@@ -40,5 +45,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     finally:
         await stop_all(supervisor)
     if not finished:
-        console.print("stopped; the run continues from its journal with the same command", highlight=False)
+        console.print(
+            "stopped; the run continues from its journal with the same command", highlight=False
+        )
     return 0 if finished else EXIT_INTERRUPTED

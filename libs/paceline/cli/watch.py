@@ -1,4 +1,7 @@
-"""Follows a run by its facts, with a snapshot where facts are missing. Owns the subscription, not what is shown."""
+"""Follows a run by its facts, with a snapshot where facts are missing.
+
+Owns the subscription, not what is shown.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ OnRecord = Callable[[pb.StepRecord], None]
 
 
 async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) -> None:
-    """Keep `state` up to date until the run has ended; `on_record` hears of each finished step once."""
+    """Keep `state` up to date until the run has ended; `on_record` hears of each finished step
+    once.
+    """
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
@@ -48,7 +53,9 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
 
         with FactSubscriber(config.addresses.events, config.run.id, catch_up) as facts:
             await catch_up(0, 0)
-            while not state.finished or state.failure:  # a failed run is taken up again by the next coordinator
+            while (
+                not state.finished or state.failure
+            ):  # a failed run is taken up again by the next coordinator
                 try:
                     _take(state.take_fact(await facts.next(_QUIET_S)), on_record)
                 except DeadlineExceeded:

@@ -1,4 +1,5 @@
-"""The Python SDK for agents, synchronous and asynchronous, over the gateway's HTTP API (docs/agents.md).
+"""The Python SDK for agents, synchronous and asynchronous, over the gateway's HTTP API
+(docs/agents.md).
 
 It owns sessions, rewards, retries and typed answers; it runs no agent and tokenises nothing.
 
@@ -9,7 +10,8 @@ It owns sessions, rewards, retries and typed answers; it runs no agent and token
             answer = session.chat([{"role": "user", "content": "6 * 7 = ?"}], max_tokens=64)
             session.reward(1.0 if "42" in answer.text else 0.0)
 
-Of the control plane it imports paceline.errors alone, and httpx: an agent's process starts no gRPC and no torch.
+Of the control plane it imports paceline.errors alone, and httpx: an agent's process starts no gRPC
+and no torch.
 """
 
 from paceline.client.aio import AsyncChatStream, AsyncClient, AsyncSession

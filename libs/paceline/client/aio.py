@@ -1,4 +1,7 @@
-"""The client for asyncio. Owns names and signatures; what happens is decided in flows.py and session_calls.py."""
+"""The client for asyncio.
+
+Owns names and signatures; what happens is decided in flows.py and session_calls.py.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,21 @@ from paceline.client.deltas import Delta, Joined
 from paceline.client.flows import ask, opening
 from paceline.client.options import ChatOptions, Sampling
 from paceline.client.session_calls import SessionCalls, not_ended
-from paceline.client.settings import DEADLINE_S, GENERATION_DEADLINE_S, Backoff, Settings, verification
+from paceline.client.settings import (
+    DEADLINE_S,
+    GENERATION_DEADLINE_S,
+    Backoff,
+    Settings,
+    verification,
+)
 from paceline.errors import PacelineError
 
 
 class AsyncChatStream:
     """A streamed answer: iterate once for its deltas, then ask for the whole.
 
-    The request goes out with the first delta. After leaving the loop early, `close` ends the generation at once.
+    The request goes out with the first delta. After leaving the loop early, `close` ends the
+    generation at once.
     """
 
     def __init__(self, events: AsyncGenerator[Json]) -> None:
@@ -49,7 +59,10 @@ class AsyncChatStream:
 
 
 class AsyncSession(SessionCalls):
-    """`Session`, awaitable. Cancelling the task inside its block ends it as KeyboardInterrupt does."""
+    """`Session`, awaitable.
+
+    Cancelling the task inside its block ends it as KeyboardInterrupt does.
+    """
 
     def __init__(self, wire: AsyncWire, settings: Settings, opened: OpenedSession) -> None:
         super().__init__(settings, opened)
@@ -59,7 +72,10 @@ class AsyncSession(SessionCalls):
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             if not self._ended:
@@ -73,11 +89,18 @@ class AsyncSession(SessionCalls):
         except PacelineError as failure:
             error.add_note(not_ended(self, failure))
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> ChatAnswer:
-        """One assistant message. Raises as described at `Client`; an unknown option is InvalidInput."""
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> ChatAnswer:
+        """One assistant message.
+
+        Raises as described at `Client`; an unknown option is InvalidInput.
+        """
         return await self._wire.run(ask(self._chat(messages, options), self._settings))
 
-    def chat_stream(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> AsyncChatStream:
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> AsyncChatStream:
         """One assistant message, as it is generated. The deadline covers the stream to its end."""
         flow = opening(self._chat(messages, options, stream=True), self._settings)
         return AsyncChatStream(self._wire.events(flow))
@@ -87,11 +110,16 @@ class AsyncSession(SessionCalls):
         return await self._wire.run(ask(self._generate(prompt, options), self._settings))
 
     async def reward(
-        self, value: float, *, completion: ChatAnswer | Tokens | str | None = None, accumulate: bool = False
+        self,
+        value: float,
+        *,
+        completion: ChatAnswer | Tokens | str | None = None,
+        accumulate: bool = False,
     ) -> SessionInfo:
         """Give the session, or the turn of `completion`, its reward; with `accumulate`, add to it.
 
-        Counts once however often it is sent. Raises FailedPrecondition when there is another reward already.
+        Counts once however often it is sent. Raises FailedPrecondition when there is another reward
+        already.
         """
         return await self._wire.run(self._reward(value, completion, accumulate))
 
@@ -104,7 +132,9 @@ class AsyncSession(SessionCalls):
     @overload
     async def export(self, form: Literal["samples"]) -> tuple[Sample, ...]: ...
     async def export(self, form: Literal["tree", "samples"] = "tree") -> Json | tuple[Sample, ...]:
-        """ "tree": every turn with tokens, log-probs, versions and rewards; "samples": what is or would be trained."""
+        """ "tree": every turn with tokens, log-probs, versions and rewards; "samples": what is or
+        would be trained.
+        """
         exported: Json | tuple[Sample, ...] = await self._wire.run(self._export(form))
         return exported
 
@@ -117,7 +147,9 @@ class AsyncSession(SessionCalls):
         return await self._wire.run(self._abort())
 
     async def fail(self, reason: Literal["infra", "data"], message: str = "") -> SessionInfo:
-        """End the session that could not be played to its end: "infra", or "data" when the task itself is at fault."""
+        """End the session that could not be played to its end: "infra", or "data" when the task
+        itself is at fault.
+        """
         return await self._wire.run(self._fail(reason, message))
 
 
@@ -136,14 +168,18 @@ class OpeningSession:
         return self._session
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._session is not None
         await self._session.__aexit__(kind, error, trace)
 
 
 class AsyncClient:
-    """`Client` on the running event loop of asyncio: the same names, awaitable, with the same deadlines and errors.
+    """`Client` on the running event loop of asyncio: the same names, awaitable, with the same
+    deadlines and errors.
 
     Belongs to the loop of its first call; the tasks of that loop may share it and its sessions.
     """
@@ -169,7 +205,10 @@ class AsyncClient:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()
 
@@ -188,16 +227,22 @@ class AsyncClient:
         turn_discount: float | None = None,
         timeout_s: float | None = None,
     ) -> OpeningSession:
-        """Open a session: `async with client.session(...) as session:`, which also ends it, or `await` for the session.
+        """Open a session: `async with client.session(...) as session:`, which also ends it, or
+        `await` for the session.
 
-        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another one is opened; the
-        first ends by that time-out, without turns and thus without anything to train.
+        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
+        one is opened; the first ends by that time-out, without turns and thus without anything to
+        train.
         """
-        about = calls.about(task, group, group_size, sample_index, trainable, turn_discount, timeout_s)
+        about = calls.about(
+            task, group, group_size, sample_index, trainable, turn_discount, timeout_s
+        )
         return OpeningSession(self._opened(about))
 
     def attach(self, api_key: str) -> AsyncSession:
-        """The session that this key belongs to, e.g. in a process that was given `openai_options()`. Asks nothing."""
+        """The session that this key belongs to, e.g. in a process that was given
+        `openai_options()`. Asks nothing.
+        """
         return self._session(calls.current(api_key))
 
     async def claim(
@@ -214,16 +259,22 @@ class AsyncClient:
 
         Each is yours to end: `async with session:` in the loop, or in the task that you hand it to.
         """
-        while (opened := await self._wire.run(next_task(timeout_s, session_timeout_s, self._settings))) is not None:
+        while (
+            opened := await self._wire.run(next_task(timeout_s, session_timeout_s, self._settings))
+        ) is not None:
             yield self._session(opened)
 
     async def session_info(self, session_id: str) -> SessionInfo:
         """Where any session stands; needs the gateway's token."""
         return await self._wire.run(ask(calls.session_info(session_id), self._settings))
 
-    async def reward(self, completion_id: str, value: float, *, accumulate: bool = False) -> SessionInfo:
+    async def reward(
+        self, completion_id: str, value: float, *, accumulate: bool = False
+    ) -> SessionInfo:
         """Reward a turn by its completion's id alone; the session that it belongs to."""
-        return await self._wire.run(ask(calls.reward_completion(completion_id, value, accumulate), self._settings))
+        return await self._wire.run(
+            ask(calls.reward_completion(completion_id, value, accumulate), self._settings)
+        )
 
     async def models(self) -> tuple[str, ...]:
         """Names of the models served."""

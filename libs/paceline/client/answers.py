@@ -1,5 +1,6 @@
-"""What the gateway answers, as typed values. Owns reading them from JSON; a field that is missing or of another kind
-raises DataLoss. `raw` is always the JSON as it came."""
+"""What the gateway answers, as typed values. Owns reading them from JSON; a field that is missing
+or of another kind raises DataLoss. `raw` is always the JSON as it came.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Usage:
             return cls()
         details = data.get("prompt_tokens_details") or {}
         return cls(
-            need(data, "prompt_tokens", int), need(data, "completion_tokens", int), int(details.get("cached_tokens", 0))
+            need(data, "prompt_tokens", int),
+            need(data, "completion_tokens", int),
+            int(details.get("cached_tokens", 0)),
         )
 
 
@@ -48,21 +51,32 @@ class ToolCall:
         try:
             value = json.loads(self.arguments or "{}")
         except ValueError as error:
-            raise InvalidInput("arguments of a tool call are not JSON", seen=repr(self.arguments[:200])) from error
+            raise InvalidInput(
+                "arguments of a tool call are not JSON", seen=repr(self.arguments[:200])
+            ) from error
         if not isinstance(value, dict):
-            raise InvalidInput("arguments of a tool call are not an object", seen=repr(self.arguments[:200]))
+            raise InvalidInput(
+                "arguments of a tool call are not an object", seen=repr(self.arguments[:200])
+            )
         return value
 
     @classmethod
     def read(cls, data: Json) -> ToolCall:
         """From OpenAI's spelling."""
         function = need(data, "function", dict)
-        return cls(str(data.get("id") or ""), need(function, "name", str), str(function.get("arguments") or ""))
+        return cls(
+            str(data.get("id") or ""),
+            need(function, "name", str),
+            str(function.get("arguments") or ""),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """One assistant message. Append `message` to the conversation as it is: the gateway then knows its tokens again."""
+    """One assistant message.
+
+    Append `message` to the conversation as it is: the gateway then knows its tokens again.
+    """
 
     completion_id: str
     text: str
@@ -111,7 +125,9 @@ class Tokens:
         tokens = need(choice, "token_ids", list)
         logprobs = need(need(choice, "logprobs", dict), "token_logprobs", list)
         if len(tokens) != len(logprobs):
-            raise DataLoss("tokens and log-probs differ in number", seen=len(logprobs), allowed=len(tokens))
+            raise DataLoss(
+                "tokens and log-probs differ in number", seen=len(logprobs), allowed=len(tokens)
+            )
         return cls(
             completion_id=need(data, "id", str),
             token_ids=tuple(tokens),
@@ -134,7 +150,9 @@ class Task:
     @classmethod
     def read(cls, data: Json) -> Task:
         """From the `task` of a claimed session."""
-        return cls(need(data, "id", str), need(data, "prompt", str), dict(data.get("metadata") or {}))
+        return cls(
+            need(data, "id", str), need(data, "prompt", str), dict(data.get("metadata") or {})
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +240,15 @@ class Sample:
 
 @contextmanager
 def documented_shape() -> Iterator[None]:
-    """Around whatever reads an answer: one of another shape than docs/agents.md says raises DataLoss."""
+    """Around whatever reads an answer: one of another shape than docs/agents.md says raises
+    DataLoss.
+    """
     try:
         yield
     except (AttributeError, TypeError, ValueError, LookupError, OverflowError) as error:
-        raise DataLoss("the answer has another shape than documented", seen=repr(error)[:200]) from error
+        raise DataLoss(
+            "the answer has another shape than documented", seen=repr(error)[:200]
+        ) from error
 
 
 def need(data: Json, name: str, kind: type[K] | tuple[type[K], ...]) -> K:
@@ -235,7 +257,9 @@ def need(data: Json, name: str, kind: type[K] | tuple[type[K], ...]) -> K:
     if not isinstance(value, kind):
         kinds = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
         raise DataLoss(
-            f"the answer's field {name} is missing or of another kind", seen=repr(value)[:100], allowed=kinds
+            f"the answer's field {name} is missing or of another kind",
+            seen=repr(value)[:100],
+            allowed=kinds,
         )
     return value
 

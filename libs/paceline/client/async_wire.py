@@ -1,4 +1,7 @@
-"""Carries out flows on the running event loop of asyncio. Owns the one httpx.AsyncClient; decides nothing."""
+"""Carries out flows on the running event loop of asyncio.
+
+Owns the one httpx.AsyncClient; decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,11 @@ class AsyncWire:
         return await _carry_out(flow, self._whole)
 
     async def events(self, flow: Flow[None]) -> AsyncGenerator[Json]:
-        """The events of the stream that the flow opens. Closing the generator ends the stream at the gateway.
+        """The events of the stream that the flow opens. Closing the generator ends the stream at
+        the gateway.
 
-        Raises Unavailable when the stream breaks off, DeadlineExceeded when its time is up, DataLoss.
+        Raises Unavailable when the stream breaks off, DeadlineExceeded when its time is up,
+        DataLoss.
         """
         async with AsyncExitStack() as held:
             opened: list[tuple[httpx.Response, float]] = []
@@ -60,7 +65,9 @@ class AsyncWire:
             return Answer(response.status_code, response.headers, await _body(response))
 
     def _exchange(self, send: Send) -> AbstractAsyncContextManager[httpx.Response]:
-        return self._http.stream(send.method, send.path, headers=dict(send.headers), content=send.content)
+        return self._http.stream(
+            send.method, send.path, headers=dict(send.headers), content=send.content
+        )
 
 
 async def _carry_out(flow: Flow[T], once: Callable[[Send], Awaitable[Outcome]]) -> T:
@@ -103,7 +110,9 @@ async def _events(response: httpx.Response, end: float) -> AsyncGenerator[Json]:
     late = False
     try:
         while not reader.done:
-            async with asyncio.timeout_at(end):  # never across a yield: the consumer's time is its own
+            async with asyncio.timeout_at(
+                end
+            ):  # never across a yield: the consumer's time is its own
                 piece = await anext(pieces, b"")
             if not piece:
                 break

@@ -1,4 +1,7 @@
-"""Every call of the gateway's HTTP API as a value. Owns paths, bodies and what may be asked twice; sends nothing."""
+"""Every call of the gateway's HTTP API as a value.
+
+Owns paths, bodies and what may be asked twice; sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
-from paceline.client.answers import ChatAnswer, Json, OpenedSession, Sample, SessionInfo, Tokens, need
+from paceline.client.answers import (
+    ChatAnswer,
+    Json,
+    OpenedSession,
+    Sample,
+    SessionInfo,
+    Tokens,
+    need,
+)
 from paceline.client.options import CHAT_OPTIONS, SAMPLING, body_fields
 from paceline.client.settings import check_header, check_seconds
 from paceline.errors import DataLoss, InvalidInput
@@ -52,7 +63,9 @@ def health() -> Call[Json]:
 
 def models() -> Call[tuple[str, ...]]:
     """Names of the models served."""
-    return Call("GET", "/v1/models", lambda data: tuple(need(one, "id", str) for one in _list(data, "data")))
+    return Call(
+        "GET", "/v1/models", lambda data: tuple(need(one, "id", str) for one in _list(data, "data"))
+    )
 
 
 def about(
@@ -65,8 +78,15 @@ def about(
     timeout_s: float | None,
 ) -> Json:
     """What a new session is: the fields that are given."""
-    fields = {"task_id": task, "group_id": group, "group_size": group_size, "sample_index": sample_index}
-    return given({**fields, "trainable": trainable, "turn_discount": turn_discount, "timeout_s": timeout_s})
+    fields = {
+        "task_id": task,
+        "group_id": group,
+        "group_size": group_size,
+        "sample_index": sample_index,
+    }
+    return given(
+        {**fields, "trainable": trainable, "turn_discount": turn_discount, "timeout_s": timeout_s}
+    )
 
 
 def current(api_key: str) -> OpenedSession:
@@ -77,7 +97,9 @@ def current(api_key: str) -> OpenedSession:
 
 
 def open_session(about: Mapping[str, Any]) -> Call[OpenedSession]:
-    """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its time-out."""
+    """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its
+    time-out.
+    """
     return Call("POST", "/v1/sessions", _opened, body=about)
 
 
@@ -112,13 +134,28 @@ def export_samples(session_id: str, key: str = "") -> Call[tuple[Sample, ...]]:
 
 
 def reward(
-    session_id: str, value: float, completion_id: str | None = None, accumulate: bool = False, key: str = ""
+    session_id: str,
+    value: float,
+    completion_id: str | None = None,
+    accumulate: bool = False,
+    key: str = "",
 ) -> Call[SessionInfo]:
-    """A reward of the session or of one turn. The idempotency key is made here, once for all attempts."""
-    return Call("POST", _path(session_id, "/reward"), _info, key, _reward_body(value, completion_id, accumulate))
+    """A reward of the session or of one turn.
+
+    The idempotency key is made here, once for all attempts.
+    """
+    return Call(
+        "POST",
+        _path(session_id, "/reward"),
+        _info,
+        key,
+        _reward_body(value, completion_id, accumulate),
+    )
 
 
-def reward_completion(completion_id: str, value: float, accumulate: bool = False) -> Call[SessionInfo]:
+def reward_completion(
+    completion_id: str, value: float, accumulate: bool = False
+) -> Call[SessionInfo]:
     """A reward of a turn whose session the caller does not know."""
     return Call("POST", "/v1/rewards", _info, body=_reward_body(value, completion_id, accumulate))
 
@@ -134,28 +171,43 @@ def abort(session_id: str, key: str = "") -> Call[SessionInfo]:
     return Call("POST", _path(session_id, "/abort"), _info, key, {})
 
 
-def fail(session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = "") -> Call[SessionInfo]:
+def fail(
+    session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = ""
+) -> Call[SessionInfo]:
     """End a session that could not be played to its end."""
     if reason not in FAIL_REASONS:
-        raise InvalidInput("unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS))
+        raise InvalidInput(
+            "unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS)
+        )
     body = {"reason": reason, "message": message[:MESSAGE_CHARACTERS]}
     return Call("POST", _path(session_id, "/fail"), _info, key, body)
 
 
 def chat(
-    messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], key: str, *, stream: bool = False
+    messages: Sequence[Mapping[str, Any]],
+    options: Mapping[str, Any],
+    key: str,
+    *,
+    stream: bool = False,
 ) -> Call[ChatAnswer]:
     """One assistant message, whole or streamed."""
     body = {**body_fields(options, CHAT_OPTIONS), "messages": list(messages)}
     if stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return _generation("/v1/chat/completions", ChatAnswer.read, key, body, options.get("deadline_s"))
+    return _generation(
+        "/v1/chat/completions", ChatAnswer.read, key, body, options.get("deadline_s")
+    )
 
 
 def generate(prompt: str | Sequence[int], options: Mapping[str, Any], key: str) -> Call[Tokens]:
     """One completion with its token ids and log-probs."""
     asked = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
-    body = {**body_fields(options, SAMPLING), "prompt": asked, "return_token_ids": True, "logprobs": 0}
+    body = {
+        **body_fields(options, SAMPLING),
+        "prompt": asked,
+        "return_token_ids": True,
+        "logprobs": 0,
+    }
     return _generation("/v1/completions", Tokens.read, key, body, options.get("deadline_s"))
 
 
@@ -182,7 +234,9 @@ def dict_of(data: Json | None) -> Json:
     return data
 
 
-def _generation(path: str, read: Callable[[Json], T], key: str, body: Json, deadline_s: float | None) -> Call[T]:
+def _generation(
+    path: str, read: Callable[[Json], T], key: str, body: Json, deadline_s: float | None
+) -> Call[T]:
     if deadline_s is not None:
         check_seconds("deadline_s", deadline_s)
     return Call(

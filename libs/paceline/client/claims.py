@@ -1,4 +1,7 @@
-"""Waiting for the next task of a training run. Owns its patience; the gateway holds a question until a task comes."""
+"""Waiting for the next task of a training run.
+
+Owns its patience; the gateway holds a question until a task comes.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,13 @@ EARLY_S = 1.0
 """A gateway that says "no task" without waiting is asked again after so long."""
 
 
-def next_task(timeout_s: float, session_timeout_s: float | None, settings: Settings) -> Flow[OpenedSession | None]:
-    """A session for the next task; None when none came for `timeout_s`. Raises as `flows.ask` does."""
+def next_task(
+    timeout_s: float, session_timeout_s: float | None, settings: Settings
+) -> Flow[OpenedSession | None]:
+    """A session for the next task; None when none came for `timeout_s`.
+
+    Raises as `flows.ask` does.
+    """
     clock = settings.backoff.clock
     end = clock() + check_seconds("timeout_s", timeout_s)
     while (asked := clock()) < end:

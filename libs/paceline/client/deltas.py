@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.client.answers import ChatAnswer, Json, ToolCall, Usage, documented_shape, need, reasoning_of, text_of
+from paceline.client.answers import (
+    ChatAnswer,
+    Json,
+    ToolCall,
+    Usage,
+    documented_shape,
+    need,
+    reasoning_of,
+    text_of,
+)
 from paceline.client.failures import error_in_stream
 from paceline.errors import FailedPrecondition
 
@@ -50,7 +59,10 @@ class Joined:
         self._raw_usage: Any = None
 
     def add(self, chunk: Json) -> Delta | None:
-        """What this chunk says; None for one that holds usage alone. Raises the error that it carries, or DataLoss."""
+        """What this chunk says; None for one that holds usage alone.
+
+        Raises the error that it carries, or DataLoss.
+        """
         if "error" in chunk:
             raise error_in_stream(chunk)
         with documented_shape():
@@ -88,7 +100,9 @@ class Joined:
     def answer(self) -> ChatAnswer:
         """The whole answer. Raises FailedPrecondition while it has not ended."""
         if not self._finish:
-            raise FailedPrecondition("the streamed answer has not ended; iterate to its end first", reason="NOT_ENDED")
+            raise FailedPrecondition(
+                "the streamed answer has not ended; iterate to its end first", reason="NOT_ENDED"
+            )
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         calls = tuple(self._calls[index] for index in sorted(self._calls))
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
@@ -96,10 +110,19 @@ class Joined:
             message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = [
-                {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.arguments}}
+                {
+                    "id": one.id,
+                    "type": "function",
+                    "function": {"name": one.name, "arguments": one.arguments},
+                }
                 for one in calls
             ]
-        choice = {"index": 0, "message": message, "finish_reason": self._finish, "token_ids": self._token_ids}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": self._finish,
+            "token_ids": self._token_ids,
+        }
         return ChatAnswer(
             completion_id=str(self._head["id"]),
             text=text,
@@ -109,7 +132,12 @@ class Joined:
             tool_calls=calls,
             reasoning=reasoning,
             token_ids=None if self._token_ids is None else tuple(self._token_ids),
-            raw={**self._head, "object": "chat.completion", "choices": [choice], "usage": self._raw_usage},
+            raw={
+                **self._head,
+                "object": "chat.completion",
+                "choices": [choice],
+                "usage": self._raw_usage,
+            },
         )
 
 

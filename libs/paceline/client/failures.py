@@ -1,4 +1,7 @@
-"""Errors of paceline.errors from what came back. Owns the table of HTTP statuses; not what is tried again."""
+"""Errors of paceline.errors from what came back.
+
+Owns the table of HTTP statuses; not what is tried again.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,9 @@ def _error(status: int, said: Any, body: bytes) -> PacelineError:
     if not isinstance(detail, dict) or not isinstance(detail.get("message"), str):
         quoted = body[:_SHOWN].decode(errors="replace")
         reason = UNAUTHENTICATED if status == 401 else None
-        return _family(status)(f"HTTP {status} without the gateway's error body", reason=reason, seen=repr(quoted))
+        return _family(status)(
+            f"HTTP {status} without the gateway's error body", reason=reason, seen=repr(quoted)
+        )
     code = detail.get("code")
     reason = code.upper() if isinstance(code, str) and code else None
     if status == 401:
@@ -73,7 +78,9 @@ def _family(status: int) -> type[PacelineError]:
 
 
 def _class(reason: str | None, family: type[PacelineError]) -> type[PacelineError]:
-    """The class whose own reason it is, which the gateway raised; for any other reason the status's."""
+    """The class whose own reason it is, which the gateway raised; for any other reason the
+    status's.
+    """
     return next((one for one in _tree(PacelineError) if one.reason == reason), family)
 
 

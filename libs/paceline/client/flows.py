@@ -1,7 +1,8 @@
 """What happens on the way to an answer, without I/O: attempts, waits, deadlines, lost answers.
 
-A flow is a generator. It yields what to do (`Send`, `Pause`), is sent what came of it, and returns the result. The
-synchronous and the asynchronous client carry out the same flows; neither decides anything.
+A flow is a generator. It yields what to do (`Send`, `Pause`), is sent what came of it, and returns
+the result. The synchronous and the asynchronous client carry out the same flows; neither decides
+anything.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ from paceline.client.answers import Json, SessionInfo, documented_shape
 from paceline.client.calls import Call
 from paceline.client.failures import error_of
 from paceline.client.settings import Backoff, Settings, check_seconds
-from paceline.errors import DataLoss, DeadlineExceeded, FailedPrecondition, PacelineError, Unavailable
+from paceline.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    FailedPrecondition,
+    PacelineError,
+    Unavailable,
+)
 
 T = TypeVar("T")
 REFUSED_UNBEGUN = (429, 503)
@@ -83,18 +90,27 @@ class Attempts:
         """Seconds until the next attempt; None: there must be none."""
         if isinstance(outcome, Lost):
             self.doubt |= outcome.sent
-            again = not (outcome.late or outcome.hopeless) and (self.call.repeatable or not outcome.sent)
+            again = not (outcome.late or outcome.hopeless) and (
+                self.call.repeatable or not outcome.sent
+            )
             return self.backoff.wait_s(self.number, None) if again else None
         self.doubt |= outcome.status in LOST_ON_THE_WAY
-        again = outcome.status in REFUSED_UNBEGUN or (self.call.repeatable and outcome.status in LOST_ON_THE_WAY)
+        again = outcome.status in REFUSED_UNBEGUN or (
+            self.call.repeatable and outcome.status in LOST_ON_THE_WAY
+        )
         return self.backoff.wait_s(self.number, retry_after_s(outcome.headers)) if again else None
 
     def error(self, outcome: Answer | Lost) -> PacelineError:
         """What the caller is told when this was the last attempt."""
-        error = self._lost(outcome) if isinstance(outcome, Lost) else error_of(outcome.status, outcome.body)
+        error = (
+            self._lost(outcome)
+            if isinstance(outcome, Lost)
+            else error_of(outcome.status, outcome.body)
+        )
         said = "" if isinstance(outcome, Lost) else f" answered {outcome.status}"
         error.add_note(
-            f"{self.call.method} {self.call.path}{said}, attempt {self.number}, deadline {self.deadline_s} s"
+            f"{self.call.method} {self.call.path}{said}, attempt {self.number}, deadline "
+            f"{self.deadline_s} s"
         )
         if self.earlier is not None:
             error.add_note(f"the attempt before: {self.earlier}")
@@ -104,9 +120,13 @@ class Attempts:
         error: PacelineError
         why = f"{type(outcome.cause).__name__}: {outcome.cause}"
         if outcome.late:
-            error = DeadlineExceeded("no answer from the gateway in time", seen=why, allowed=f"{self.deadline_s} s")
+            error = DeadlineExceeded(
+                "no answer from the gateway in time", seen=why, allowed=f"{self.deadline_s} s"
+            )
         elif outcome.sent:
-            error = Unavailable("the connection to the gateway broke off", reason="CONNECTION_LOST", seen=why)
+            error = Unavailable(
+                "the connection to the gateway broke off", reason="CONNECTION_LOST", seen=why
+            )
         else:
             error = Unavailable("no connection to the gateway", reason="NO_CONNECTION", seen=why)
         error.__cause__ = outcome.cause
@@ -116,8 +136,8 @@ class Attempts:
 def ask(call: Call[T], settings: Settings) -> Flow[T]:
     """Send until there is an answer, and read it.
 
-    Raises the error the gateway answered; Unavailable when it cannot be reached; DeadlineExceeded when the time was up
-    while an answer was awaited; DataLoss when the answer cannot be read.
+    Raises the error the gateway answered; Unavailable when it cannot be reached; DeadlineExceeded
+    when the time was up while an answer was awaited; DataLoss when the answer cannot be read.
     """
     answer = yield from answered(_attempts(call, settings), settings)
     return _read(call, answer)
@@ -126,7 +146,10 @@ def ask(call: Call[T], settings: Settings) -> Flow[T]:
 def ending(
     call: Call[SessionInfo], look: Call[SessionInfo], states: tuple[str, ...], settings: Settings
 ) -> Flow[SessionInfo]:
-    """End a session. When an answer was lost and the session turns out to have ended as asked, that is the answer."""
+    """End a session.
+
+    When an answer was lost and the session turns out to have ended as asked, that is the answer.
+    """
     attempts = _attempts(call, settings)
     try:
         answer = yield from answered(attempts, settings)
@@ -165,7 +188,9 @@ def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that Retry-After asks for, as a number or a date; None when it says nothing readable."""
+    """Seconds that Retry-After asks for, as a number or a date; None when it says nothing
+    readable.
+    """
     text = headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text)
@@ -179,7 +204,11 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 def _attempts(call: Call[Any], settings: Settings) -> Attempts:
     default = settings.generation_deadline_s if call.slow else settings.deadline_s
-    deadline_s = default + call.extra_s if call.deadline_s is None else check_seconds("deadline_s", call.deadline_s)
+    deadline_s = (
+        default + call.extra_s
+        if call.deadline_s is None
+        else check_seconds("deadline_s", call.deadline_s)
+    )
     return Attempts(call, deadline_s, settings.backoff)
 
 

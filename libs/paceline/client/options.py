@@ -1,7 +1,9 @@
-"""What a caller may ask of a generation: names and types of keyword arguments. Defaults are the gateway's.
+"""What a caller may ask of a generation: names and types of keyword arguments. Defaults are the
+gateway's.
 
-A session that is to be trained takes temperature > 0 and neither top_p < 1, top_k, min_p nor penalties: the gateway
-refuses them with TrainabilityError. Open it with trainable=False to use them.
+A session that is to be trained takes temperature > 0 and neither top_p < 1, top_k, min_p nor
+penalties: the gateway refuses them with TrainabilityError. Open it with trainable=False to use
+them.
 """
 
 from __future__ import annotations
@@ -51,12 +53,21 @@ CHAT_OPTIONS = frozenset(ChatOptions.__annotations__)
 
 
 def body_fields(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """The fields of the body. Raises InvalidInput for a name that is not known, or an extra that is not free."""
+    """The fields of the body.
+
+    Raises InvalidInput for a name that is not known, or an extra that is not free.
+    """
     unknown = sorted(set(options) - known)
     if unknown:
-        raise InvalidInput("unknown option of a generation", seen=", ".join(unknown), allowed=", ".join(sorted(known)))
+        raise InvalidInput(
+            "unknown option of a generation",
+            seen=", ".join(unknown),
+            allowed=", ".join(sorted(known)),
+        )
     extra = dict(options.get("extra") or {})
     taken = sorted(set(extra) & (known | _OUR_OWN))
     if taken:
-        raise InvalidInput("extra holds fields that are not free", seen=", ".join(taken), allowed="other names")
+        raise InvalidInput(
+            "extra holds fields that are not free", seen=", ".join(taken), allowed="other names"
+        )
     return {name: value for name, value in options.items() if name not in _NOT_IN_BODY} | extra

@@ -1,7 +1,7 @@
 """Server-sent events: bytes in, JSON objects out. Owns framing; not what the objects mean.
 
-Only CR and LF end a line here. `str.splitlines` and httpx's `iter_lines` also split at U+2028 and its like, which a
-model may say and JSON does not escape.
+Only CR and LF end a line here. `str.splitlines` and httpx's `iter_lines` also split at U+2028 and
+its like, which a model may say and JSON does not escape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ class EventReader:
         self._data: list[bytes] = []
 
     def feed(self, piece: bytes) -> Iterator[dict[str, Any]]:
-        """The events that this piece completes. Raises DataLoss for one that is too long or not a JSON object."""
+        """The events that this piece completes.
+
+        Raises DataLoss for one that is too long or not a JSON object.
+        """
         self._rest += piece
         while not self.done:
             # A CR at the very end may be half of CR LF.
@@ -43,7 +46,11 @@ class EventReader:
                 yield event
         held = len(self._rest) + sum(map(len, self._data))
         if held > MAX_EVENT_BYTES:
-            raise DataLoss("a streamed event is too long", seen=f"{held} bytes", allowed=f"{MAX_EVENT_BYTES} bytes")
+            raise DataLoss(
+                "a streamed event is too long",
+                seen=f"{held} bytes",
+                allowed=f"{MAX_EVENT_BYTES} bytes",
+            )
 
     def _take(self, line: bytes) -> None:
         name, _, value = line.partition(b":")

@@ -1,4 +1,7 @@
-"""What a session is and asks, for both clients. Owns how a block's end becomes an end of the session; no I/O."""
+"""What a session is and asks, for both clients.
+
+Owns how a block's end becomes an end of the session; no I/O.
+"""
 
 from __future__ import annotations
 
@@ -52,11 +55,17 @@ class SessionCalls:
         self._ended = False
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(id={self.id!r}, group_id={self.group_id!r}, ended={self._ended})"
+        return (
+            f"{type(self).__name__}(id={self.id!r}, group_id={self.group_id!r}, "
+            f"ended={self._ended})"
+        )
 
     @property
     def api_key(self) -> str:
-        """The session's key: what is generated under it belongs to this session. It may do nothing else."""
+        """The session's key: what is generated under it belongs to this session.
+
+        It may do nothing else.
+        """
         return self._key
 
     @property
@@ -66,15 +75,25 @@ class SessionCalls:
 
     @property
     def ended(self) -> bool:
-        """True when this object has ended the session. The gateway may have ended it too: ask `info`."""
+        """True when this object has ended the session.
+
+        The gateway may have ended it too: ask `info`.
+        """
         return self._ended
 
     def openai_options(self) -> dict[str, str]:
-        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`. Holds the key: do not log it."""
+        """Keyword arguments for `openai.OpenAI` or `openai.AsyncOpenAI`.
+
+        Holds the key: do not log it.
+        """
         return {"api_key": self._key, "base_url": self.base_url}
 
     def _chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], *, stream: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any],
+        *,
+        stream: bool = False,
     ) -> Call[ChatAnswer]:
         return calls.chat(messages, options, self._key, stream=stream)
 
@@ -84,7 +103,11 @@ class SessionCalls:
     def _reward(
         self, value: float, completion: ChatAnswer | Tokens | str | None, accumulate: bool
     ) -> Flow[SessionInfo]:
-        turn = completion if isinstance(completion, str) or completion is None else completion.completion_id
+        turn = (
+            completion
+            if isinstance(completion, str) or completion is None
+            else completion.completion_id
+        )
         return ask(calls.reward(self.id, value, turn, accumulate, self._key), self._settings)
 
     def _info(self) -> Flow[SessionInfo]:
@@ -121,12 +144,20 @@ class SessionCalls:
         return self._end(dataclasses.replace(call, deadline_s=deadline_s), states)
 
     def _verdict(self, error: BaseException) -> tuple[Call[SessionInfo], tuple[str, ...]]:
-        if not isinstance(error, Exception):  # KeyboardInterrupt, CancelledError, SystemExit: nobody's fault
+        if not isinstance(
+            error, Exception
+        ):  # KeyboardInterrupt, CancelledError, SystemExit: nobody's fault
             if self.task is None:
                 return calls.abort(self.id, self._key), ("aborted",)
-            return calls.fail(self.id, "infra", type(error).__name__, self._key), ("failed",)  # others may claim it
-        reason: Literal["infra", "data"] = "infra" if any(isinstance(one, _INFRA) for one in _causes(error)) else "data"
-        return calls.fail(self.id, reason, f"{type(error).__name__}: {error}", self._key), ("failed",)
+            return calls.fail(self.id, "infra", type(error).__name__, self._key), (
+                "failed",
+            )  # others may claim it
+        reason: Literal["infra", "data"] = (
+            "infra" if any(isinstance(one, _INFRA) for one in _causes(error)) else "data"
+        )
+        return calls.fail(self.id, reason, f"{type(error).__name__}: {error}", self._key), (
+            "failed",
+        )
 
 
 def not_ended(session: SessionCalls, failure: Exception) -> str:

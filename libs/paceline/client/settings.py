@@ -1,4 +1,7 @@
-"""What a client is told once: where the gateway is, who asks, how long and how often. Owns their checks; no socket."""
+"""What a client is told once: where the gateway is, who asks, how long and how often.
+
+Owns their checks; no socket.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,16 @@ DEADLINE_S = 30.0
 GENERATION_DEADLINE_S = 600.0
 MAX_CONNECTIONS = 256
 KEEPALIVE_S = 2.0
-"""Idle connections are closed before the server closes them (uvicorn: after 5 s), so that no call meets a dying one."""
+"""Idle connections are closed before the server closes them (uvicorn: after 5 s), so that no call
+meets a dying one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits between attempts: doubling from `first_s` to `most_s`, each drawn between its half and its whole."""
+    """Waits between attempts: doubling from `first_s` to `most_s`, each drawn between its half and
+    its whole.
+    """
 
     first_s: float = 0.25
     most_s: float = 8.0
@@ -31,7 +38,9 @@ class Backoff:
     clock: Callable[[], float] = time.monotonic
 
     def wait_s(self, attempt: int, asked_s: float | None) -> float:
-        """Seconds before the attempt after `attempt` (from 1); not less than the server asked for."""
+        """Seconds before the attempt after `attempt` (from 1); not less than the server asked
+        for.
+        """
         whole = min(self.first_s * 2.0 ** min(attempt - 1, 32), self.most_s)
         drawn = whole * (0.5 + 0.5 * self.draw())
         return drawn if asked_s is None else asked_s + min(drawn, self.first_s)
@@ -59,7 +68,10 @@ class Settings:
         """Check and complete. Raises InvalidInput."""
         given = os.environ.get(TOKEN_ENV, "") if token is None else token
         check_header(given, "token")
-        for name, value in (("deadline_s", deadline_s), ("generation_deadline_s", generation_deadline_s)):
+        for name, value in (
+            ("deadline_s", deadline_s),
+            ("generation_deadline_s", generation_deadline_s),
+        ):
             check_seconds(name, value)
         return cls(_root(base_url), given, deadline_s, generation_deadline_s, backoff or Backoff())
 
@@ -67,23 +79,31 @@ class Settings:
 def check_seconds(name: str, value: float) -> float:
     """A positive, finite number of seconds. Raises InvalidInput."""
     if not 0 < value < float("inf"):
-        raise InvalidInput(f"{name} is not a number of seconds", seen=value, allowed="more than 0, finite")
+        raise InvalidInput(
+            f"{name} is not a number of seconds", seen=value, allowed="more than 0, finite"
+        )
     return value
 
 
 def check_header(value: str, name: str) -> str:
     """Text that a header can carry. Raises InvalidInput, which does not show it."""
     if not value.isascii() or not value.isprintable():
-        raise InvalidInput(f"the {name} holds characters that a header cannot carry", allowed="printable ASCII")
+        raise InvalidInput(
+            f"the {name} holds characters that a header cannot carry", allowed="printable ASCII"
+        )
     return value
 
 
 def verification(verify: bool | ssl.SSLContext, ca: str | Path | None) -> bool | ssl.SSLContext:
-    """What httpx takes: trust in the usual authorities, in `ca` alone, in what a context says, or in anybody."""
+    """What httpx takes: trust in the usual authorities, in `ca` alone, in what a context says, or
+    in anybody.
+    """
     if ca is None:
         return verify
     if verify is not True:
-        raise InvalidInput("ca goes with verify=True alone; a context names its own", seen=f"verify={verify!r}")
+        raise InvalidInput(
+            "ca goes with verify=True alone; a context names its own", seen=f"verify={verify!r}"
+        )
     try:
         return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:
@@ -97,7 +117,11 @@ def _root(base_url: str) -> str:
     except ValueError:  # a port that is no number, a broken IPv6 address
         well_formed = False
     if not well_formed:
-        raise InvalidInput("base_url is not a URL", seen=repr(base_url), allowed="http(s)://host[:port][/path]")
+        raise InvalidInput(
+            "base_url is not a URL", seen=repr(base_url), allowed="http(s)://host[:port][/path]"
+        )
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise InvalidInput("base_url holds a user, a query or a fragment", allowed="http(s)://host[:port][/path]")
+        raise InvalidInput(
+            "base_url holds a user, a query or a fragment", allowed="http(s)://host[:port][/path]"
+        )
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")

@@ -1,4 +1,7 @@
-"""The synchronous client. Owns names and signatures; what happens is decided in flows.py and session_calls.py."""
+"""The synchronous client.
+
+Owns names and signatures; what happens is decided in flows.py and session_calls.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,13 @@ from paceline.client.deltas import Delta, Joined
 from paceline.client.flows import ask, opening
 from paceline.client.options import ChatOptions, Sampling
 from paceline.client.session_calls import SessionCalls, not_ended
-from paceline.client.settings import DEADLINE_S, GENERATION_DEADLINE_S, Backoff, Settings, verification
+from paceline.client.settings import (
+    DEADLINE_S,
+    GENERATION_DEADLINE_S,
+    Backoff,
+    Settings,
+    verification,
+)
 from paceline.client.sync_wire import SyncWire
 from paceline.errors import PacelineError
 
@@ -23,7 +32,8 @@ from paceline.errors import PacelineError
 class ChatStream:
     """A streamed answer: iterate once for its deltas, then ask for the whole.
 
-    The request goes out with the first delta. Leaving the loop early ends the generation. For one thread.
+    The request goes out with the first delta. Leaving the loop early ends the generation. For one
+    thread.
     """
 
     def __init__(self, events: Generator[Json]) -> None:
@@ -49,11 +59,13 @@ class ChatStream:
 
 
 class Session(SessionCalls):
-    """One attempt at one task; made by `Client.session` and `Client.tasks`. May be shared between threads.
+    """One attempt at one task; made by `Client.session` and `Client.tasks`. May be shared between
+    threads.
 
-    As a context manager it ends the session when its block is left: `complete` normally, `abort` by KeyboardInterrupt
-    and other exits, `fail` by an exception: "infra" for what the network or the gateway did, else "data". Exceptions
-    go on to the caller. A session without a reward ends "unscored", which is not reward 0.
+    As a context manager it ends the session when its block is left: `complete` normally, `abort` by
+    KeyboardInterrupt and other exits, `fail` by an exception: "infra" for what the network or the
+    gateway did, else "data". Exceptions go on to the caller. A session without a reward ends
+    "unscored", which is not reward 0.
     """
 
     def __init__(self, wire: SyncWire, settings: Settings, opened: OpenedSession) -> None:
@@ -64,7 +76,10 @@ class Session(SessionCalls):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             if not self._ended:
@@ -78,11 +93,18 @@ class Session(SessionCalls):
         except PacelineError as failure:
             error.add_note(not_ended(self, failure))
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> ChatAnswer:
-        """One assistant message. Raises as described at `Client`; an unknown option is InvalidInput."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> ChatAnswer:
+        """One assistant message.
+
+        Raises as described at `Client`; an unknown option is InvalidInput.
+        """
         return self._wire.run(ask(self._chat(messages, options), self._settings))
 
-    def chat_stream(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> ChatStream:
+    def chat_stream(
+        self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]
+    ) -> ChatStream:
         """One assistant message, as it is generated. The deadline covers the stream to its end."""
         flow = opening(self._chat(messages, options, stream=True), self._settings)
         return ChatStream(self._wire.events(flow))
@@ -92,11 +114,16 @@ class Session(SessionCalls):
         return self._wire.run(ask(self._generate(prompt, options), self._settings))
 
     def reward(
-        self, value: float, *, completion: ChatAnswer | Tokens | str | None = None, accumulate: bool = False
+        self,
+        value: float,
+        *,
+        completion: ChatAnswer | Tokens | str | None = None,
+        accumulate: bool = False,
     ) -> SessionInfo:
         """Give the session, or the turn of `completion`, its reward; with `accumulate`, add to it.
 
-        Counts once however often it is sent. Raises FailedPrecondition when there is another reward already.
+        Counts once however often it is sent. Raises FailedPrecondition when there is another reward
+        already.
         """
         return self._wire.run(self._reward(value, completion, accumulate))
 
@@ -109,7 +136,9 @@ class Session(SessionCalls):
     @overload
     def export(self, form: Literal["samples"]) -> tuple[Sample, ...]: ...
     def export(self, form: Literal["tree", "samples"] = "tree") -> Json | tuple[Sample, ...]:
-        """ "tree": every turn with tokens, log-probs, versions and rewards; "samples": what is or would be trained."""
+        """ "tree": every turn with tokens, log-probs, versions and rewards; "samples": what is or
+        would be trained.
+        """
         exported: Json | tuple[Sample, ...] = self._wire.run(self._export(form))
         return exported
 
@@ -122,18 +151,23 @@ class Session(SessionCalls):
         return self._wire.run(self._abort())
 
     def fail(self, reason: Literal["infra", "data"], message: str = "") -> SessionInfo:
-        """End the session that could not be played to its end: "infra", or "data" when the task itself is at fault."""
+        """End the session that could not be played to its end: "infra", or "data" when the task
+        itself is at fault.
+        """
         return self._wire.run(self._fail(reason, message))
 
 
 class Client:
-    """A gateway's client. One for a process is enough: threads may share it and its sessions, not a ChatStream.
+    """A gateway's client. One for a process is enough: threads may share it and its sessions, not a
+    ChatStream.
 
-    `token` is the gateway's; None reads $PACELINE_TOKEN. `verify` and `ca` (a PEM file) say whom TLS trusts; a context
-    may hold a certificate of your own. Deadlines are seconds for a whole call, retries and waits included.
+    `token` is the gateway's; None reads $PACELINE_TOKEN. `verify` and `ca` (a PEM file) say whom
+    TLS trusts; a context may hold a certificate of your own. Deadlines are seconds for a whole
+    call, retries and waits included.
 
-    Calls raise errors of `paceline.errors`: InvalidInput (UNAUTHENTICATED for a wrong key), NotFound,
-    FailedPrecondition (SESSION_ENDED, ...), ResourceExhausted, Unavailable, InternalError, DeadlineExceeded, DataLoss.
+    Calls raise errors of `paceline.errors`: InvalidInput (UNAUTHENTICATED for a wrong key),
+    NotFound, FailedPrecondition (SESSION_ENDED, ...), ResourceExhausted, Unavailable,
+    InternalError, DeadlineExceeded, DataLoss.
     """
 
     def __init__(
@@ -157,7 +191,10 @@ class Client:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -178,27 +215,38 @@ class Client:
     ) -> Session:
         """Open a session now; use it as a context manager to end it.
 
-        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another one is opened; the
-        first ends by that time-out, without turns and thus without anything to train.
+        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
+        one is opened; the first ends by that time-out, without turns and thus without anything to
+        train.
         """
-        about = calls.about(task, group, group_size, sample_index, trainable, turn_discount, timeout_s)
+        about = calls.about(
+            task, group, group_size, sample_index, trainable, turn_discount, timeout_s
+        )
         return self._session(self._wire.run(ask(calls.open_session(about), self._settings)))
 
     def attach(self, api_key: str) -> Session:
-        """The session that this key belongs to, e.g. in a process that was given `openai_options()`. Asks nothing."""
+        """The session that this key belongs to, e.g. in a process that was given
+        `openai_options()`. Asks nothing.
+        """
         return self._session(calls.current(api_key))
 
-    def claim(self, wait_s: float = LONG_POLL_S, *, session_timeout_s: float | None = None) -> Session | None:
+    def claim(
+        self, wait_s: float = LONG_POLL_S, *, session_timeout_s: float | None = None
+    ) -> Session | None:
         """A session for the next task of the training run; None when none came within `wait_s`."""
         opened = self._wire.run(ask(calls.claim(wait_s, session_timeout_s), self._settings))
         return None if opened is None else self._session(opened)
 
-    def tasks(self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None) -> Iterator[Session]:
+    def tasks(
+        self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None
+    ) -> Iterator[Session]:
         """Sessions for the tasks of the training run, until none came for `timeout_s`.
 
         Each is yours to end: `with session:` in the loop, or in the thread that you hand it to.
         """
-        while (opened := self._wire.run(next_task(timeout_s, session_timeout_s, self._settings))) is not None:
+        while (
+            opened := self._wire.run(next_task(timeout_s, session_timeout_s, self._settings))
+        ) is not None:
             yield self._session(opened)
 
     def session_info(self, session_id: str) -> SessionInfo:
@@ -207,7 +255,9 @@ class Client:
 
     def reward(self, completion_id: str, value: float, *, accumulate: bool = False) -> SessionInfo:
         """Reward a turn by its completion's id alone; the session that it belongs to."""
-        return self._wire.run(ask(calls.reward_completion(completion_id, value, accumulate), self._settings))
+        return self._wire.run(
+            ask(calls.reward_completion(completion_id, value, accumulate), self._settings)
+        )
 
     def models(self) -> tuple[str, ...]:
         """Names of the models served."""

@@ -30,9 +30,11 @@ class SyncWire:
         return _carry_out(flow, self._whole)
 
     def events(self, flow: Flow[None]) -> Generator[Json]:
-        """The events of the stream that the flow opens. Closing the generator ends the stream at the gateway.
+        """The events of the stream that the flow opens. Closing the generator ends the stream at
+        the gateway.
 
-        Raises Unavailable when the stream breaks off, DeadlineExceeded when its time is up, DataLoss.
+        Raises Unavailable when the stream breaks off, DeadlineExceeded when its time is up,
+        DataLoss.
         """
         with ExitStack() as held:
             opened: list[tuple[httpx.Response, float]] = []
@@ -64,7 +66,11 @@ class SyncWire:
         except httpx.RequestError as error:
             return lost_by(error, late=time.monotonic() >= end)
         if time.monotonic() >= end:  # cut, perhaps
-            return Lost(sent=True, late=True, cause=httpx.ReadTimeout("the deadline passed while the answer came in"))
+            return Lost(
+                sent=True,
+                late=True,
+                cause=httpx.ReadTimeout("the deadline passed while the answer came in"),
+            )
         return answer
 
     @contextmanager

@@ -1,4 +1,7 @@
-"""What both drivers share: how httpx is set up, what its errors mean, how much they read. Decides nothing."""
+"""What both drivers share: how httpx is set up, what its errors mean, how much they read.
+
+Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,20 @@ from paceline.client.settings import KEEPALIVE_S, MAX_CONNECTIONS, Settings
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
 
 MAX_ANSWER_BYTES = 256 << 20
-_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError, httpx.UnsupportedProtocol)
+_NOT_SENT = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+    httpx.ProxyError,
+    httpx.UnsupportedProtocol,
+)
 
 
 def http_options(settings: Settings, verify: bool | ssl.SSLContext) -> dict[str, Any]:
-    """Arguments of httpx.Client and httpx.AsyncClient. Redirects are not followed: they would carry the key away."""
+    """Arguments of httpx.Client and httpx.AsyncClient.
+
+    Redirects are not followed: they would carry the key away.
+    """
     limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=KEEPALIVE_S)
     return {"base_url": settings.base_url, "verify": verify, "limits": limits, "timeout": None}
 
@@ -29,13 +41,19 @@ def http_options(settings: Settings, verify: bool | ssl.SSLContext) -> dict[str,
 def lost_by(error: httpx.RequestError, *, late: bool) -> Lost:
     """What an error of httpx means for the call."""
     late = late or isinstance(error, httpx.TimeoutException)
-    return Lost(sent=not isinstance(error, _NOT_SENT), late=late, cause=error, hopeless=_untrusted(error))
+    return Lost(
+        sent=not isinstance(error, _NOT_SENT), late=late, cause=error, hopeless=_untrusted(error)
+    )
 
 
 def within_bounds(size: int) -> int:
     """Raises DataLoss when an answer grows beyond what is kept in memory."""
     if size > MAX_ANSWER_BYTES:
-        raise DataLoss("the answer is too long", seen=f"over {MAX_ANSWER_BYTES} bytes", allowed=MAX_ANSWER_BYTES)
+        raise DataLoss(
+            "the answer is too long",
+            seen=f"over {MAX_ANSWER_BYTES} bytes",
+            allowed=MAX_ANSWER_BYTES,
+        )
     return size
 
 
@@ -45,13 +63,17 @@ def broken_off(cause: Exception | None, *, late: bool) -> PacelineError:
     if late:
         error = DeadlineExceeded("the deadline passed while the answer was streamed")
     else:
-        error = Unavailable("the stream broke off before its end", reason="STREAM_BROKEN", seen=cause or "its end")
+        error = Unavailable(
+            "the stream broke off before its end", reason="STREAM_BROKEN", seen=cause or "its end"
+        )
     error.__cause__ = cause
     return error
 
 
 class TimeLeft(dict[str, float]):
-    """httpx's time-outs, counted when they are looked up: each phase of an exchange gets what the earlier ones left."""
+    """httpx's time-outs, counted when they are looked up: each phase of an exchange gets what the
+    earlier ones left.
+    """
 
     def __init__(self, end: float) -> None:
         super().__init__()
@@ -64,9 +86,11 @@ class TimeLeft(dict[str, float]):
 
 @contextmanager
 def cut_off(response: httpx.Response, end: float) -> Iterator[None]:
-    """Shut the connection down at `end`: a body that comes in drops, or stalls, does not outlast the deadline.
+    """Shut the connection down at `end`: a body that comes in drops, or stalls, does not outlast
+    the deadline.
 
-    httpx bounds each read of a body, not their sum. A body that is cut may look whole: look at the clock afterwards.
+    httpx bounds each read of a body, not their sum. A body that is cut may look whole: look at the
+    clock afterwards.
     """
     connection = response.extensions["network_stream"].get_extra_info("socket")
     timer = Timer(max(end - time.monotonic(), 0.0), _shut_down, (connection,))
@@ -80,7 +104,9 @@ def cut_off(response: httpx.Response, end: float) -> Iterator[None]:
 
 def _shut_down(connection: socket) -> None:
     try:
-        socket.shutdown(connection, SHUT_RDWR)  # the socket below TLS: its reader is in the middle of a read
+        socket.shutdown(
+            connection, SHUT_RDWR
+        )  # the socket below TLS: its reader is in the middle of a read
     except OSError:
         return  # closed meanwhile: nobody reads any more
 

@@ -1,4 +1,7 @@
-"""Settings: one frozen tree per service, read from TOML files and `key=value` overrides. Owns no service's own keys."""
+"""Settings: one frozen tree per service, read from TOML files and `key=value` overrides.
+
+Owns no service's own keys.
+"""
 
 from paceline.config.base import Config, known_keys
 from paceline.config.load import load_config

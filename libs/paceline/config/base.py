@@ -1,4 +1,7 @@
-"""The base of every settings class and the walk over its keys. Owns neither files nor any particular setting."""
+"""The base of every settings class and the walk over its keys.
+
+Owns neither files nor any particular setting.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,14 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Config(BaseModel):
-    """A frozen node of a settings tree; unknown keys are refused. The docstring under a field is its description."""
+    """A frozen node of a settings tree; unknown keys are refused.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    The docstring under a field is its description.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+    )
 
 
 def child_configs(annotation: Any) -> tuple[type[Config], ...]:

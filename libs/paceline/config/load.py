@@ -1,4 +1,7 @@
-"""From TOML files and overrides to one validated tree. Owns the order of precedence and the wording of refusals."""
+"""From TOML files and overrides to one validated tree.
+
+Owns the order of precedence and the wording of refusals.
+"""
 
 from __future__ import annotations
 
@@ -26,24 +29,32 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 @dataclass(frozen=True)
 class _Source:
-    """Settings of one file or one override: its name for messages, its values by the tree's own keys."""
+    """Settings of one file or one override: its name for messages, its values by the tree's own
+    keys.
+    """
 
     name: str
     values: Tree
 
 
-def load_config(cls: type[C], section: str, files: Sequence[Path] = (), overrides: Sequence[str] = ()) -> C:
+def load_config(
+    cls: type[C], section: str, files: Sequence[Path] = (), overrides: Sequence[str] = ()
+) -> C:
     """Read the tree of one service.
 
-    Later files win over earlier ones, overrides over files; tables merge, all else is replaced. Of a file the shared
-    sections and `[section]` count; keys in `[section]` stand at the top of the tree, so it may also hold a shared
-    section that then holds for this service alone. Sections of other services are left to them. An override names a
-    key of the tree (`engine.dtype=float32`) or begins with a service's section; its value is a TOML value, else text.
+    Later files win over earlier ones, overrides over files; tables merge, all else is replaced. Of
+    a file the shared sections and `[section]` count; keys in `[section]` stand at the top of the
+    tree, so it may also hold a shared section that then holds for this service alone. Sections of
+    other services are left to them. An override names a key of the tree (`engine.dtype=float32`) or
+    begins with a service's section; its value is a TOML value, else text.
 
-    Raises ConfigError for a file that cannot be read, an unknown section or key, and a value that does not fit.
+    Raises ConfigError for a file that cannot be read, an unknown section or key, and a value that
+    does not fit.
     """
     sources = [_file_source(path, cls, section) for path in files]
-    sources += [source for text in overrides if (source := _override_source(text, cls, section)) is not None]
+    sources += [
+        source for text in overrides if (source := _override_source(text, cls, section)) is not None
+    ]
     merged = _explicit_defaults(cls)
     origins: dict[str, str] = {}
     for source in sources:
@@ -63,13 +74,23 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
         raise ConfigError(f"cannot read the config file: {error.strerror}", seen=path) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    sections = (*SHARED_SECTIONS, *SERVICE_SECTIONS, *(() if section in SERVICE_SECTIONS else (section,)))
+    sections = (
+        *SHARED_SECTIONS,
+        *SERVICE_SECTIONS,
+        *(() if section in SERVICE_SECTIONS else (section,)),
+    )
     values: Tree = {}
     for name, content in document.items():
         if name not in sections:
-            raise ConfigError(f"{path}: unknown section{_nearest(name, sections)}", seen=name, allowed=list(sections))
+            raise ConfigError(
+                f"{path}: unknown section{_nearest(name, sections)}",
+                seen=name,
+                allowed=list(sections),
+            )
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]")
+            raise ConfigError(
+                f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]"
+            )
         if name in SHARED_SECTIONS and name in cls.model_fields:
             _merge(values, {name: content})
     _merge(values, document.get(section, {}))
@@ -80,13 +101,19 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
     key, equals, raw = text.partition("=")
     key = key.strip()
     if not equals or not _KEY.fullmatch(key):
-        raise ConfigError("an override is key=value with a dotted key", seen=text, allowed="e.g. run.seed=1")
+        raise ConfigError(
+            "an override is key=value with a dotted key", seen=text, allowed="e.g. run.seed=1"
+        )
     head, _, rest = key.partition(".")
     if head not in cls.model_fields and rest and head in (section, *SERVICE_SECTIONS):
         if head != section:
             return None
         key = rest
-    value: Any = raw if _wants_text(_annotation(cls, key)) and raw[:1] not in ("'", '"') else _toml_value(raw)
+    value: Any = (
+        raw
+        if _wants_text(_annotation(cls, key)) and raw[:1] not in ("'", '"')
+        else _toml_value(raw)
+    )
     for part in reversed(key.split(".")):
         value = {part: value}
     return _Source(f"override {text}", value)
@@ -124,11 +151,17 @@ def _merge(into: Tree, new: Mapping[str, Any]) -> None:
 
 
 def _explicit_defaults(cls: type[Config]) -> Tree:
-    """What fields' default nodes set themselves (`optim: Optim = Optim(lr=1e-4)`), so that one key given beside it
-    does not throw the rest back to the class's own defaults. Default tables are merged into likewise."""
+    """What fields' default nodes set themselves (`optim: Optim = Optim(lr=1e-4)`), so that one key
+    given beside it does not throw the rest back to the class's own defaults. Default tables are
+    merged into likewise.
+    """
     tree: Tree = {}
     for name, field in cls.model_fields.items():
-        default = None if field.is_required() else field.get_default(call_default_factory=True, validated_data={})
+        default = (
+            None
+            if field.is_required()
+            else field.get_default(call_default_factory=True, validated_data={})
+        )
         if isinstance(default, Config):
             tree[name] = default.model_dump(exclude_unset=True)
         elif isinstance(default, dict):
@@ -150,20 +183,27 @@ def _refuse_unknown(cls: type[Config], source: _Source, section: str) -> None:
         raise ConfigError(f"{source.name}: {section} has no setting {key}{near}", seen=key)
 
 
-def _unknown(classes: Sequence[type[Config]], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _unknown(
+    classes: Sequence[type[Config]], values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[str]:
     """Dotted keys that no field takes. Below a leaf (a dict field, say) pydantic judges."""
     for key, value in values.items():
         holders = [cls for cls in classes if key in cls.model_fields]
         if not holders:
             yield prefix + key
             continue
-        children = [child for cls in holders for child in child_configs(cls.model_fields[key].annotation)]
+        children = [
+            child for cls in holders for child in child_configs(cls.model_fields[key].annotation)
+        ]
         if children and isinstance(value, dict):
             yield from _unknown(children, value, f"{prefix}{key}.")
 
 
 def _nearest(key: str, known: Sequence[str]) -> str:
-    """ "; nearest: ..." or nothing. A last part that fits exactly wins over likeness of the whole key."""
+    """ "; nearest: ..." or nothing.
+
+    A last part that fits exactly wins over likeness of the whole key.
+    """
     ends = {k.rpartition(".")[2]: k for k in reversed(known)}
     if key in ends:
         return f"; nearest: {ends[key]}"
@@ -179,7 +219,10 @@ def _readable(error: ValidationError, origins: Mapping[str, str]) -> ConfigError
     for item in error.errors(include_url=False):
         parts = [str(part) for part in item["loc"]]
         key = ".".join(parts)
-        origin = next((origins[k] for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in origins), "")
+        origin = next(
+            (origins[k] for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in origins),
+            "",
+        )
         seen = "" if item["type"] == "missing" else f" (seen: {item['input']!r})"
         said = "not a setting" if item["type"] == "extra_forbidden" else item["msg"]
         lines.append(f"{key or 'the settings'}{f' from {origin}' if origin else ''}: {said}{seen}")

@@ -21,12 +21,16 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def print_config(config: Config, section: str | None = None) -> str:
-    """TOML that `load_config` reads back to an equal tree; passwords in URLs and secret fields are masked.
+    """TOML that `load_config` reads back to an equal tree; passwords in URLs and secret fields are
+    masked.
 
-    `section` heads the service's own keys; by default the class name says it (PolicyTrainerConfig: policy_trainer).
-    Settings without a value (None) appear as comments, since TOML has no null.
+    `section` heads the service's own keys; by default the class name says it (PolicyTrainerConfig:
+    policy_trainer). Settings without a value (None) appear as comments, since TOML has no null.
     """
-    section = section or re.sub(r"(?<!^)(?=[A-Z])", "_", type(config).__name__.removesuffix("Config")).lower()
+    section = (
+        section
+        or re.sub(r"(?<!^)(?=[A-Z])", "_", type(config).__name__.removesuffix("Config")).lower()
+    )
     shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
     for name in shared:
@@ -68,7 +72,11 @@ def _value(value: Any) -> str:
         case str() | Path():
             return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", str(value)))
         case dict():
-            return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None) + "}"
+            return (
+                "{"
+                + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
+                + "}"
+            )
         case list() | tuple() | set() | frozenset():
             return "[" + ", ".join(_value(item) for item in value) + "]"
     raise ConfigError("a setting of this type has no TOML form", seen=type(value).__name__)
@@ -80,5 +88,8 @@ def _key(key: object) -> str:
 
 
 def _text(text: str) -> str:
-    """A basic TOML string. JSON escapes are a subset of TOML's but for DEL, which TOML wants escaped."""
+    """A basic TOML string.
+
+    JSON escapes are a subset of TOML's but for DEL, which TOML wants escaped.
+    """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

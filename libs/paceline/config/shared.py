@@ -1,4 +1,7 @@
-"""The sections that all services read: run, redis, telemetry, security, addresses. Owns no service's own keys."""
+"""The sections that all services read: run, redis, telemetry, security, addresses.
+
+Owns no service's own keys.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Facts over ZeroMQ PUB/SUB, numbered per run. Owns delivery and the finding of gaps; no right follows from a fact.
+"""Facts over ZeroMQ PUB/SUB, numbered per run. Owns delivery and the finding of gaps; no right
+follows from a fact.
 
-Frames: topic (run id and a zero byte), traceparent, Fact. PUB drops for a slow or late subscriber: the numbers tell.
+Frames: topic (run id and a zero byte), traceparent, Fact. PUB drops for a slow or late subscriber:
+the numbers tell.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class FactPublisher:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot publish events: {error.strerror}; set addresses.events", seen=address) from error
+            raise ConfigError(
+                f"cannot publish events: {error.strerror}; set addresses.events", seen=address
+            ) from error
 
     @property
     def address(self) -> str:
@@ -49,12 +53,17 @@ class FactPublisher:
         return self._next - 1
 
     async def publish(self, fact: Fact) -> int:
-        """Number and send one fact, which is not changed; returns the number. Never waits for a subscriber."""
+        """Number and send one fact, which is not changed; returns the number.
+
+        Never waits for a subscriber.
+        """
         numbered = Fact()
         numbered.CopyFrom(fact)
         numbered.sequence = self._next
         self._next += 1
-        await self._socket.send_multipart([self._topic, inject_frame(), numbered.SerializeToString()])
+        await self._socket.send_multipart(
+            [self._topic, inject_frame(), numbered.SerializeToString()]
+        )
         return numbered.sequence
 
     def close(self) -> None:
@@ -65,7 +74,10 @@ class FactPublisher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -73,11 +85,14 @@ class FactPublisher:
 class FactSubscriber:
     """Async iterator over the facts of one run; reconnects by itself.
 
-    `on_gap(first, last)` is awaited before the fact that follows a gap is returned. A first fact numbered above 1 is a
-    gap, and so is a publisher that began again: then the range is (1, number - 1), empty when nothing is missing.
+    `on_gap(first, last)` is awaited before the fact that follows a gap is returned. A first fact
+    numbered above 1 is a gap, and so is a publisher that began again: then the range is (1, number
+    - 1), empty when nothing is missing.
     """
 
-    def __init__(self, address: str, run_id: str, on_gap: OnGap, *, deadline_s: float = 3600.0) -> None:
+    def __init__(
+        self, address: str, run_id: str, on_gap: OnGap, *, deadline_s: float = 3600.0
+    ) -> None:
         self._on_gap = on_gap
         self._deadline_s = deadline_s
         self._last = 0
@@ -96,7 +111,10 @@ class FactSubscriber:
         return await self.next(self._deadline_s)
 
     async def next(self, deadline_s: float) -> Fact:
-        """The next fact. Raises DeadlineExceeded when none comes in time, DataLoss when one does not decode."""
+        """The next fact.
+
+        Raises DeadlineExceeded when none comes in time, DataLoss when one does not decode.
+        """
         try:
             async with asyncio.timeout(deadline_s):
                 frames = await self._socket.recv_multipart()
@@ -119,7 +137,10 @@ class FactSubscriber:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -1,4 +1,7 @@
-"""One supervised process: started, watched, restarted with backoff, stopped with its whole group. Knows no other."""
+"""One supervised process: started, watched, restarted with backoff, stopped with its whole group.
+
+Knows no other.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ class Launch:
 
     name: str
     command: tuple[str, ...]  # () for a server that others run: only its health is awaited
-    healthy: Callable[[float], Awaitable[None]] | None = None  # (deadline in s); raises PacelineError
+    healthy: Callable[[float], Awaitable[None]] | None = (
+        None  # (deadline in s); raises PacelineError
+    )
     depends_on: tuple[str, ...] = ()  # names that must be healthy first
     ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -44,7 +49,9 @@ class ChildEvent:
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up to cap_s."""
+    """At most `tries` restarts within `window_s` seconds, with pauses of base_s, 2 base_s, ... up
+    to cap_s.
+    """
 
     tries: int = 5
     window_s: float = 120.0
@@ -56,7 +63,12 @@ class Child:
     """Keeps one process running until it finishes, fails too often or is stopped."""
 
     def __init__(
-        self, launch: Launch, logs: Path, policy: RestartPolicy, on_event: Callable[[ChildEvent], None], health_s: float
+        self,
+        launch: Launch,
+        logs: Path,
+        policy: RestartPolicy,
+        on_event: Callable[[ChildEvent], None],
+        health_s: float,
     ) -> None:
         self.launch = launch
         self.log = logs / f"{launch.name}.log"
@@ -70,13 +82,17 @@ class Child:
     @property
     def pid(self) -> int:
         """Process id; 0 when none runs."""
-        return self._process.pid if self._process is not None and self._process.returncode is None else 0
+        return (
+            self._process.pid
+            if self._process is not None and self._process.returncode is None
+            else 0
+        )
 
     async def run(self) -> None:
         """Start and restart; returns when the process exits with status 0.
 
-        Raises Unavailable, with the end of the log, when it dies before it was ever healthy, is not healthy in time,
-        exits for a config error or dies too often.
+        Raises Unavailable, with the end of the log, when it dies before it was ever healthy, is not
+        healthy in time, exits for a config error or dies too often.
         """
         if not self.launch.command:
             await self._become_healthy()
@@ -94,7 +110,10 @@ class Child:
             first = False
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, `grace_s` seconds, SIGKILL to the whole group. Call it after run() has been cancelled."""
+        """SIGTERM, `grace_s` seconds, SIGKILL to the whole group.
+
+        Call it after run() has been cancelled.
+        """
         process = self._process
         if process is None:
             return
@@ -112,7 +131,8 @@ class Child:
     async def _spawn(self, kind: EventKind) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
-            # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group can be killed whole.
+            # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
+            # can be killed whole.
             self._process = await asyncio.create_subprocess_exec(
                 *self.launch.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -124,7 +144,10 @@ class Child:
         self._tell(kind)
 
     async def _live(self) -> int:
-        """Wait for health, then for the end; returns the exit status. What the process started ends with it."""
+        """Wait for health, then for the end; returns the exit status.
+
+        What the process started ends with it.
+        """
         process = self._running
         ending = asyncio.create_task(process.wait())
         health = asyncio.create_task(self._become_healthy())
@@ -156,8 +179,12 @@ class Child:
         if not self.is_healthy.is_set() or code == EXIT_CONFIG:
             raise self._failure(f"{describe_exit(code)} at its start")
         if len(self._crashes) > self._policy.tries:
-            raise self._failure(f"{describe_exit(code)}, time {len(self._crashes)} in {self._policy.window_s:.0f} s")
-        await asyncio.sleep(min(self._policy.base_s * 2 ** (len(self._crashes) - 1), self._policy.cap_s))
+            raise self._failure(
+                f"{describe_exit(code)}, time {len(self._crashes)} in {self._policy.window_s:.0f} s"
+            )
+        await asyncio.sleep(
+            min(self._policy.base_s * 2 ** (len(self._crashes) - 1), self._policy.cap_s)
+        )
 
     @property
     def _running(self) -> asyncio.subprocess.Process:
@@ -168,12 +195,16 @@ class Child:
     def _failure(self, what: str) -> Unavailable:
         end = last_lines(self.log)
         return Unavailable(
-            f"{self.launch.name} {what}; its log {self.log} ends:\n{end}" if end else f"{self.launch.name} {what}",
+            f"{self.launch.name} {what}; its log {self.log} ends:\n{end}"
+            if end
+            else f"{self.launch.name} {what}",
             reason="SERVICE_FAILED",
         )
 
     def _tell(self, kind: EventKind, detail: str = "") -> None:
-        self._on_event(ChildEvent(self.launch.name, kind, self._process.pid if self._process else 0, detail))
+        self._on_event(
+            ChildEvent(self.launch.name, kind, self._process.pid if self._process else 0, detail)
+        )
 
 
 def python_module(module: str, *arguments: str) -> tuple[str, ...]:

@@ -1,4 +1,7 @@
-"""How a service process starts and ends: arguments, config, telemetry, signals, exit status. It owns no service."""
+"""How a service process starts and ends: arguments, config, telemetry, signals, exit status.
+
+It owns no service.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +34,36 @@ C = TypeVar("C", bound=ServiceConfig)
 Serve = Callable[[C, asyncio.Event], Awaitable[None]]
 
 
-def run_service(name: str, config_class: type[C], serve: Serve[C], argv: Sequence[str] | None = None) -> None:
+def run_service(
+    name: str, config_class: type[C], serve: Serve[C], argv: Sequence[str] | None = None
+) -> None:
     """Run one service until it ends by itself or a signal stops it; leaves the process.
 
-    Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a config error,
-    1 for any other error of Paceline, told in one line on stderr.
+    Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
+    config error, 1 for any other error of Paceline, told in one line on stderr.
     """
     die_with_parent()
     try:
         code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))
     except (PacelineError, ExceptionGroup) as raised:
         error = _only_error(raised)
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"{name}: {error}", style="red", markup=False)
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"{name}: {error}", style="red", markup=False
+        )
         code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     raise SystemExit(code)
 
 
 def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineError:
-    """The error a user should read; a task group wraps it. Raises a group that holds anything else as it is."""
+    """The error a user should read; a task group wraps it.
+
+    Raises a group that holds anything else as it is.
+    """
     while isinstance(raised, ExceptionGroup):
         first = raised.exceptions[0]
-        if raised.split(PacelineError)[1] is not None or not isinstance(first, PacelineError | ExceptionGroup):
+        if raised.split(PacelineError)[1] is not None or not isinstance(
+            first, PacelineError | ExceptionGroup
+        ):
             raise raised
         raised = first
     return raised
@@ -60,10 +72,19 @@ def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineEr
 def _arguments(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {service(name).module}", allow_abbrev=False)
     parser.add_argument(
-        "--config", type=Path, action="append", default=[], metavar="FILE", help="TOML; may be repeated"
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="TOML; may be repeated",
     )
-    parser.add_argument("--print-config", action="store_true", help="print the whole configuration and exit")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that outrank the files")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the whole configuration and exit"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that outrank the files"
+    )
     return parser
 
 

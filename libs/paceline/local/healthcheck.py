@@ -1,4 +1,5 @@
-"""`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`: exit 0 when it serves, 1 when not.
+"""`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`: exit 0 when it serves,
+1 when not.
 
 For readiness probes; the supervisor calls the same functions itself.
 """
@@ -17,7 +18,9 @@ from paceline.rpc import wait_healthy
 
 
 async def check(address: str, redis_url: str, timeout_s: float) -> None:
-    """Return when the server serves; a PacelineError says why it does not within `timeout_s` seconds."""
+    """Return when the server serves; a PacelineError says why it does not within `timeout_s`
+    seconds.
+    """
     if address:
         await wait_healthy(address, SecurityConfig(), timeout_s)
     else:

@@ -20,10 +20,11 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports on 127.0.0.1 that were free a moment ago. Raises Unavailable when there are too few.
+    """Different TCP ports on 127.0.0.1 that were free a moment ago. Raises Unavailable when there
+    are too few.
 
-    They lie below the range that the system gives to outgoing connections, so that none of those takes one before its
-    server is up.
+    They lie below the range that the system gives to outgoing connections, so that none of those
+    takes one before its server is up.
     """
     low = int(_RANGE.read_text().split()[0]) if _RANGE.is_file() else _EPHEMERAL
     choices = range(_LOWEST, max(_LOWEST + _TRIES, min(low, 65_536)))
@@ -56,7 +57,9 @@ def split_address(address: str, setting: str = "address") -> tuple[str, int]:
 
 
 def require_free(address: str, setting: str) -> None:
-    """Raise Unavailable naming port and setting when something listens on `address`; port 0 is always free."""
+    """Raise Unavailable naming port and setting when something listens on `address`; port 0 is
+    always free.
+    """
     host, port = split_address(address, setting)
     if port == 0:
         return
@@ -67,9 +70,12 @@ def require_free(address: str, setting: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ConfigError(f"{setting} cannot be bound: {error.strerror}", seen=address) from error
+                raise ConfigError(
+                    f"{setting} cannot be bound: {error.strerror}", seen=address
+                ) from error
             raise Unavailable(
-                f"port {port} is in use; stop what listens there or set {setting} to another address",
+                f"port {port} is in use; stop what listens there or set {setting} to another "
+                f"address",
                 reason="PORT_IN_USE",
                 seen=address,
             ) from error

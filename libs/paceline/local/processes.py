@@ -1,4 +1,7 @@
-"""Child processes of a local run: they die with their parent, their log's end can be shown. Starts nothing."""
+"""Child processes of a local run: they die with their parent, their log's end can be shown.
+
+Starts nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
-    """Ask the kernel to signal this process when its parent dies; False without a parent that asked for it.
+    """Ask the kernel to signal this process when its parent dies; False without a parent that asked
+    for it.
 
-    Linux only; elsewhere False. The setting survives exec. Exits at once when the parent is gone already.
+    Linux only; elsewhere False. The setting survives exec. Exits at once when the parent is gone
+    already.
     """
     parent = os.environ.get(PARENT_VARIABLE, "")
     if not parent or sys.platform != "linux":
@@ -65,4 +70,6 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 def describe_exit(code: int) -> str:
     """An exit status in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    return (
+        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+    )

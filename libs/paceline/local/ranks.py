@@ -1,6 +1,8 @@
-"""Trainer ranks: a parent without torch spawns one process per rank and talks to each over one ipc socket.
+"""Trainer ranks: a parent without torch spawns one process per rank and talks to each over one ipc
+socket.
 
-Owns the processes, their environment (torchrun's contract) and the byte messages; not what the messages mean.
+Owns the processes, their environment (torchrun's contract) and the byte messages; not what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class RankGroup:
     async def start(self, deadline_s: float) -> None:
         """Spawn all ranks and wait until each said it is ready.
 
-        Raises RankLost when one ends first, DeadlineExceeded when one is not ready in time; then none is left running.
+        Raises RankLost when one ends first, DeadlineExceeded when one is not ready in time; then
+        none is left running.
         """
         if self._processes:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
@@ -97,7 +100,9 @@ class RankGroup:
             except zmq.ZMQError as error:
                 raise RankLost(f"rank {rank} of {self._module} is not connected") from error
             except TimeoutError as error:
-                raise DeadlineExceeded(f"rank {rank} of {self._module} takes no messages for {_SEND_S} s") from error
+                raise DeadlineExceeded(
+                    f"rank {rank} of {self._module} takes no messages for {_SEND_S} s"
+                ) from error
 
     async def receive(self, deadline_s: float) -> tuple[int, bytes]:
         """The next message of any rank, as (rank, bytes).
@@ -108,7 +113,9 @@ class RankGroup:
         return rank, payload
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no rank runs and the group can start again."""
+        """SIGTERM, `grace_s` seconds, then SIGKILL; afterwards no rank runs and the group can start
+        again.
+        """
         self.signal(signal.SIGTERM)
         if self._watches:
             await asyncio.wait(self._watches, timeout=grace_s)
@@ -136,7 +143,10 @@ class RankGroup:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
@@ -147,7 +157,8 @@ class RankGroup:
         return self._socket
 
     def _bind(self) -> None:
-        # A path of an ipc socket is limited to about 100 characters: it cannot lie in the run directory.
+        # A path of an ipc socket is limited to about 100 characters: it cannot lie in the run
+        # directory.
         self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -173,9 +184,15 @@ class RankGroup:
         )
         with self._log(rank).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", self._module, *self._argv,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
-            )  # fmt: skip
+                sys.executable,
+                "-m",
+                self._module,
+                *self._argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
         self._processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(rank, process)))
 
@@ -187,7 +204,10 @@ class RankGroup:
         if self._lost is not None and not self._lost.done():
             log = self._log(rank)
             self._lost.set_result(
-                RankLost(f"rank {rank} of {self._module} {describe_exit(code)}; its log {log} ends:\n{last_lines(log)}")
+                RankLost(
+                    f"rank {rank} of {self._module} {describe_exit(code)}; its log {log} "
+                    f"ends:\n{last_lines(log)}"
+                )
             )
 
     async def _all_ready(self, deadline_s: float) -> None:
@@ -206,7 +226,9 @@ class RankGroup:
         message: asyncio.Future[list[bytes]] = asyncio.ensure_future(self._open.recv_multipart())
         waits: set[asyncio.Future[Any]] = {message, lost}
         try:
-            done, _ = await asyncio.wait(waits, timeout=max(deadline_s, 0), return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                waits, timeout=max(deadline_s, 0), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             if not message.done():
                 message.cancel()
@@ -214,7 +236,9 @@ class RankGroup:
             identity, kind, payload = message.result()
             return int(identity), kind, payload
         self._raise_if_lost()
-        raise DeadlineExceeded(f"no rank of {self._module} spoke in time", seen=f"{deadline_s:.1f} s")
+        raise DeadlineExceeded(
+            f"no rank of {self._module} spoke in time", seen=f"{deadline_s:.1f} s"
+        )
 
     def _raise_if_lost(self) -> None:
         if self._lost is not None and self._lost.done():
@@ -235,12 +259,18 @@ class RankLink:
 
     @classmethod
     def from_environment(cls) -> RankLink:
-        """Connect to the parent that RankGroup named in the environment; FailedPrecondition without one."""
+        """Connect to the parent that RankGroup named in the environment; FailedPrecondition without
+        one.
+        """
         if SOCKET_VARIABLE not in os.environ:
-            raise FailedPrecondition("a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}")
+            raise FailedPrecondition(
+                "a rank is started by its service, not by hand", seen=f"no {SOCKET_VARIABLE}"
+            )
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        return cls(
+            os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        )
 
     def ready(self) -> None:
         """Tell the parent that this rank takes messages."""

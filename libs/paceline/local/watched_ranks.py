@@ -1,4 +1,7 @@
-"""Ranks that are listened to and started again when one is lost. Owns their life; not what the messages mean."""
+"""Ranks that are listened to and started again when one is lost.
+
+Owns their life; not what the messages mean.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _log = get_logger(__name__)
 class WatchedRanks:
     """A RankGroup under supervision; `supervise` must be running.
 
-    `on_start` prepares every newly started group before it takes commands, `on_message` takes what any rank says from
-    then on, `on_lost` hears of a loss before the restart begins.
+    `on_start` prepares every newly started group before it takes commands, `on_message` takes what
+    any rank says from then on, `on_lost` hears of a loss before the restart begins.
     """
 
     def __init__(
@@ -69,7 +72,9 @@ class WatchedRanks:
                 await self._group.stop(0.0)
                 if failures > _RESTARTS or not ever_ready:
                     raise
-                _log.error("ranks lost; they are started again", error=str(error), failures=failures)
+                _log.error(
+                    "ranks lost; they are started again", error=str(error), failures=failures
+                )
                 await asyncio.sleep(_BACKOFF_S * failures)
 
     async def wait_ready(self, deadline_s: float) -> None:
@@ -78,7 +83,9 @@ class WatchedRanks:
             async with asyncio.timeout(deadline_s):
                 await self._ready.wait()
         except TimeoutError as error:
-            raise Unavailable("the ranks are not ready", seen=f"{deadline_s} s", reason="RANK_LOST") from error
+            raise Unavailable(
+                "the ranks are not ready", seen=f"{deadline_s} s", reason="RANK_LOST"
+            ) from error
 
     async def show_health(self, server: Server, service: str) -> None:
         """For ever: the service serves while the ranks take commands."""

@@ -1,1 +1,3 @@
-"""The engine's own inference forward of Llama, Qwen2 and Qwen3 checkpoints, and the draw of a token."""
+"""The engine's own inference forward of Llama, Qwen2 and Qwen3 checkpoints, and the draw of a
+token.
+"""

@@ -1,7 +1,9 @@
-"""Keys and values of every slot, allocated once. Owns the memory; who sits in which slot is the engine's affair.
+"""Keys and values of every slot, allocated once. Owns the memory; who sits in which slot is the
+engine's affair.
 
-A cell holds one head's key or value of one token. Cells of a head follow each other by position, since attention reads
-them so; one indexed copy per layer stores what the fused projection emits for a block.
+A cell holds one head's key or value of one token. Cells of a head follow each other by position,
+since attention reads them so; one indexed copy per layer stores what the fused projection emits for
+a block.
 """
 
 from __future__ import annotations
@@ -18,24 +20,37 @@ class StaticCache:
     """[layers, slots, 2 * kv_heads, capacity, head_dim]; the first kv_heads are keys."""
 
     def __init__(
-        self, config: ModelConfig, *, layers: int, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        *,
+        layers: int,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.capacity = capacity
         self._heads, self._dim = config.num_kv_heads, config.head_dim
-        self.data = torch.zeros(layers, slots, 2 * self._heads, capacity, self._dim, dtype=dtype, device=device)
+        self.data = torch.zeros(
+            layers, slots, 2 * self._heads, capacity, self._dim, dtype=dtype, device=device
+        )
         self._flat = self.data.view(layers, -1, self._dim).unbind(0)
 
     def cells(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Where tokens of slots [B] at positions [B, Q] are written: int64 [B, Q, 2 * kv_heads]."""
         heads = torch.arange(2 * self._heads, device=positions.device)
-        return (slots[:, None] * (2 * self._heads) + heads)[:, None] * self.capacity + positions[:, :, None]
+        return (slots[:, None] * (2 * self._heads) + heads)[:, None] * self.capacity + positions[
+            :, :, None
+        ]
 
     def write(self, layer: int, cells: Tensor, rows: Tensor) -> None:
         """Store rows [N, 2 * kv_heads * head_dim] at cells [N * 2 * kv_heads]."""
         self._flat[layer].index_copy_(0, cells, rows.reshape(-1, self._dim))
 
     def views(self, rows: slice, length: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Keys and values per layer, [B, kv_heads, length, head_dim] each, sharing memory with the cache."""
+        """Keys and values per layer, [B, kv_heads, length, head_dim] each, sharing memory with the
+        cache.
+        """
         seen = self.data[:, rows, :, :length]
         return seen[:, :, : self._heads].unbind(0), seen[:, :, self._heads :].unbind(0)
 
@@ -49,7 +64,9 @@ class StaticCache:
         self.data[:, destination, :, start:stop] = self.data[:, source, :, start:stop]
 
     def reorder(self, slots: Tensor, sources: Tensor, destinations: Tensor) -> None:
-        """Tokens of slots [B] at positions `sources` [B, P] go to positions `destinations` [B, P] as well."""
+        """Tokens of slots [B] at positions `sources` [B, P] go to positions `destinations` [B, P]
+        as well.
+        """
         layers = self.data.view(len(self.data), -1, self._dim)
         moved = layers.index_select(1, self.cells(slots, sources).view(-1))
         layers.index_copy_(1, self.cells(slots, destinations).view(-1), moved)
@@ -60,7 +77,9 @@ class StaticCache:
 
 
 def cache_rows(slots: Sequence[int]) -> slice | Tensor:
-    """Slots as a slice when they follow each other, so that the cache is read without a copy; else int64 [B]."""
+    """Slots as a slice when they follow each other, so that the cache is read without a copy; else
+    int64 [B].
+    """
     first = slots[0]
     if all(slot == first + offset for offset, slot in enumerate(slots)):
         return slice(first, first + len(slots))

@@ -1,4 +1,7 @@
-"""What a decoder-only checkpoint is shaped like, read from its config.json. Owns no tensors and imports no torch."""
+"""What a decoder-only checkpoint is shaped like, read from its config.json.
+
+Owns no tensors and imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 
-ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 """Architecture name in config.json -> family."""
 
 ROPE_TYPES = ("default", "linear", "llama3")
@@ -19,7 +26,10 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary position embedding: theta and how frequencies are scaled (Su et al. 2021; llama3 as in Llama 3.1)."""
+    """Rotary position embedding: theta and how frequencies are scaled (Su et al.
+
+    2021; llama3 as in Llama 3.1).
+    """
 
     theta: float = 10_000.0
     kind: str = "default"
@@ -58,7 +68,11 @@ class ModelConfig:
                 allowed=f"num_key_value_heads that divides {self.num_heads}",
             )
         if self.head_dim < 2 or self.head_dim % 2:
-            raise InvalidInput("head_dim must be even for rotary positions", seen=self.head_dim, allowed="2, 4, ...")
+            raise InvalidInput(
+                "head_dim must be even for rotary positions",
+                seen=self.head_dim,
+                allowed="2, 4, ...",
+            )
 
     @property
     def group(self) -> int:
@@ -74,7 +88,8 @@ class ModelConfig:
 def read_config(directory: Path) -> ModelConfig:
     """ModelConfig of a checkpoint directory in Hugging Face format.
 
-    Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a model not known here.
+    Raises InvalidInput when the directory or its config.json is missing or unreadable, or names a
+    model not known here.
     """
     raw = read_config_json(directory)
     generation = directory / "generation_config.json"
@@ -83,7 +98,9 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         return parse_config(raw)
     except InvalidInput as error:
-        raise InvalidInput(f"{directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
+        raise InvalidInput(
+            f"{directory}: {error.message}", seen=error.seen, allowed=error.allowed
+        ) from error
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -105,19 +122,29 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def architecture(raw: Mapping[str, Any]) -> str:
-    """The one architecture a config.json names. Raises InvalidInput when `architectures` is no list with a name."""
+    """The one architecture a config.json names.
+
+    Raises InvalidInput when `architectures` is no list with a name.
+    """
     names = raw.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise InvalidInput("architectures must be a list with one name", seen=_shown(names), allowed="a list")
+        raise InvalidInput(
+            "architectures must be a list with one name", seen=_shown(names), allowed="a list"
+        )
     return names[0]
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """ModelConfig of a Hugging Face config mapping. Raises InvalidInput naming the key that is missing or wrong."""
+    """ModelConfig of a Hugging Face config mapping.
+
+    Raises InvalidInput naming the key that is missing or wrong.
+    """
     name = architecture(raw)
     family = ARCHITECTURES.get(name)
     if family is None:
-        raise InvalidInput("architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES))
+        raise InvalidInput(
+            "architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES)
+        )
     _reject_unsupported(raw)
     heads = _integer(raw, "num_attention_heads")
     attention_bias = _flag(raw, "attention_bias")
@@ -147,7 +174,9 @@ def _reject_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise InvalidInput("sliding-window attention is not supported", seen="sliding", allowed="full_attention")
+        raise InvalidInput(
+            "sliding-window attention is not supported", seen="sliding", allowed="full_attention"
+        )
 
 
 def _shown(value: object) -> object:
@@ -183,33 +212,45 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 def _token_ids(value: object) -> tuple[int, ...]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(one) is not int or one < 0 for one in ids):
-        raise InvalidInput("eos_token_id must be a token id or a list of them", seen=value, allowed=">= 0")
+        raise InvalidInput(
+            "eos_token_id must be a token id or a list of them", seen=value, allowed=">= 0"
+        )
     return tuple(ids)
 
 
 def _rope(raw: Mapping[str, Any]) -> RopeConfig:
-    # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` beside `rope_scaling`.
+    # transformers 5 writes one `rope_parameters`; earlier versions `rope_theta` beside
+    # `rope_scaling`.
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, dict):
-        raise InvalidInput(f"{key} must be an object", seen=scaling, allowed="an object with rope_type")
+        raise InvalidInput(
+            f"{key} must be an object", seen=scaling, allowed="an object with rope_type"
+        )
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise InvalidInput("unknown rope_type", seen=kind, allowed=ROPE_TYPES)
     for source in (raw, scaling):
         if source.get("partial_rotary_factor") not in (None, 1, 1.0):
             raise InvalidInput(
-                "partial_rotary_factor is not supported", seen=source["partial_rotary_factor"], allowed=1.0
+                "partial_rotary_factor is not supported",
+                seen=source["partial_rotary_factor"],
+                allowed=1.0,
             )
-    rope = RopeConfig(theta=_number(scaling, "rope_theta", _number(raw, "rope_theta", 10_000.0)), kind=kind)
+    rope = RopeConfig(
+        theta=_number(scaling, "rope_theta", _number(raw, "rope_theta", 10_000.0)), kind=kind
+    )
     if kind == "default":
         return rope
-    # No defaults here: a scaled model served without its own factors answers nonsense that looks like text.
+    # No defaults here: a scaled model served without its own factors answers nonsense that looks
+    # like text.
     rope = replace(rope, factor=_number(scaling, "factor"))
     if kind == "linear":
         return rope
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
     if high <= low:
-        raise InvalidInput("high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}")
+        raise InvalidInput(
+            "high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}"
+        )
     original = _integer(scaling, "original_max_position_embeddings")
     return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)

@@ -1,9 +1,11 @@
-"""The engine's forward of a decoder-only model over a static KV cache. Owns the arithmetic, not loading or scheduling.
+"""The engine's forward of a decoder-only model over a static KV cache. Owns the arithmetic, not
+loading or scheduling.
 
-One function serves prefill and verification: a block of Q tokens for each of B cache slots, every row at its own
-positions; of a block only some tokens may be computed, and a row's tokens may be a tree (`Layout`). Query, key and
-value projections are one matrix, gate and up another; query and key heads are stored with interleaved halves
-(models/rope.py), which changes no product of a query with a key.
+One function serves prefill and verification: a block of Q tokens for each of B cache slots, every
+row at its own positions; of a block only some tokens may be computed, and a row's tokens may be a
+tree (`Layout`). Query, key and value projections are one matrix, gate and up another; query and key
+heads are stored with interleaved halves (models/rope.py), which changes no product of a query with
+a key.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class LayerWeights:
     input_norm: Tensor | None
     """[H]; None: the layer reads its input as it is."""
     qkv: Matrix
-    """[(Nq + 2 Nkv) D, H], or as wide as the `inputs` of layer_forward; query and key heads interleaved"""
+    """[(Nq + 2 Nkv) D, H], or as wide as the `inputs` of layer_forward; query and key heads
+    interleaved
+    """
     qkv_bias: Tensor | None
     """[(Nq + 2 Nkv) D]"""
     qk_norm: Tensor | None
@@ -90,7 +94,9 @@ RECTANGLE = Layout()
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Where a block of B rows with Q tokens each stands; N of them are computed, B Q unless the layout says less."""
+    """Where a block of B rows with Q tokens each stands; N of them are computed, B Q unless the
+    layout says less.
+    """
 
     rows: slice | Tensor
     """Cache slots of the rows: a slice, or int64 [B]."""
@@ -104,7 +110,10 @@ class Block:
     rotation: Tensor
     """complex64 [N, 1, D / 2]"""
     mask: Tensor | None
-    """float [B, 1, Q * group, length]: 0 where a query may look, else -inf. None: everything is visible."""
+    """float [B, 1, Q * group, length]: 0 where a query may look, else -inf.
+
+    None: everything is visible.
+    """
     length: int
     """Cached positions that attention reads."""
     keys: tuple[Tensor, ...]
@@ -113,13 +122,15 @@ class Block:
     kept: Tensor | None = None
     """int64 [N]: see Layout; None: N = B Q."""
     padding: Tensor | None = None
-    """int64 [B Q]: for each token of the block its row among the N computed, 0 for one that is not."""
+    """int64 [B Q]: for each token of the block its row among the N computed, 0 for one that is not.
+    """
 
 
 def tree_visible(bases: Tensor, window: Tensor, length: int) -> Tensor:
     """What tokens kept behind position `bases` see: bool [B, Q, length].
 
-    bases int64 [B]: everything before it is seen; window bool [B, Q, W]: which of the W cache positions from it on.
+    bases int64 [B]: everything before it is seen; window bool [B, Q, W]: which of the W cache
+    positions from it on.
     """
     batch, tokens, width = window.shape
     seen = torch.zeros(batch, tokens, length, dtype=torch.bool, device=window.device)
@@ -141,8 +152,8 @@ def make_block(
 ) -> Block:
     """Plan of one forward.
 
-    positions int64 [B, Q]: what is rotated by; length = largest cache position + 1, given by the caller so that nothing
-    waits for the device; masked forces a mask where none is needed.
+    positions int64 [B, Q]: what is rotated by; length = largest cache position + 1, given by the
+    caller so that nothing waits for the device; masked forces a mask where none is needed.
     """
     batch, tokens = positions.shape
     keys: tuple[Tensor, ...] = ()
@@ -181,7 +192,9 @@ def make_block(
 
 
 def _bias(visible: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
+    bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(
+        ~visible, float("-inf")
+    )
     return (bias.repeat_interleave(group, dim=1) if group > 1 else bias)[:, None]
 
 
@@ -199,21 +212,28 @@ def layer_forward(
     finish: Finish | None = None,
     inputs: Tensor | None = None,
 ) -> Tensor:
-    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N, H].
+    """Layer number `index` of the cache. x [N, H]; the cache is written at the block. Returns [N,
+    H].
 
-    finish: what to call instead of finish_layer; inputs [N, K]: what queries, keys and values are projected from, None:
-    x under the layer's input_norm.
+    finish: what to call instead of finish_layer; inputs [N, K]: what queries, keys and values are
+    projected from, None: x under the layer's input_norm.
     """
     if inputs is None:
-        inputs = x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
+        inputs = (
+            x if layer.input_norm is None else _rms_norm(x, layer.input_norm, config.rms_norm_eps)
+        )
     qkv = project(inputs, layer.qkv, layer.qkv_bias)
     queries = _rotated(config, layer, qkv, block.rotation)
     cache.write(index, block.cells, qkv[:, config.num_heads * config.head_dim :])
-    return (finish or finish_layer)(layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps)
+    return (finish or finish_layer)(
+        layer, x, _attend(config, queries, cache, index, block), config.rms_norm_eps
+    )
 
 
 def finish_layer(layer: LayerWeights, x: Tensor, attended: Tensor, eps: float) -> Tensor:
-    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N, Nq D] -> [N, H]."""
+    """What follows attention in a layer: its output projection and the MLP. x [N, H], attended [N,
+    Nq D] -> [N, H].
+    """
     x = add_projected(x, attended, layer.output)
     if layer.output_bias is not None:
         x = x + layer.output_bias
@@ -242,7 +262,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Tensor) -> Tensor:
-    """Normalises and rotates queries and keys in place inside qkv [N, .]; returns the queries [N, Nq, D], a view."""
+    """Normalises and rotates queries and keys in place inside qkv [N, .]; returns the queries [N,
+    Nq, D], a view.
+    """
     heads, dim = config.num_heads + config.num_kv_heads, config.head_dim
     qk = qkv[:, : heads * dim].view(-1, heads, dim)
     if layer.qk_norm is None and qk.dtype == torch.float32:
@@ -256,9 +278,17 @@ def _rotated(config: ModelConfig, layer: LayerWeights, qkv: Tensor, rotation: Te
     return qk[:, : config.num_heads]
 
 
-def _attend(config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block) -> Tensor:
+def _attend(
+    config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block
+) -> Tensor:
     """Attention over the cache, the block's own rows included. Returns [N, Nq D]."""
-    batch, tokens, kv, group, dim = block.batch, block.tokens, config.num_kv_heads, config.group, config.head_dim
+    batch, tokens, kv, group, dim = (
+        block.batch,
+        block.tokens,
+        config.num_kv_heads,
+        config.group,
+        config.head_dim,
+    )
     if block.keys:
         keys, values = block.keys[index], block.values[index]
     else:
@@ -266,20 +296,35 @@ def _attend(config: ModelConfig, queries: Tensor, cache: StaticCache, index: int
         keys, values = cache.gather(index, block.rows, block.length)
     if block.padding is not None:
         queries = queries.index_select(0, block.padding)
-    # The query heads of one KV head stand as extra queries: no copy of keys or values per query head.
-    grouped = queries.view(batch, tokens, kv, group, dim).transpose(1, 2).reshape(batch, kv, tokens * group, dim)
+    # The query heads of one KV head stand as extra queries: no copy of keys or values per query
+    # head.
+    grouped = (
+        queries.view(batch, tokens, kv, group, dim)
+        .transpose(1, 2)
+        .reshape(batch, kv, tokens * group, dim)
+    )
     out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=block.mask)
-    out = out.view(batch, kv, tokens, group, dim).transpose(1, 2).reshape(batch * tokens, config.num_heads * dim)
+    out = (
+        out.view(batch, kv, tokens, group, dim)
+        .transpose(1, 2)
+        .reshape(batch * tokens, config.num_heads * dim)
+    )
     return _computed(out, block.kept)
 
 
 def forward_hidden(
-    weights: DecoderWeights, cache: StaticCache, token_ids: Tensor, block: Block, inner: tuple[int, ...] = ()
+    weights: DecoderWeights,
+    cache: StaticCache,
+    token_ids: Tensor,
+    block: Block,
+    inner: tuple[int, ...] = (),
 ) -> Tensor:
-    """Hidden states: those that enter the layers `inner`, before any norm, then the last one after the final norm.
+    """Hidden states: those that enter the layers `inner`, before any norm, then the last one after
+    the final norm.
 
-    token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. inner: ascending, below the
-    number of layers. Returns [N, (len(inner) + 1) H]; without inner states nothing is copied.
+    token_ids int64 [N] or [B, Q] at the block's positions; the cache is written in place. inner:
+    ascending, below the number of layers. Returns [N, (len(inner) + 1) H]; without inner states
+    nothing is copied.
     """
     config = weights.config
     x = functional.embedding(token_ids.reshape(-1), weights.embed)

@@ -1,7 +1,8 @@
-"""Which decoder layers' inputs a drafter reads: EAGLE-3's rule and what its checkpoints say. Imports no torch.
+"""Which decoder layers' inputs a drafter reads: EAGLE-3's rule and what its checkpoints say.
+Imports no torch.
 
-A layer is named by the residual stream that enters it (speculators/base.py, CaptureSpec). A checkpoint's config.json
-names the layer that the state leaves, one less.
+A layer is named by the residual stream that enters it (speculators/base.py, CaptureSpec). A
+checkpoint's config.json names the layer that the state leaves, one less.
 """
 
 from __future__ import annotations
@@ -19,24 +20,33 @@ SHALLOWEST = INNER_STATES + 1
 
 
 def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers 2, L // 2 and L - 3 (Li et al. 2025, arXiv 2503.01840, as released: low, middle and high).
+    """Layers 2, L // 2 and L - 3 (Li et al. 2025, arXiv 2503.01840, as released: low, middle and
+    high).
 
-    Where these do not ascend, below seven layers, the nearest three of 1 .. L - 1 that do. Raises ConfigError for fewer
-    than four layers.
+    Where these do not ascend, below seven layers, the nearest three of 1 .. L - 1 that do. Raises
+    ConfigError for fewer than four layers.
     """
     if num_layers < SHALLOWEST:
-        raise ConfigError("the target is too shallow for EAGLE-3", seen=num_layers, allowed=f">= {SHALLOWEST} layers")
+        raise ConfigError(
+            "the target is too shallow for EAGLE-3",
+            seen=num_layers,
+            allowed=f">= {SHALLOWEST} layers",
+        )
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if low < middle < high:
         return low, middle, high
     triples = combinations(range(1, num_layers), 3)
-    return min(triples, key=lambda one: abs(one[0] - low) + abs(one[1] - middle) + abs(one[2] - high))
+    return min(
+        triples, key=lambda one: abs(one[0] - low) + abs(one[1] - middle) + abs(one[2] - high)
+    )
 
 
 def drafter_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers that the drafter of a config.json reads of a target with `num_layers`; none unless it is an EAGLE-3.
+    """Layers that the drafter of a config.json reads of a target with `num_layers`; none unless it
+    is an EAGLE-3.
 
-    The rule's layers where it names none. Raises ConfigError for others than three ascending ones of the target.
+    The rule's layers where it names none. Raises ConfigError for others than three ascending ones
+    of the target.
     """
     names = raw.get("architectures")
     if not isinstance(names, list) or not any(str(name).endswith("Eagle3") for name in names):
@@ -53,5 +63,9 @@ def drafter_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, 
 
 def check_inner_layers(layers: tuple[int, ...], num_layers: int) -> None:
     """Raises ConfigError unless the layers ascend within 1 .. num_layers - 1."""
-    if layers != tuple(sorted(set(layers))) or (layers and not 0 < layers[0] <= layers[-1] < num_layers):
-        raise ConfigError("inner states", seen=layers, allowed=f"ascending layers of 1 to {num_layers - 1}")
+    if layers != tuple(sorted(set(layers))) or (
+        layers and not 0 < layers[0] <= layers[-1] < num_layers
+    ):
+        raise ConfigError(
+            "inner states", seen=layers, allowed=f"ascending layers of 1 to {num_layers - 1}"
+        )

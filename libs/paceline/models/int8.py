@@ -1,19 +1,25 @@
-"""Weight matrices in eight bits. Owns their numbers and their product; which matrices these are is loading's choice.
+"""Weight matrices in eight bits. Owns their numbers and their product; which matrices these are is
+loading's choice.
 
-Weight-only and symmetric: row n of W is values[n] * scales[n], activations stay as they are. torchao chooses the scales
-and rounds, as its Int8WeightOnlyConfig does. Its tensor subclass is not used: every product through it takes 10-20 us
-of Python dispatch, more than a whole product of a small model (4 us), and never reaches the fused CPU kernel below.
+Weight-only and symmetric: row n of W is values[n] * scales[n], activations stay as they are.
+torchao chooses the scales and rounds, as its Int8WeightOnlyConfig does. Its tensor subclass is not
+used: every product through it takes 10-20 us of Python dispatch, more than a whole product of a
+small model (4 us), and never reaches the fused CPU kernel below.
 
 Two products, timed on one core with AVX-512 against a plain matrix in bfloat16:
-- bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight. From 512 x 1408 on it
-  takes 0.5-0.7 of the time for one row, 1.5 for eight rows in a warm cache. From about twelve rows on it loses to
-- values in the activations' dtype, one product, scales on the result: costs a cast of the matrix per product.
-In float32 there is the second only; the fused kernel takes ten times as long there. A step of 8 layers of 512 x 1408,
-more than the caches hold: one row 9.9 -> 5.6 ms in float32, 8.0 -> 3.4 ms in bfloat16; eight rows 16 -> 14, 11 -> 9.
-Where the weights fit into the caches float32 gains nothing.
+- bfloat16 and at most FUSED_ROWS rows: torch's fused kernel, which reads eight bits per weight.
+  From 512 x 1408 on it
+  takes 0.5-0.7 of the time for one row, 1.5 for eight rows in a warm cache. From about twelve rows
+  on it loses to
+- values in the activations' dtype, one product, scales on the result: costs a cast of the matrix
+  per product. In float32 there is the second only; the fused kernel takes ten times as long there.
+  A step of 8 layers of 512 x 1408, more than the caches hold: one row 9.9 -> 5.6 ms in float32, 8.0
+  -> 3.4 ms in bfloat16; eight rows 16 -> 14, 11 -> 9. Where the weights fit into the caches float32
+  gains nothing.
 
-A row of the fused product is the same whatever rows stand beside it. The other product rounds like a plain matrix: in
-float32 draws differ at near-ties only, in bfloat16 they may differ between batch shapes.
+A row of the fused product is the same whatever rows stand beside it. The other product rounds like
+a plain matrix: in float32 draws differ at near-ties only, in bfloat16 they may differ between batch
+shapes.
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ class Int8Matrix:
 
 
 def quantized(weight: Tensor) -> Int8Matrix:
-    """A matrix [N, K] in eight bits, each element within half a step (its row's scale) of where it was.
+    """A matrix [N, K] in eight bits, each element within half a step (its row's scale) of where it
+    was.
 
     Scales have the dtype of `weight`. Raises ConfigError when torchao is not installed.
     """
@@ -57,7 +64,9 @@ def quantized(weight: Tensor) -> Int8Matrix:
         from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine
     except ImportError as error:
         raise ConfigError(
-            "INT8 weights need torchao: pip install 'paceline[int8]'", seen=str(error), allowed="quantize = ''"
+            "INT8 weights need torchao: pip install 'paceline[int8]'",
+            seen=str(error),
+            allowed="quantize = ''",
         ) from error
     exact, block = weight.float(), (1, weight.shape[1])
     wanted, zeros = choose_qparams_affine(
@@ -75,6 +84,8 @@ def quantized(weight: Tensor) -> Int8Matrix:
 
 
 def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Scales in another dtype, none smaller: a smaller one would cut off its row's largest weight."""
+    """Scales in another dtype, none smaller: a smaller one would cut off its row's largest
+    weight.
+    """
     near = scales.to(dtype)
     return torch.where(near < scales, torch.nextafter(near, torch.full_like(near, torch.inf)), near)

@@ -1,6 +1,8 @@
-"""Checkpoints into DecoderWeights: strict names, strict shapes, finite numbers. Owns no serving state.
+"""Checkpoints into DecoderWeights: strict names, strict shapes, finite numbers. Owns no serving
+state.
 
-Names and shapes are those of Hugging Face checkpoints. A wrong one is named before any request is accepted.
+Names and shapes are those of Hugging Face checkpoints. A wrong one is named before any request is
+accepted.
 """
 
 from __future__ import annotations
@@ -28,10 +30,11 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards model-*.safetensors.
+    """All tensors of a checkpoint directory, dtypes as stored: model.safetensors, or all shards
+    model-*.safetensors.
 
-    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors file, WeightsError when
-    two files hold the same tensor.
+    Raises InvalidInput when there are none, DataLoss when a file is truncated or no safetensors
+    file, WeightsError when two files hold the same tensor.
     """
     files = weight_files(directory)
     tensors: dict[str, Tensor] = {}
@@ -42,21 +45,32 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             size = path.stat().st_size
             raise DataLoss(
-                f"cannot read {path.name}: {error}", seen=f"{path}, {size} bytes", allowed="a whole safetensors file"
+                f"cannot read {path.name}: {error}",
+                seen=f"{path}, {size} bytes",
+                allowed="a whole safetensors file",
             ) from error
         if twice := sorted(tensors.keys() & part.keys()):
-            raise WeightsError(f"tensor {twice[0]} is in two files", seen=path.name, allowed="one file for each tensor")
+            raise WeightsError(
+                f"tensor {twice[0]} is in two files",
+                seen=path.name,
+                allowed="one file for each tensor",
+            )
         tensors |= part
     return tensors
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files with a checkpoint's weights; an optimiser's state may lie beside them. Raises InvalidInput."""
+    """The files with a checkpoint's weights; an optimiser's state may lie beside them.
+
+    Raises InvalidInput.
+    """
     whole = directory / "model.safetensors"
     files = [whole] if whole.is_file() else sorted(directory.glob("model-*.safetensors"))
     if not files:
         raise InvalidInput(
-            "not a checkpoint directory: it has no weights", seen=directory, allowed="model.safetensors or its shards"
+            "not a checkpoint directory: it has no weights",
+            seen=directory,
+            allowed="model.safetensors or its shards",
         )
     return files
 
@@ -64,7 +78,11 @@ def weight_files(directory: Path) -> list[Path]:
 def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of one decoder layer without its input_layernorm; prefix ends with a dot."""
     hidden, dim, inner = config.hidden_size, config.head_dim, config.intermediate_size
-    widths = {"q": config.num_heads * dim, "k": config.num_kv_heads * dim, "v": config.num_kv_heads * dim}
+    widths = {
+        "q": config.num_heads * dim,
+        "k": config.num_kv_heads * dim,
+        "v": config.num_kv_heads * dim,
+    }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, width in widths.items():
         shapes[f"{prefix}self_attn.{name}_proj.weight"] = (width, hidden)
@@ -101,7 +119,8 @@ def check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> None:
-    """Raises WeightsError naming what is missing, extra, misshapen, of a wrong dtype, or not finite.
+    """Raises WeightsError naming what is missing, extra, misshapen, of a wrong dtype, or not
+    finite.
 
     dtypes: of tensors that are no weights; all others hold floats.
     """
@@ -120,23 +139,34 @@ def check_tensors(
             allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
         )
     for name, shape in shapes.items():
-        _check_tensor(name, tensors[name], shape, (dtypes[name],) if dtypes and name in dtypes else STORED_DTYPES)
+        _check_tensor(
+            name,
+            tensors[name],
+            shape,
+            (dtypes[name],) if dtypes and name in dtypes else STORED_DTYPES,
+        )
 
 
 def _and_others(names: Sequence[str]) -> str:
     return f", as are {len(names) - 1} others" if len(names) > 1 else ""
 
 
-def _check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]
+) -> None:
     if tuple(tensor.shape) != shape:
-        raise WeightsError(f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape)
+        raise WeightsError(
+            f"tensor {name} has a wrong shape", seen=tuple(tensor.shape), allowed=shape
+        )
     if tensor.dtype not in dtypes:
         raise WeightsError(f"tensor {name} has a wrong dtype", seen=tensor.dtype, allowed=dtypes)
     finite = torch.isfinite(tensor)
     if not finite.all():
         wrong = tensor[~finite]
         raise WeightsError(
-            f"tensor {name} holds {len(wrong)} numbers that are not finite", seen=float(wrong[0]), allowed="finite"
+            f"tensor {name} holds {len(wrong)} numbers that are not finite",
+            seen=float(wrong[0]),
+            allowed="finite",
         )
 
 
@@ -149,9 +179,11 @@ def fuse_layer(
     *,
     int8: bool = False,
 ) -> LayerWeights:
-    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under the prefix.
+    """LayerWeights from checkpoint tensors; input_norm is None when the checkpoint has none under
+    the prefix.
 
-    int8: matrices are stored in eight bits (models/int8.py), which raises ConfigError without torchao.
+    int8: matrices are stored in eight bits (models/int8.py), which raises ConfigError without
+    torchao.
     """
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
 
@@ -167,7 +199,10 @@ def fuse_layer(
 
     qk_norm = None
     if config.qk_norm:
-        rows = [interleave(get(f"self_attn.{kind}_norm.weight"), 1).expand(n, -1) for kind, n in heads.items()]
+        rows = [
+            interleave(get(f"self_attn.{kind}_norm.weight"), 1).expand(n, -1)
+            for kind, n in heads.items()
+        ]
         qk_norm = torch.cat(rows)
     has_norm = f"{prefix}input_layernorm.weight" in tensors
     return LayerWeights(
@@ -194,8 +229,9 @@ def build_weights(
 ) -> DecoderWeights:
     """DecoderWeights beside whatever serves now.
 
-    positions: rows of the rotation table, at least the cache capacity. int8: the layers' matrices are stored in eight
-    bits; embedding, norms and head never are. Raises WeightsError (see check_tensors), ConfigError without torchao.
+    positions: rows of the rotation table, at least the cache capacity. int8: the layers' matrices
+    are stored in eight bits; embedding, norms and head never are. Raises WeightsError (see
+    check_tensors), ConfigError without torchao.
     """
     device = device or torch.device("cpu")
     named = dict(tensors)
@@ -225,9 +261,17 @@ def hash_head(head: Tensor) -> str:
     return head_hash(head.detach().cpu().contiguous().view(torch.uint8).numpy().reshape(-1).data)
 
 
-def load_model(directory: Path, *, dtype: torch.dtype, positions: int | None = None) -> DecoderWeights:
-    """A checkpoint directory as DecoderWeights. Raises InvalidInput, DataLoss or WeightsError saying what is wrong."""
+def load_model(
+    directory: Path, *, dtype: torch.dtype, positions: int | None = None
+) -> DecoderWeights:
+    """A checkpoint directory as DecoderWeights.
+
+    Raises InvalidInput, DataLoss or WeightsError saying what is wrong.
+    """
     config = read_config(directory)
     return build_weights(
-        config, read_tensors(directory), dtype=dtype, positions=positions or config.max_position_embeddings
+        config,
+        read_tensors(directory),
+        dtype=dtype,
+        positions=positions or config.max_position_embeddings,
     )

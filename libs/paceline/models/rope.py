@@ -1,7 +1,8 @@
-"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864). Owns frequencies and both ways to apply them.
+"""Rotary position embedding (Su et al. 2021, arXiv 2104.09864). Owns frequencies and both ways to
+apply them.
 
-Training applies it to the two halves of a head, as checkpoints store them. The engine stores query and key heads with
-the halves interleaved (`interleave`), so that a rotation is one complex product.
+Training applies it to the two halves of a head, as checkpoints store them. The engine stores query
+and key heads with the halves interleaved (`interleave`), so that a rotation is one complex product.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def rotation_table(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
-    """Rows [heads * head_dim, ...] with the two halves of each head interleaved: 0, d/2, 1, d/2 + 1, ..."""
+    """Rows [heads * head_dim, ...] with the two halves of each head interleaved: 0, d/2, 1, d/2 +
+    1, ...
+    """
     halves = rows.reshape(heads, 2, -1, *rows.shape[1:])
     return halves.transpose(1, 2).reshape(rows.shape).contiguous()
 

@@ -1,17 +1,21 @@
-"""The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed and position.
+"""The draw of a token: argmax(logits / temperature + Gumbel noise), a pure function of logits, seed
+and position.
 
-Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches or speculation.
-What changes logits before the draw is in models/penalties.py.
+Owns the counter-based noise, the masks and the behavior log-prob; knows nothing of batches, caches
+or speculation. What changes logits before the draw is in models/penalties.py.
 
-Noise of token v at absolute position t of a request with seed s in stream r, all in 64-bit integers that wrap:
-  mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9; z ^= z >>> 27;
+Noise of token v at absolute position t of a request with seed s in stream r, all in 64-bit integers
+that wrap:
+  mix(z)   = splitmix64's finaliser (Steele, Lea, Flood 2014): z ^= z >>> 30; z *= BF58476D1CE4E5B9;
+  z ^= z >>> 27;
              z *= 94D049BB133111EB; z ^= z >>> 31
-  key(s,t) = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15
-  key(s,t,r) = key(s,t) for r = 0, else mix(key(s,t) - r * G)         tokens count up from the key, streams down
-  u(s,t,v,r) = (mix(key(s,t,r) + (v + 1) * G) >>> 11 + 0.5) * 2^-53   in (0, 1)
-  noise    = -log(-log(u))                                            float64
-Every number depends on (s, t, v, r) alone, so the draw is the same whatever else is in the batch. Stream 0 is the
-target's draw; what is decided beside it at the same position takes another stream, or the two would depend.
+  key(s,t) = mix(mix(s + G) + t * G),  G = 9E3779B97F4A7C15 key(s,t,r) = key(s,t) for r = 0, else
+  mix(key(s,t) - r * G)         tokens count up from the key, streams down u(s,t,v,r) =
+  (mix(key(s,t,r) + (v + 1) * G) >>> 11 + 0.5) * 2^-53   in (0, 1) noise    = -log(-log(u))
+  float64
+Every number depends on (s, t, v, r) alone, so the draw is the same whatever else is in the batch.
+Stream 0 is the target's draw; what is decided beside it at the same position takes another stream,
+or the two would depend.
 """
 
 from __future__ import annotations
@@ -68,7 +72,10 @@ def uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Strea
 
 
 def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
-    """u(s, t, v, r) of one token per row; seeds, positions, tokens int64 [N]. Returns float64 [N] in (0, 1)."""
+    """u(s, t, v, r) of one token per row; seeds, positions, tokens int64 [N].
+
+    Returns float64 [N] in (0, 1).
+    """
     return _to_unit(_mix_(_keys(seeds, positions, stream) + (tokens + 1) * _GOLDEN))
 
 
@@ -81,7 +88,9 @@ def _to_unit(z: Tensor) -> Tensor:
     return (z >> 11).bitwise_and_((1 << 53) - 1).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET) -> Tensor:
+def gumbel_noise(
+    seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET
+) -> Tensor:
     """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
     return uniform(seeds, positions, vocab, stream).log_().neg_().log_().neg_()
 
@@ -157,18 +166,24 @@ class Draw:
 
 
 def behavior_logprobs(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """log_softmax(logits / temperature) over the full vocabulary, float32 [N, V]; temperature 0 counts as 1."""
+    """log_softmax(logits / temperature) over the full vocabulary, float32 [N, V]; temperature 0
+    counts as 1.
+    """
     safe = torch.where(temperatures > 0, temperatures, 1.0)
     return torch.log_softmax(logits.float() / safe[:, None], dim=-1)
 
 
-def top_alternatives(logits: Tensor, temperature: float, count: int) -> list[tuple[tuple[int, float], ...]]:
+def top_alternatives(
+    logits: Tensor, temperature: float, count: int
+) -> list[tuple[tuple[int, float], ...]]:
     """Most likely tokens of each row with their behavior log-probs, the likeliest first.
 
-    logits [n, V], raw, of one request; -inf where a grammar forbids a token, which is then left out. Returns n rows of
-    at most min(count, V) pairs (token id, log-prob).
+    logits [n, V], raw, of one request; -inf where a grammar forbids a token, which is then left
+    out. Returns n rows of at most min(count, V) pairs (token id, log-prob).
     """
-    logprobs = behavior_logprobs(logits, torch.full((len(logits),), temperature, device=logits.device))
+    logprobs = behavior_logprobs(
+        logits, torch.full((len(logits),), temperature, device=logits.device)
+    )
     top = logprobs.topk(min(count, logits.shape[-1]), dim=-1)
     return [
         tuple((token, value) for token, value in zip(ids, values, strict=True) if value > -math.inf)
@@ -176,16 +191,22 @@ def top_alternatives(logits: Tensor, temperature: float, count: int) -> list[tup
     ]
 
 
-def draw(logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None) -> Draw:
+def draw(
+    logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
+) -> Draw:
     """Draw the token AT each position from the logits of the position before it.
 
-    logits [N, V]; positions int64 [N]; adjusted [N, V]: logits after penalties and bias, None where no row has any. The
-    token, the masks and the gap are those of the adjusted logits; the log-prob is that of the raw ones, as a trainer
-    recomputes it and as OpenAI reports it. See the module docstring for the formula.
+    logits [N, V]; positions int64 [N]; adjusted [N, V]: logits after penalties and bias, None where
+    no row has any. The token, the masks and the gap are those of the adjusted logits; the log-prob
+    is that of the raw ones, as a trainer recomputes it and as OpenAI reports it. See the module
+    docstring for the formula.
     """
     logprobs = behavior_logprobs(logits, params.temperatures)
-    # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it is.
-    scores = (logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)).double()
+    # log_softmax shifts a row by a constant, which moves no argmax and leaves the top-two gap as it
+    # is.
+    scores = (
+        logprobs if adjusted is None else behavior_logprobs(adjusted, params.temperatures)
+    ).double()
     if params.any_masked:
         scores = mask_scores(scores, params)
     if not params.all_greedy:
@@ -202,8 +223,9 @@ def draw(logits: Tensor, positions: Tensor, params: DrawParams, adjusted: Tensor
 def mask_scores(scores: Tensor, params: DrawParams) -> Tensor:
     """Scores [N, V] (log-probs) with -inf where top_k, then top_p, then min_p excludes a token.
 
-    Ties at the k-th score are all kept; top_p keeps the smallest set whose mass reaches it; min_p is relative to the
-    most likely token. The first two renormalise nothing: masses are those of the full vocabulary.
+    Ties at the k-th score are all kept; top_p keeps the smallest set whose mass reaches it; min_p
+    is relative to the most likely token. The first two renormalise nothing: masses are those of the
+    full vocabulary.
     """
     ordered = scores.sort(dim=-1, descending=True)
     vocab = scores.shape[-1]

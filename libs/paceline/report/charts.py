@@ -1,4 +1,5 @@
-"""Charts as inline SVG: lines, stacked columns, slot timelines, waterfalls. They draw numbers and know no run.
+"""Charts as inline SVG: lines, stacked columns, slot timelines, waterfalls. They draw numbers and
+know no run.
 
 Colours are CSS classes c0..c7 of the page, so that one drawing is readable on light and dark.
 """
@@ -51,14 +52,22 @@ class _Frame:
     left: int = _LEFT
 
     def x(self, value: float) -> float:
-        return self.left + (value - self.x0) / (self.x1 - self.x0) * (self.width - self.left - _RIGHT)
+        return self.left + (value - self.x0) / (self.x1 - self.x0) * (
+            self.width - self.left - _RIGHT
+        )
 
     def y(self, value: float) -> float:
-        return self.height - _BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (self.height - _TOP - _BOTTOM)
+        return (
+            self.height
+            - _BOTTOM
+            - (value - self.y0) / (self.y1 - self.y0) * (self.height - _TOP - _BOTTOM)
+        )
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round values that divide [low, high] into about `count` parts: multiples of 1, 2 or 5 times a power of ten."""
+    """Round values that divide [low, high] into about `count` parts: multiples of 1, 2 or 5 times a
+    power of ten.
+    """
     if not high > low:
         return [low]
     rough = (high - low) / count
@@ -79,9 +88,14 @@ def running_mean(points: Sequence[tuple[float, float]], window: int) -> list[tup
 
 
 def line_chart(
-    series: Sequence[Series], *, y_label: str, x_label: str = "RL step", y_min: float | None = None,
-    y_max: float | None = None, marks: Sequence[float] = (),
-) -> str:  # fmt: skip
+    series: Sequence[Series],
+    *,
+    y_label: str,
+    x_label: str = "RL step",
+    y_min: float | None = None,
+    y_max: float | None = None,
+    marks: Sequence[float] = (),
+) -> str:
     """Lines over common axes with a legend above; a sentence when there is no point at all."""
     drawn = [s for s in series if any(math.isfinite(y) for _, y in s.points)]
     if not drawn:
@@ -92,11 +106,15 @@ def line_chart(
     high = max(ys) if y_max is None else y_max
     pad = (high - low or abs(high) or 1.0) * 0.06
     frame = _Frame(
-        min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1,
-        low - pad if y_min is None else y_min, high + pad if y_max is None else y_max,
-    )  # fmt: skip
+        min(xs),
+        max(xs) if max(xs) > min(xs) else min(xs) + 1,
+        low - pad if y_min is None else y_min,
+        high + pad if y_max is None else y_max,
+    )
     top, bottom = _TOP, frame.height - _BOTTOM
-    dashes = [f'<path class="mark" d="M{frame.x(x):.1f} {top}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]]
+    dashes = [
+        f'<path class="mark" d="M{frame.x(x):.1f} {top}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]
+    ]
     parts = [*_axes(frame, x_label), *dashes, *(_line(s, frame) for s in drawn)]
     named = [(s.name, s.color) for s in drawn if not s.faint]
     return legend(named) + _svg(parts, y_label, frame.width, frame.height)
@@ -123,15 +141,25 @@ def stacked_columns(
         base = 0.0
         for i, part in enumerate(parts):
             y = frame.y(base + part)
-            paths[i] += f"M{frame.x(x) - width / 2:.1f} {y:.1f}h{width:.1f}V{frame.y(base):.1f}h{-width:.1f}z"
+            paths[i] += (
+                f"M{frame.x(x) - width / 2:.1f} "
+                f"{y:.1f}h{width:.1f}V{frame.y(base):.1f}h{-width:.1f}z"
+            )
             base += part
-    bars = [f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d]
+    bars = [
+        f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d
+    ]
     shown = [*_axes(frame, x_label), *bars]
     return legend(list(zip(names, colors, strict=True))) + _svg(shown, y_label, WIDTH, HEIGHT)
 
 
-def timeline(rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str) -> str:
-    """A row per slot; time in seconds from `start`. Without titles all bars of a colour are one path: small files."""
+def timeline(
+    rows: Sequence[str], bars: Iterable[Bar], start: float, end: float, *, titles: bool, label: str
+) -> str:
+    """A row per slot; time in seconds from `start`.
+
+    Without titles all bars of a colour are one path: small files.
+    """
     width, left, foot = 1140, 62, 30
     height = len(rows) * _ROW + foot + 4
     frame = _Frame(0.0, max(end - start, 1e-6), 0.0, 1.0, width, height, left)
@@ -152,7 +180,9 @@ def timeline(rows: Sequence[str], bars: Iterable[Bar], start: float, end: float,
 
 
 def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
-    """One bar per row under a common time axis; labels left, duration right of the bar or left of it near the edge."""
+    """One bar per row under a common time axis; labels left, duration right of the bar or left of
+    it near the edge.
+    """
     width, left = 1140, 330
     start = min(bar.start for bar in bars)
     end = max(bar.end for bar in bars)
@@ -165,7 +195,10 @@ def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
         x0, x1 = frame.x(bar.start - start), frame.x(bar.end - start)
         y, w = 6 + bar.row * _ROW, max(x1 - x0, 1.0)
         at, anchor = (x1 + 5, "start") if x1 < width - 80 else (x0 - 5, "end")
-        parts.append(_rect(bar, x0, y, w, _ROW - 6) + _text(at, y + 12, duration(bar.end - bar.start), anchor))
+        parts.append(
+            _rect(bar, x0, y, w, _ROW - 6)
+            + _text(at, y + 12, duration(bar.end - bar.start), anchor)
+        )
     return _svg(parts, label, width, height, wide=True)
 
 
@@ -185,7 +218,9 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number for an axis or a cell: at most three significant digits below 1000, separators above."""
+    """A number for an axis or a cell: at most three significant digits below 1000, separators
+    above.
+    """
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
@@ -200,7 +235,9 @@ def _line(series: Series, frame: _Frame) -> str:
             continue
         path.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
         pen = "L"
-    shown = f'<path class="line {series.color}{" faint" if series.faint else ""}" d="{"".join(path)}"/>'
+    shown = (
+        f'<path class="line {series.color}{" faint" if series.faint else ""}" d="{"".join(path)}"/>'
+    )
     if series.dots:
         shown += "".join(
             f'<circle class="dot {series.color}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="3">'
@@ -242,20 +279,27 @@ def _seconds(value: float, longest: float) -> str:
 
 def legend(named: Sequence[tuple[str, str]]) -> str:
     """Names beside their colours."""
-    items = "".join(f'<span><i class="key {color}"></i>{escape(name)}</span>' for name, color in named)
+    items = "".join(
+        f'<span><i class="key {color}"></i>{escape(name)}</span>' for name, color in named
+    )
     return f'<div class="legend">{items}</div>'
 
 
 def _svg(parts: Iterable[str], label: str, width: int, height: int, *, wide: bool = False) -> str:
     kind = "chart wide" if wide else "chart"
-    head = f'<svg class="{kind}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(label)}">'
+    view = f"0 0 {width} {height}"
+    head = f'<svg class="{kind}" viewBox="{view}" role="img" aria-label="{escape(label)}">'
     return head + "".join(parts) + "</svg>"
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    return (
+        f'<text class="tick" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+    )
 
 
 def _rect(bar: Bar, x: float, y: float, width: float, height: float) -> str:
     size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect class="fill {bar.color}" {size} rx="1.5"><title>{escape(bar.title)}</title></rect>'
+    return (
+        f'<rect class="fill {bar.color}" {size} rx="1.5"><title>{escape(bar.title)}</title></rect>'
+    )

@@ -1,4 +1,7 @@
-"""report.html: one self-contained page about a run. Owns its layout and colours, no drawing and no figure."""
+"""report.html: one self-contained page about a run.
+
+Owns its layout and colours, no drawing and no figure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,13 @@ from typing import Any
 
 from paceline.report.charts import duration, number
 from paceline.report.journal import RunHistory
-from paceline.report.sections import chart_sections, counts_table, latency_table, slot_sections, trace_section
+from paceline.report.sections import (
+    chart_sections,
+    counts_table,
+    latency_table,
+    slot_sections,
+    trace_section,
+)
 from paceline.report.spans import SpanReport
 from paceline.report.summary import Summary
 
@@ -25,26 +34,31 @@ def write_report(path: Path, summary: Summary, history: RunHistory, spans: SpanR
 def render(summary: Summary, history: RunHistory, spans: SpanReport) -> str:
     """The page; it loads nothing from anywhere."""
     charts = "".join(
-        f'<section class="card"><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{drawing}</section>'
-        for title, note, drawing in chart_sections(history)
+        _card("card", title, note, drawing) for title, note, drawing in chart_sections(history)
     )
     wide = (
-        ("Slots", "who computed on each slot, over the whole run and in a few steps", slot_sections(history)),
+        (
+            "Slots",
+            "who computed on each slot, over the whole run and in a few steps",
+            slot_sections(history),
+        ),
         ("Latency between services", _latency_note(spans), latency_table(spans.edges)),
-        ("One RL step as a trace", "from task to optimiser step to drafter step", trace_section(spans.trace)),
+        (
+            "One RL step as a trace",
+            "from task to optimiser step to drafter step",
+            trace_section(spans.trace),
+        ),
         ("Counts and provenance", "trajectories by fate, from Redis", counts_table(summary)),
     )
-    sections = "".join(
-        f'<section class="card wide-card"><h2>{escape(title)}</h2><p class="note">{escape(note)}</p>{body}</section>'
-        for title, note, body in wide
-    )
+    sections = "".join(_card("card wide-card", title, note, body) for title, note, body in wide)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>Paceline run {escape(summary['run_id'])}</title>"
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<style>{_STYLE.read_text(encoding='utf-8')}</style></head><body><main>"
         f'<h1>Run {escape(summary["run_id"])}</h1><p class="note">{escape(_subtitle(summary))}</p>'
-        f'<div class="tiles">{_tiles(summary)}</div><div class="grid">{charts}</div>{sections}</main></body></html>'
+        f'<div class="tiles">{_tiles(summary)}</div><div class="grid">{charts}</div>'
+        f"{sections}</main></body></html>"
     )
 
 
@@ -65,13 +79,23 @@ def _tiles(summary: Summary) -> str:
                 duration(train),
                 f"of slot time trained the drafter; {duration(idle)} stayed idle",
             ),
-            _tile(str(lost), f"of {summary['trajectories_published']:,} trajectories lost", bad=lost > 0),
+            _tile(
+                str(lost),
+                f"of {summary['trajectories_published']:,} trajectories lost",
+                bad=lost > 0,
+            ),
         )
     )
 
 
 def _tile(figure: str, words: str, *, bad: bool = False) -> str:
-    return f'<div class="tile{" bad" if bad else ""}"><b>{figure}</b><span>{escape(words)}</span></div>'
+    kind = "tile bad" if bad else "tile"
+    return f'<div class="{kind}"><b>{figure}</b><span>{escape(words)}</span></div>'
+
+
+def _card(kind: str, title: str, note: str, body: str) -> str:
+    head = f'<h2>{escape(title)}</h2><p class="note">{escape(note)}</p>'
+    return f'<section class="{kind}">{head}{body}</section>'
 
 
 def _change(summary: Summary, name: str, digits: int) -> str:

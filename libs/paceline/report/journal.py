@@ -1,6 +1,8 @@
-"""A finished run as its journal tells it: records, evaluations, sets served, slots held. Owns no figure of its own.
+"""A finished run as its journal tells it: records, evaluations, sets served, slots held. Owns no
+figure of its own.
 
-The journal is copied from Redis to a file of the run first, so that a report can be made again without any server.
+The journal is copied from Redis to a file of the run first, so that a report can be made again
+without any server.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class RunHistory:
     away_s: float  # seconds in which no coordinator ran, before a resume
     drafter_tokens: int  # tokens the drafter trained on
     phase: str  # of the last entry
-    decisions: Mapping[str, int] = field(default_factory=dict)  # of the drafter's gate, by kind of decision
+    decisions: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of the drafter's gate, by kind of decision
 
     @property
     def slots(self) -> int:
@@ -67,11 +71,16 @@ class RunHistory:
 
     def evaluated(self, kind: str) -> list[tuple[int, float]]:
         """(finished steps, value) of one kind, in order; a repeated one counts once."""
-        return sorted({one.steps: one.value for one in self.evaluations if one.kind == kind}.items())
+        return sorted(
+            {one.steps: one.value for one in self.evaluations if one.kind == kind}.items()
+        )
 
 
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
-    """Write the run's journal to `path`, an entry a line; returns the number of entries. Raises Unavailable."""
+    """Write the run's journal to `path`, an entry a line; returns the number of entries.
+
+    Raises Unavailable.
+    """
     key, last, count = run_key(run_id, "journal"), "-", 0
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as file:
@@ -88,7 +97,9 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
 
 
 def write_steps(path: Path, records: Iterable[StepRecord]) -> None:
-    """Write the records of the finished steps, one JSON object a line, fields named as in coordinator.proto."""
+    """Write the records of the finished steps, one JSON object a line, fields named as in
+    coordinator.proto.
+    """
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for record in records:
@@ -103,7 +114,9 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise DataLoss(f"{path} line {number} is no journal entry", seen=line[:80]) from error
+                raise DataLoss(
+                    f"{path} line {number} is no journal entry", seen=line[:80]
+                ) from error
 
 
 def read_history(path: Path) -> RunHistory:
@@ -124,7 +137,12 @@ def read_history(path: Path) -> RunHistory:
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             records[record.step] = record
         if event in ("RunStarted", "Committed"):
-            served.append(Served(at_s, **{name: int(data["versions"][name]) for name in ("seq", "policy", "drafter")}))
+            served.append(
+                Served(
+                    at_s,
+                    **{name: int(data["versions"][name]) for name in ("seq", "policy", "drafter")},
+                )
+            )
         elif event == "EvaluationDone" and data.get("value") is not None:
             made = Evaluated(int(entry["step"]), str(data["kind"]), float(data["value"]))
             evaluations.append(made)
@@ -137,7 +155,15 @@ def read_history(path: Path) -> RunHistory:
     if not began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
     return RunHistory(
-        tuple(records[step] for step in sorted(records)), tuple(evaluations), tuple(served),
-        tuple(slot_intervals(read_entries(path))), tuple(step_windows(read_entries(path))),
-        began_s, ended_s, away_s, tokens, phase, dict(decisions),
-    )  # fmt: skip
+        tuple(records[step] for step in sorted(records)),
+        tuple(evaluations),
+        tuple(served),
+        tuple(slot_intervals(read_entries(path))),
+        tuple(step_windows(read_entries(path))),
+        began_s,
+        ended_s,
+        away_s,
+        tokens,
+        phase,
+        dict(decisions),
+    )

@@ -1,4 +1,7 @@
-"""The machine and the versions in words, for a summary or a bench. Imports none of what it names."""
+"""The machine and the versions in words, for a summary or a bench.
+
+Imports none of what it names.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ _PACKAGES = ("paceline", "torch", "transformers", "grpcio", "redis", "numpy")
 
 def machine_in_words() -> str:
     """Cores, processor, memory, system: one line."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     memory = psutil.virtual_memory().total / (1 << 30)
-    return f"{cores} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} {platform.machine()}"
+    return (
+        f"{cores} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
+        f"{platform.machine()}"
+    )
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""The sections of report.html: which figures become which drawing. Owns no layout and defines no figure."""
+"""The sections of report.html: which figures become which drawing.
+
+Owns no layout and defines no figure.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,18 @@ from paceline.report.summary import Summary
 from paceline.v1.coordinator_pb2 import StepRecord
 
 HOLDERS = {"engine": "c0", "policy": "c1", "drafter": "c2", "none": "c7"}
-_HOLDER_NAMES = {"engine": "rollout engine", "policy": "policy step", "drafter": "drafter training", "none": "idle"}
-_SERVICE_COLORS = {"coordinator": "c4", "gateway": "c0", "policy_trainer": "c1", "drafter_trainer": "c2"}
+_HOLDER_NAMES = {
+    "engine": "rollout engine",
+    "policy": "policy step",
+    "drafter": "drafter training",
+    "none": "idle",
+}
+_SERVICE_COLORS = {
+    "coordinator": "c4",
+    "gateway": "c0",
+    "policy_trainer": "c1",
+    "drafter_trainer": "c2",
+}
 _SMOOTH = 10
 _ZOOM_STEPS = 3
 _WATERFALL_ROWS = 32
@@ -46,7 +59,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
         ("Where a step's time went", "wall seconds of each step", _step_time(records)),
         ("What the slots did", "slot-seconds of each step by holder", _slot_shares(history)),
         ("Drafter training", "whole optimiser steps inside each RL step", _drafter_steps(records)),
-    ]  # fmt: skip
+    ]
 
 
 def slot_sections(history: RunHistory) -> str:
@@ -55,13 +68,20 @@ def slot_sections(history: RunHistory) -> str:
         return '<p class="empty">no slot was ever leased</p>'
     rows = [f"slot {i}" for i in range(history.slots)]
     start, end = history.intervals[0].start_s, history.ended_s
-    whole = timeline(rows, _bars(history.intervals), start, end, titles=False, label="slots over the whole run")
+    whole = timeline(
+        rows, _bars(history.intervals), start, end, titles=False, label="slots over the whole run"
+    )
     shown = legend([(_HOLDER_NAMES[name], color) for name, color in HOLDERS.items()]) + whole
     windows = _zoom(history)
     if windows:
         first, last = windows[0], windows[-1]
         zoomed = timeline(
-            rows, _bars(history.intervals), first.start_s, last.end_s, titles=True, label="slots in some steps"
+            rows,
+            _bars(history.intervals),
+            first.start_s,
+            last.end_s,
+            titles=True,
+            label="slots in some steps",
         )
         shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
     return shown
@@ -79,7 +99,9 @@ def latency_table(edges: Sequence[Edge]) -> str:
 
 
 def trace_section(trace: Sequence[Span]) -> str:
-    """One trace from task to optimiser step to drafter step: of many equal spans the longest stands for all."""
+    """One trace from task to optimiser step to drafter step: of many equal spans the longest stands
+    for all.
+    """
     rows = waterfall_rows(trace)
     if not rows:
         return '<p class="empty">no trace was written</p>'
@@ -90,11 +112,14 @@ def trace_section(trace: Sequence[Span]) -> str:
     ]
     bars = [
         Bar(
-            i, (span.start_ns - origin) / 1e9, (span.end_ns - origin) / 1e9, _SERVICE_COLORS.get(span.service, "c5"),
+            i,
+            (span.start_ns - origin) / 1e9,
+            (span.end_ns - origin) / 1e9,
+            _SERVICE_COLORS.get(span.service, "c5"),
             ", ".join(f"{key}={value}" for key, value in list(span.attributes.items())[:8]),
         )
         for i, (span, _, _) in enumerate(rows)
-    ]  # fmt: skip
+    ]
     named = [(name.replace("_", " "), color) for name, color in _SERVICE_COLORS.items()]
     return legend(named) + waterfall(labels, bars, label="one RL step as a trace")
 
@@ -104,10 +129,15 @@ def waterfall_rows(trace: Sequence[Span]) -> list[tuple[Span, int, int]]:
     groups: dict[tuple[str, str], list[Span]] = {}
     for span in trace:
         groups.setdefault((span.service, span.name), []).append(span)
-    chosen = [(max(group, key=lambda span: span.duration_s), len(group)) for group in groups.values()]
+    chosen = [
+        (max(group, key=lambda span: span.duration_s), len(group)) for group in groups.values()
+    ]
     chosen = sorted(chosen, key=lambda pair: -pair[0].duration_s)[:_WATERFALL_ROWS]
     parents = {span.span_id: span.parent_id for span in trace}
-    return [(span, count, _depth(span.span_id, parents)) for span, count in sorted(chosen, key=lambda p: p[0].start_ns)]
+    return [
+        (span, count, _depth(span.span_id, parents))
+        for span, count in sorted(chosen, key=lambda p: p[0].start_ns)
+    ]
 
 
 def counts_table(summary: Summary) -> str:
@@ -122,22 +152,35 @@ def counts_table(summary: Summary) -> str:
         ("policy versions served", summary["policy_versions"]),
         ("drafter versions served", summary["drafter_versions"]),
         ("drafter optimiser steps", summary["drafter_steps"]),
-        ("gate decisions", ", ".join(f"{count} {made}" for made, count in summary["gate_decisions"].items()) or 0),
+        (
+            "gate decisions",
+            ", ".join(f"{count} {made}" for made, count in summary["gate_decisions"].items()) or 0,
+        ),
         ("samples with a near-tie draw", summary["near_ties"]),
         ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
         ("trace shown", summary["trace_id"]),
         ("processes", ", ".join(f"{name} {pid}" for name, pid in summary["pids"].items())),
-        ("versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items() if version)),
+        (
+            "versions",
+            ", ".join(
+                f"{name} {version}" for name, version in summary["versions"].items() if version
+            ),
+        ),
         *((f"sha256 of {name}", value) for name, value in summary["sha256"].items()),
     ]
-    cells = "".join(f"<tr><td>{escape(name)}</td><td class='w'>{escape(str(value))}</td></tr>" for name, value in rows)
+    cells = "".join(
+        f"<tr><td>{escape(name)}</td><td class='w'>{escape(str(value))}</td></tr>"
+        for name, value in rows
+    )
     return f"<table class='facts'><tbody>{cells}</tbody></table>"
 
 
 def _edge_row(edge: Edge) -> str:
     words = (f"{edge.source} → {edge.target}", edge.what, edge.transport)
     figures = (f"{edge.count:,}", duration(edge.p50_s), duration(edge.p95_s), duration(edge.p99_s))
-    cells = [f"<td>{escape(word)}</td>" for word in words] + [f'<td class="n">{figure}</td>' for figure in figures]
+    cells = [f"<td>{escape(word)}</td>" for word in words] + [
+        f'<td class="n">{figure}</td>' for figure in figures
+    ]
     return f"<tr>{''.join(cells)}</tr>"
 
 
@@ -150,8 +193,10 @@ def _learning(history: RunHistory) -> str:
             Series("reward", running_mean(rewards, _SMOOTH), "c0"),
             Series("held-out accuracy", accuracy, "c1", dots=True),
         ],
-        y_label="reward and accuracy", y_min=0.0, y_max=1.0,
-    )  # fmt: skip
+        y_label="reward and accuracy",
+        y_min=0.0,
+        y_max=1.0,
+    )
 
 
 def _acceptance(history: RunHistory) -> str:
@@ -167,7 +212,10 @@ def _acceptance(history: RunHistory) -> str:
 
 
 def _speed(records: Sequence[StepRecord]) -> str:
-    speed = [(float(r.step + 1), r.response_tokens / r.rollout_s if r.rollout_s else float("nan")) for r in records]
+    speed = [
+        (float(r.step + 1), r.response_tokens / r.rollout_s if r.rollout_s else float("nan"))
+        for r in records
+    ]
     finite = [(x, y) for x, y in speed if y == y]
     series = [
         Series("tokens/s of a step", speed, "c0", faint=True),
@@ -189,7 +237,10 @@ def _arms(records: Sequence[StepRecord]) -> str:
             columns.append(
                 (
                     float(record.step + 1),
-                    [record.arm_rounds[arm] / whole if arm in record.arm_rounds else 0.0 for arm in names],
+                    [
+                        record.arm_rounds[arm] / whole if arm in record.arm_rounds else 0.0
+                        for arm in names
+                    ],
                 )
             )
     colors = ["c7" if name == "off" else f"c{i % 7}" for i, name in enumerate(names)]
@@ -200,7 +251,9 @@ def _lengths(records: Sequence[StepRecord]) -> str:
     named = (("median", "c0"), ("90th percentile", "c2"), ("longest", "c1"))
     known = [r for r in records if len(r.response_length_quantiles) == len(named)]
     series = [
-        Series(name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in known], color)
+        Series(
+            name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in known], color
+        )
         for i, (name, color) in enumerate(named)
     ]
     return line_chart(series, y_label="tokens", y_min=0.0)
@@ -221,10 +274,19 @@ def _slot_shares(history: RunHistory) -> str:
     for interval in history.intervals:
         by_step.setdefault(interval.step, []).append(interval)
     for window in history.windows:
-        near = [one for step in (window.step - 1, window.step, window.step + 1) for one in by_step.get(step, [])]
-        columns.append((float(window.step + 1), [held_seconds(near, holder, [window]) for holder in HOLDERS]))
+        near = [
+            one
+            for step in (window.step - 1, window.step, window.step + 1)
+            for one in by_step.get(step, [])
+        ]
+        columns.append(
+            (float(window.step + 1), [held_seconds(near, holder, [window]) for holder in HOLDERS])
+        )
     return stacked_columns(
-        [_HOLDER_NAMES[holder] for holder in HOLDERS], columns, colors=list(HOLDERS.values()), y_label="slot-seconds"
+        [_HOLDER_NAMES[holder] for holder in HOLDERS],
+        columns,
+        colors=list(HOLDERS.values()),
+        y_label="slot-seconds",
     )
 
 
@@ -247,7 +309,11 @@ def _zoom(history: RunHistory) -> list[Any]:
     held = {record.step: record.drafter_slot_s for record in history.records}
     windows = list(history.windows)
     choices = range(len(windows) // 2, max(len(windows) // 2 + 1, len(windows) - _ZOOM_STEPS + 1))
-    best = max(choices, key=lambda i: sum(held.get(w.step, 0.0) for w in windows[i : i + _ZOOM_STEPS]), default=0)
+    best = max(
+        choices,
+        key=lambda i: sum(held.get(w.step, 0.0) for w in windows[i : i + _ZOOM_STEPS]),
+        default=0,
+    )
     return windows[best : best + _ZOOM_STEPS]
 
 

@@ -1,8 +1,9 @@
-"""Who held which slot when, from the entries of a run's journal. Owns the arithmetic of slot-seconds, no drawing.
+"""Who held which slot when, from the entries of a run's journal. Owns the arithmetic of
+slot-seconds, no drawing.
 
-A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the slots that the
-event changed: `{"slot", "holder", "epoch", "worker_state"}`. A step's window runs from its StepBegan to the entry that
-carries its `record`; evaluations lie outside all windows.
+A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
+slots that the event changed: `{"slot", "holder", "epoch", "worker_state"}`. A step's window runs
+from its StepBegan to the entry that carries its `record`; evaluations lie outside all windows.
 """
 
 from __future__ import annotations
@@ -54,9 +55,13 @@ def slot_intervals(entries: Iterable[Entry]) -> list[SlotInterval]:
             if before is not None and before[0] == holder and before[2] == epoch:
                 continue  # only the worker's state changed
             if before is not None:
-                intervals.append(SlotInterval(slot, before[0], before[1], now, before[2], before[3]))
+                intervals.append(
+                    SlotInterval(slot, before[0], before[1], now, before[2], before[3])
+                )
             held[slot] = (holder, now, epoch, int(entry["step"]))
-    intervals += [SlotInterval(slot, h[0], h[1], now, h[2], h[3]) for slot, h in sorted(held.items())]
+    intervals += [
+        SlotInterval(slot, h[0], h[1], now, h[2], h[3]) for slot, h in sorted(held.items())
+    ]
     return intervals
 
 
@@ -73,7 +78,9 @@ def step_windows(entries: Iterable[Entry]) -> list[StepWindow]:
     return windows
 
 
-def held_seconds(intervals: Iterable[SlotInterval], holder: str, windows: Sequence[StepWindow]) -> float:
+def held_seconds(
+    intervals: Iterable[SlotInterval], holder: str, windows: Sequence[StepWindow]
+) -> float:
     """Slot-seconds of one holder inside the windows."""
     return sum(
         max(0.0, min(interval.end_s, window.end_s) - max(interval.start_s, window.start_s))

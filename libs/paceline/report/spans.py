@@ -1,8 +1,8 @@
 """What the span files of a run say: latency per edge between services, and the spans of one trace.
 
-Reads line by line, twice: the first pass remembers who called or produced, the second meets who answered or consumed.
-Memory is bounded: at most `_INDEXED` callers are remembered and `_SAMPLES` latencies per edge; what is left out is
-counted.
+Reads line by line, twice: the first pass remembers who called or produced, the second meets who
+answered or consumed. Memory is bounded: at most `_INDEXED` callers are remembered and `_SAMPLES`
+latencies per edge; what is left out is counted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ def read_spans(directory: Path) -> Iterator[Span | None]:
 
 
 def read_report(directory: Path, trace_id: str = "") -> SpanReport:
-    """Edges and one trace of a run. Without `trace_id` the newest trace that reaches both optimisers is taken."""
+    """Edges and one trace of a run.
+
+    Without `trace_id` the newest trace that reaches both optimisers is taken.
+    """
     first = _first_pass(directory)
     chosen = trace_id or first.best_trace()
     edges: dict[tuple[str, str, str, str], _Sample] = {}
@@ -97,7 +100,9 @@ def read_report(directory: Path, trace_id: str = "") -> SpanReport:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Value below which `share` of the sorted values lie, linear between neighbours (NumPy's default); NaN of none."""
+    """Value below which `share` of the sorted values lie, linear between neighbours (NumPy's
+    default); NaN of none.
+    """
     if not values:
         return float("nan")
     position = (len(values) - 1) * share
@@ -108,7 +113,9 @@ def percentile(values: list[float], share: float) -> float:
 
 @dataclass(slots=True)
 class _Sample:
-    """A uniform sample of at most _SAMPLES latencies; the seed is fixed so that a report can be made again."""
+    """A uniform sample of at most _SAMPLES latencies; the seed is fixed so that a report can be
+    made again.
+    """
 
     count: int = 0
     values: list[float] = field(default_factory=list)
@@ -162,8 +169,12 @@ def _first_pass(directory: Path) -> _FirstPass:
     return seen
 
 
-def _hops(span: Span, callers: dict[str, Span]) -> Iterator[tuple[tuple[str, str, str, str], float]]:
-    """Edges that end in this span: a call seen by its caller, or the wait of an entry between append and read."""
+def _hops(
+    span: Span, callers: dict[str, Span]
+) -> Iterator[tuple[tuple[str, str, str, str], float]]:
+    """Edges that end in this span: a call seen by its caller, or the wait of an entry between
+    append and read.
+    """
     if span.kind == "server" and (caller := callers.get(span.parent_id)) is not None:
         yield (caller.service, span.service, caller.name, "gRPC"), caller.duration_s
     if span.kind == "consumer":
@@ -172,7 +183,10 @@ def _hops(span: Span, callers: dict[str, Span]) -> Iterator[tuple[tuple[str, str
             if producer is not None and producer.kind == "producer":
                 # A blocking read opens before its entry is there: such an entry did not wait.
                 waited = max(0.0, (span.start_ns - producer.end_ns) / 1e9)
-                yield (producer.service, span.service, f"{producer.name} → {span.name}", "Redis"), waited
+                yield (
+                    (producer.service, span.service, f"{producer.name} → {span.name}", "Redis"),
+                    waited,
+                )
 
 
 def _span_id(traceparent: str) -> str:

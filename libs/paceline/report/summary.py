@@ -1,4 +1,7 @@
-"""The figures of a run: summary.json. Computed from journal, ledger and spans; owns their definitions, no drawing."""
+"""The figures of a run: summary.json.
+
+Computed from journal, ledger and spans; owns their definitions, no drawing.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,13 @@ def summarize(
         "reward_last": mean([record.reward_mean for record in records[-WINDOW:]]),
         **_ends("accuracy", history.evaluated(ACCURACY)),
         "tokens_per_s": ratio(sum(record.response_tokens for record in records), rollout_s),
-        "tokens_per_s_last": ratio(sum(r.response_tokens for r in tail), sum(r.rollout_s for r in tail)),
+        "tokens_per_s_last": ratio(
+            sum(r.response_tokens for r in tail), sum(r.rollout_s for r in tail)
+        ),
         **_ends("accept_len", history.evaluated(PROBE)),
-        "accept_len_live_last": mean([record.accept_length for record in tail if record.accept_length]),
+        "accept_len_live_last": mean(
+            [record.accept_length for record in tail if record.accept_length]
+        ),
         "policy_versions": len({served.policy for served in history.served}),
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
@@ -66,7 +73,11 @@ def summarize(
         "trajectories_lost": ledger.lost,
         "near_ties": sum(record.near_ties for record in records),
         "steps_with_near_ties": sum(record.near_ties > 0 for record in records),
-        "pids": {name: pids[name] for name in (*_SERVICES, *sorted(set(pids) - set(_SERVICES))) if name in pids},
+        "pids": {
+            name: pids[name]
+            for name in (*_SERVICES, *sorted(set(pids) - set(_SERVICES)))
+            if name in pids
+        },
         "trace_id": trace_id,
         "sha256": _hashes(config),
         "machine": machine_in_words(),
@@ -99,7 +110,9 @@ def _ends(name: str, values: Sequence[tuple[int, float]]) -> Summary:
 
 
 def _hashes(config: Mapping[str, Any]) -> dict[str, str]:
-    """sha256 of the start policy's weights and of the held-out tasks, by the names they have in the examples."""
+    """sha256 of the start policy's weights and of the held-out tasks, by the names they have in the
+    examples.
+    """
     model = Path(config.get("gateway", {}).get("model", "")) / "model.safetensors"
     heldout = Path(config.get("coordinator", {}).get("heldout_path", ""))
     named = {f"{model.parent.name}/{model.name}": model, heldout.name: heldout}

@@ -1,4 +1,7 @@
-"""gRPC servers and channels as all services use them. Owns transport, security, errors and fencing, no service."""
+"""gRPC servers and channels as all services use them.
+
+Owns transport, security, errors and fencing, no service.
+"""
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EpochGuard

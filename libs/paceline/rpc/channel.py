@@ -1,7 +1,9 @@
-"""Channels to other services, and waiting for them. Owns retry, keepalive, and what each call carries: trace and token.
+"""Channels to other services, and waiting for them. Owns retry, keepalive, and what each call
+carries: trace and token.
 
-Calls are wrapped where the channel makes them, not by grpc.aio's client interceptors: those put a queue between the
-caller's `write` and the wire, which costs a weight push its backpressure and its speed.
+Calls are wrapped where the channel makes them, not by grpc.aio's client interceptors: those put a
+queue between the caller's `write` and the wire, which costs a weight push its backpressure and its
+speed.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ _RETRY = {
 def channel(address: str, security: SecurityConfig) -> grpc.aio.Channel:
     """A channel to `host:port`; make it on the running event loop.
 
-    Calls carry the current trace and the token and have a client span. Unary calls of paceline's services that end
-    in UNAVAILABLE are retried up to 3 times. Raises ConfigError where `Server` would for the same address.
+    Calls carry the current trace and the token and have a client span. Unary calls of paceline's
+    services that end in UNAVAILABLE are retried up to 3 times. Raises ConfigError where `Server`
+    would for the same address.
     """
     check_security(address, security)
     credentials = channel_credentials(security)
@@ -58,7 +61,9 @@ async def wait_ready(to: grpc.aio.Channel, deadline_s: float) -> None:
             await to.channel_ready()
     except TimeoutError as error:
         address = getattr(to, "address", "the peer")
-        raise Unavailable(f"no connection to {address} in time", allowed=f"{deadline_s} s") from error
+        raise Unavailable(
+            f"no connection to {address} in time", allowed=f"{deadline_s} s"
+        ) from error
 
 
 async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float) -> None:
@@ -68,7 +73,8 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
     try:
         async with asyncio.timeout(deadline_s):
             while True:
-                # The connection is awaited by gRPC; the loop turns only when a server went away in the middle.
+                # The connection is awaited by gRPC; the loop turns only when a server went away in
+                # the middle.
                 watch = HealthStub(peer).Watch(HealthCheckRequest(), wait_for_ready=True)
                 try:
                     async for response in watch:
@@ -81,7 +87,9 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
                         raise error_from_rpc(error) from error
                 await peer.wait_for_state_change(grpc.ChannelConnectivity.READY)
     except TimeoutError as error:
-        raise Unavailable(f"{address} was not healthy in {deadline_s} s", seen=seen, allowed="SERVING") from error
+        raise Unavailable(
+            f"{address} was not healthy in {deadline_s} s", seen=seen, allowed="SERVING"
+        ) from error
     finally:
         await peer.close()
 
@@ -89,7 +97,8 @@ async def wait_healthy(address: str, security: SecurityConfig, deadline_s: float
 async def responses(call: Any) -> AsyncGenerator[Any]:
     """Messages of a call that streams its answer; whoever reads them is the call's life.
 
-    grpc.aio alone lets a call go on whose reader is cancelled between its start and its first message.
+    grpc.aio alone lets a call go on whose reader is cancelled between its start and its first
+    message.
     """
     try:
         async for message in call:
@@ -173,13 +182,22 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
             return self._plain(start)
         service, _, name = method.lstrip("/").partition("/")
         title = f"{service.rpartition('.')[2]}.{name}"
-        facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name, "server.address": self.address}
+        facts = {
+            "rpc.system": "grpc",
+            "rpc.service": service,
+            "rpc.method": name,
+            "server.address": self.address,
+        }
 
         def call(*args: Any, metadata: Any = None, **kwargs: Any) -> Any:
             opened = tracer().start_span(title, kind=SpanKind.CLIENT, attributes=facts)
             carrier = inject(set_span_in_context(opened))
             try:
-                started = start(*args, metadata=(*(metadata or ()), *carrier.items(), *self._authorization), **kwargs)
+                started = start(
+                    *args,
+                    metadata=(*(metadata or ()), *carrier.items(), *self._authorization),
+                    **kwargs,
+                )
             except BaseException as error:
                 mark_failed(opened, error)
                 opened.end()
@@ -198,7 +216,9 @@ class _TracedChannel(grpc.aio.Channel):  # type: ignore[misc]
     def _ended(self, opened: Span, call: Any) -> None:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # The loop is gone, the call was dropped with it; nobody can ask for its code.
+        except (
+            RuntimeError
+        ):  # The loop is gone, the call was dropped with it; nobody can ask for its code.
             opened.end()
             return
         task = loop.create_task(_end_span(opened, call, time.time_ns()))

@@ -21,14 +21,22 @@ class EpochGuard:
     def check(self, context: CommandContext) -> None:
         """Remember the command's epoch.
 
-        Raises StaleEpoch when a higher epoch was seen for that run, InvalidInput when the command names no run.
+        Raises StaleEpoch when a higher epoch was seen for that run, InvalidInput when the command
+        names no run.
         """
         run, epoch = context.run_id, context.epoch
         if not _RUN_ID.fullmatch(run):
-            raise InvalidInput("a command names its run", reason="RUN_ID", seen=repr(run), allowed="[a-z0-9-]{1,64}")
+            raise InvalidInput(
+                "a command names its run",
+                reason="RUN_ID",
+                seen=repr(run),
+                allowed="[a-z0-9-]{1,64}",
+            )
         highest = self._highest.get(run, 0)
         if epoch < highest:
-            raise StaleEpoch(f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}")
+            raise StaleEpoch(
+                f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}"
+            )
         self._highest[run] = epoch
         self._highest.move_to_end(run)
         if len(self._highest) > _RUNS_KEPT:

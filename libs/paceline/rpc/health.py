@@ -1,6 +1,7 @@
 """The standard health service. Owns the serving flags of one server, not what makes them true.
 
-Unlike grpcio's own its flags are set without awaiting, and watchers end when the server stops instead of holding it.
+Unlike grpcio's own its flags are set without awaiting, and watchers end when the server stops
+instead of holding it.
 """
 
 from __future__ import annotations

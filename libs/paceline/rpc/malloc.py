@@ -12,17 +12,25 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def set_malloc_thresholds() -> bool:
-    """Keep freed message buffers in the process instead of giving each back to the kernel and faulting it in again.
+    """Keep freed message buffers in the process instead of giving each back to the kernel and
+    faulting it in again.
 
-    Both thresholds are needed: setting one freezes the other at its small default. The price is up to about 128 MiB
-    of free heap per arena. Call at process start. False, with nothing changed, off Linux and glibc, or when the
-    environment sets a MALLOC_* variable or a malloc tunable itself; False also when glibc refuses a value.
+    Both thresholds are needed: setting one freezes the other at its small default. The price is up
+    to about 128 MiB of free heap per arena. Call at process start. False, with nothing changed, off
+    Linux and glibc, or when the environment sets a MALLOC_* variable or a malloc tunable itself;
+    False also when glibc refuses a value.
     """
     if not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc":
         return False
-    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
+        "GLIBC_TUNABLES", ""
+    ):
         return False
     libc = ctypes.CDLL(None)
-    wanted = ((_M_MMAP_THRESHOLD, 64 * _MIB), (_M_TRIM_THRESHOLD, 128 * _MIB), (_M_TOP_PAD, 16 * _MIB))
+    wanted = (
+        (_M_MMAP_THRESHOLD, 64 * _MIB),
+        (_M_TRIM_THRESHOLD, 128 * _MIB),
+        (_M_TOP_PAD, 16 * _MIB),
+    )
     accepted = [libc.mallopt(parameter, value) == 1 for parameter, value in wanted]
     return all(accepted)

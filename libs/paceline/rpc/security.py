@@ -1,4 +1,7 @@
-"""Token and TLS of both ends. Owns the rule that beyond loopback neither may be off unless the settings say so."""
+"""Token and TLS of both ends.
+
+Owns the rule that beyond loopback neither may be off unless the settings say so.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ AUTHORIZATION = "authorization"
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine; names other than localhost do not."""
+    """Whether `host:port`, `[ipv6]:port` or `unix:path` stays on this machine; names other than
+    localhost do not.
+    """
     if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")
@@ -30,7 +35,9 @@ def is_loopback(address: str) -> bool:
 
 
 def check_security(address: str, security: SecurityConfig) -> None:
-    """Raises ConfigError for half a TLS setting, and for an address beyond loopback without token or mutual TLS."""
+    """Raises ConfigError for half a TLS setting, and for an address beyond loopback without token
+    or mutual TLS.
+    """
     if bool(security.tls_cert) != bool(security.tls_key):
         raise ConfigError(
             "security.tls_cert and security.tls_key go together",
@@ -54,7 +61,10 @@ def check_security(address: str, security: SecurityConfig) -> None:
 
 
 def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | None:
-    """TLS of a server; clients must show a certificate of tls_ca when that is set. None without tls_cert."""
+    """TLS of a server; clients must show a certificate of tls_ca when that is set.
+
+    None without tls_cert.
+    """
     if not security.tls_cert:
         return None
     pair = (_read(security.tls_key, "tls_key"), _read(security.tls_cert, "tls_cert"))
@@ -63,7 +73,10 @@ def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | Non
 
 
 def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | None:
-    """TLS of a client; it shows its own certificate when it has one. None without any TLS setting."""
+    """TLS of a client; it shows its own certificate when it has one.
+
+    None without any TLS setting.
+    """
     if not (security.tls_cert or security.tls_ca):
         return None
     return grpc.ssl_channel_credentials(
@@ -74,7 +87,9 @@ def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | N
 
 
 def check_token(token: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Raises ConfigError (reason UNAUTHENTICATED) unless the call carries the token; compares in constant time."""
+    """Raises ConfigError (reason UNAUTHENTICATED) unless the call carries the token; compares in
+    constant time.
+    """
     if not token:
         return
     given = next((value for key, value in metadata if key == AUTHORIZATION), "")

@@ -1,4 +1,7 @@
-"""A gRPC server as every service runs it. Owns its port, health and reflection, not the services it carries."""
+"""A gRPC server as every service runs it.
+
+Owns its port, health and reflection, not the services it carries.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ MESSAGE_CAP = 8 << 20
 UNARY_CAP_S = 60.0
 _CONCURRENT_CALLS = 4096
 _OPTIONS: list[tuple[str, int]] = [
-    # The receiving end holds the cap: a cap on sending ends a streaming call with a nameless INTERNAL.
+    # The receiving end holds the cap: a cap on sending ends a streaming call with a nameless
+    # INTERNAL.
     ("grpc.max_receive_message_length", MESSAGE_CAP),
     # A second server on the same port fails instead of sharing it silently.
     ("grpc.so_reuseport", 0),
@@ -37,7 +41,9 @@ class Server:
     Raises ConfigError at once when the address may not be served with this security.
     """
 
-    def __init__(self, address: str, security: SecurityConfig, *, unary_cap_s: float = UNARY_CAP_S) -> None:
+    def __init__(
+        self, address: str, security: SecurityConfig, *, unary_cap_s: float = UNARY_CAP_S
+    ) -> None:
         check_security(address, security)
         self._address = address
         self._credentials = server_credentials(security)
@@ -49,12 +55,18 @@ class Server:
             maximum_concurrent_rpcs=_CONCURRENT_CALLS,
         )
 
-    def add(self, add_fn: Callable[[Any, Any], None], servicer: Any, full_service_name: str) -> None:
-        """Add a service by its generated `add_XServicer_to_server`, or anything called as (servicer, grpc server)."""
+    def add(
+        self, add_fn: Callable[[Any, Any], None], servicer: Any, full_service_name: str
+    ) -> None:
+        """Add a service by its generated `add_XServicer_to_server`, or anything called as
+        (servicer, grpc server).
+        """
         add_fn(servicer, self._server)
         self._names.append(full_service_name)
 
-    def add_generic_handlers(self, handlers: grpc.GenericRpcHandler, full_service_name: str) -> None:
+    def add_generic_handlers(
+        self, handlers: grpc.GenericRpcHandler, full_service_name: str
+    ) -> None:
         """Add methods that bring their own (de)serializers, e.g. for raw bytes."""
         self._server.add_generic_rpc_handlers((handlers,))
         self._names.append(full_service_name)
@@ -75,7 +87,9 @@ class Server:
         return port
 
     def set_serving(self, name: str, serving: bool) -> None:
-        """Say whether a service takes calls; the overall flag (empty name) follows from all of them."""
+        """Say whether a service takes calls; the overall flag (empty name) follows from all of
+        them.
+        """
         if name == OVERALL:
             for each in self._names:
                 self._health.set(each, serving)

@@ -1,4 +1,7 @@
-"""What happens around every call a server answers: trace, token, deadline, errors. Owns no method."""
+"""What happens around every call a server answers: trace, token, deadline, errors.
+
+Owns no method.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,22 @@ _log = get_logger("rpc")
 class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps every method of a server.
 
-    The call runs in a server span below the caller's; without the token it is refused (health answers anyone); a
-    PacelineError becomes its status; any other exception is logged and becomes INTERNAL; cancellation passes through.
-    A unary call that came without a deadline gets `unary_cap_s`; calls that stream either way may last.
+    The call runs in a server span below the caller's; without the token it is refused (health
+    answers anyone); a PacelineError becomes its status; any other exception is logged and becomes
+    INTERNAL; cancellation passes through. A unary call that came without a deadline gets
+    `unary_cap_s`; calls that stream either way may last.
     """
 
     def __init__(self, token: str, unary_cap_s: float) -> None:
         self._token = token
         self._unary_cap_s = unary_cap_s
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], call: Any) -> Any:
-        """The method found, wrapped; its own (de)serializers are kept, None (raw bytes) included."""
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], call: Any
+    ) -> Any:
+        """The method found, wrapped; its own (de)serializers are kept, None (raw bytes)
+        included.
+        """
         found = await continuation(call)
         if found is None or call.method.startswith(HEALTH):
             return found
@@ -52,7 +60,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         factory = _FACTORIES[bool(found.request_streaming), bool(found.response_streaming)]
         return factory(answer, found.request_deserializer, found.response_serializer)
 
-    def _unary(self, call: Any, behavior: Any, request_streaming: bool) -> Callable[[Any, Any], Awaitable[Any]]:
+    def _unary(
+        self, call: Any, behavior: Any, request_streaming: bool
+    ) -> Callable[[Any, Any], Awaitable[Any]]:
         async def answer(request: Any, context: Any) -> Any:
             async with self._around(call, context):
                 if request_streaming or context.time_remaining() is not None:
@@ -62,8 +72,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return answer
 
     def _stream(self, call: Any, behavior: Any) -> Callable[[Any, Any], Awaitable[None]]:
-        # A coroutine that writes, not a generator: it unwinds in its own task when the caller goes away, so the
-        # method's `finally` blocks run at once and the trace context is restored where it was set.
+        # A coroutine that writes, not a generator: it unwinds in its own task when the caller goes
+        # away, so the method's `finally` blocks run at once and the trace context is restored where
+        # it was set.
         async def answer(request: Any, context: Any) -> None:
             async with self._around(call, context):
                 outcome = behavior(request, context)
@@ -84,7 +95,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             if not cap.expired():
                 raise
             raise DeadlineExceeded(
-                "the call came without a deadline and ran into the server's own", allowed=f"{self._unary_cap_s} s"
+                "the call came without a deadline and ran into the server's own",
+                allowed=f"{self._unary_cap_s} s",
             ) from error
 
     @asynccontextmanager
@@ -94,7 +106,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         facts = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": method}
         parent = extract_metadata(metadata)
         failed: Status | None = None
-        with span(f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts) as opened:
+        with span(
+            f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts
+        ) as opened:
             try:
                 check_token(self._token, metadata)
                 yield
@@ -125,9 +139,14 @@ def _known(error: Exception, method: str) -> PacelineError:
         case grpc.aio.AioRpcError():
             return error_from_rpc(error)
         case NotImplementedError():
-            return MissingCapability("this server does not have that method", reason="UNIMPLEMENTED", seen=method)
+            return MissingCapability(
+                "this server does not have that method", reason="UNIMPLEMENTED", seen=method
+            )
     _log.error("a call failed unexpectedly", method=method, exc_info=error)
-    message = f"{type(error).__name__} in {method}: {error}; see the server's log, trace {current_trace_id()}"
+    message = (
+        f"{type(error).__name__} in {method}: {error}; see the server's log, trace "
+        f"{current_trace_id()}"
+    )
     return InternalError(message, reason="UNEXPECTED")
 
 

@@ -1,9 +1,10 @@
-"""Errors on the wire: google.rpc.Status with one ErrorInfo, both ways. Owns the table of classes, reasons and codes.
+"""Errors on the wire: google.rpc.Status with one ErrorInfo, both ways. Owns the table of classes,
+reasons and codes.
 
-ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class (so that an error
-with a reason of its own comes back as the same class), `seen`, `allowed`, and `trace_id` of the failed call.
-Errors that pass carry RetryInfo too: their retry_after_s, which the caller's error has again, or a second where they
-do not know.
+ErrorInfo: reason = the error's own; domain = "paceline"; metadata `family` = reason of its class
+(so that an error with a reason of its own comes back as the same class), `seen`, `allowed`, and
+`trace_id` of the failed call. Errors that pass carry RetryInfo too: their retry_after_s, which the
+caller's error has again, or a second where they do not know.
 """
 
 from __future__ import annotations
@@ -85,8 +86,20 @@ def code_of(error: PacelineError) -> grpc.StatusCode:
 
 def status_of(error: PacelineError) -> Status:
     """The error as a google.rpc.Status; long texts are cut to fit the headers."""
-    family = next((cls.reason for cls in type(error).__mro__ if _FAMILIES.get(getattr(cls, "reason", "")) is cls), "")
-    facts = {"family": family, "seen": error.seen, "allowed": error.allowed, "trace_id": current_trace_id()}
+    family = next(
+        (
+            cls.reason
+            for cls in type(error).__mro__
+            if _FAMILIES.get(getattr(cls, "reason", "")) is cls
+        ),
+        "",
+    )
+    facts = {
+        "family": family,
+        "seen": error.seen,
+        "allowed": error.allowed,
+        "trace_id": current_trace_id(),
+    }
     info = ErrorInfo(reason=error.reason, domain=DOMAIN)
     for name, value in facts.items():
         if value or (value is not None and name in ("seen", "allowed")):
@@ -97,20 +110,30 @@ def status_of(error: PacelineError) -> Status:
     details = [Any() for _ in told]
     for detail, one in zip(details, told, strict=True):
         detail.Pack(one)
-    return Status(code=code_of(error).value[0], message=_cut(error.message, _MESSAGE_CHARACTERS), details=details)
+    return Status(
+        code=code_of(error).value[0],
+        message=_cut(error.message, _MESSAGE_CHARACTERS),
+        details=details,
+    )
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
-    """The error that the server raised, as the same class; of foreign errors the class that fits the code."""
+    """The error that the server raised, as the same class; of foreign errors the class that fits
+    the code.
+    """
     message = error.details() or f"the call failed with {error.code().name}"
     details = _details(error)
     info, retry = _detail(details, ErrorInfo), _detail(details, RetryInfo)
     retry_after_s = None if retry is None else _seconds(retry.retry_delay)
     if info is not None and info.domain == DOMAIN:
         facts = info.metadata
-        family = _FAMILIES.get(facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError))
+        family = _FAMILIES.get(
+            facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError)
+        )
         seen, allowed = facts.get("seen"), facts.get("allowed")
-        return family(message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s)
+        return family(
+            message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s
+        )
     family = _FOREIGN.get(error.code(), errors.InternalError)
     own = error.code() in _CODES.values()
     return family(message, reason=None if own else error.code().name, retry_after_s=retry_after_s)
@@ -149,7 +172,9 @@ def _detail(details: list[Any], kind: type[D]) -> D | None:
 
 def _duration(seconds: float | None) -> Duration:
     duration = Duration()
-    duration.FromMilliseconds(round(1000 * _bounded(_RETRY_AFTER_S if seconds is None else seconds)))
+    duration.FromMilliseconds(
+        round(1000 * _bounded(_RETRY_AFTER_S if seconds is None else seconds))
+    )
     return duration
 
 

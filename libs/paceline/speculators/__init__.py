@@ -14,7 +14,14 @@ from paceline.speculators.base import (
 )
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
-from paceline.speculators.table import SPECULATORS, SpeculatorKind, find_kind, net_of, read_drafter, trained_net
+from paceline.speculators.table import (
+    SPECULATORS,
+    SpeculatorKind,
+    find_kind,
+    net_of,
+    read_drafter,
+    trained_net,
+)
 
 __all__ = [
     "SPECULATORS",

@@ -1,6 +1,8 @@
-"""What a speculator is, to the engine that drafts with it and to the trainer that feeds it. Owns the protocols only.
+"""What a speculator is, to the engine that drafts with it and to the trainer that feeds it. Owns
+the protocols only.
 
-Words: a slot is a cache row of the engine. A row t of a sequence is (hidden state of token t, token t + 1).
+Words: a slot is a cache row of the engine. A row t of a sequence is (hidden state of token t, token
+t + 1).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from paceline.models.decoder import DecoderWeights
 
 @dataclass(frozen=True, slots=True)
 class CaptureSpec:
-    """Which hidden states of the target a speculator needs, and what they are called in captured rows."""
+    """Which hidden states of the target a speculator needs, and what they are called in captured
+    rows.
+    """
 
     inner: tuple[int, ...] = ()
     """Ascending: i is the residual stream that enters decoder layer i, before any norm."""
@@ -30,7 +34,9 @@ class CaptureSpec:
 
     @property
     def layers(self) -> str:
-        """Names of the states in their order in a row, "2,14,25,last"; empty when none is needed."""
+        """Names of the states in their order in a row, "2,14,25,last"; empty when none is
+        needed.
+        """
         return ",".join((*map(str, self.inner), *(("last",) if self.last else ())))
 
     def width(self, hidden_size: int) -> int:
@@ -45,7 +51,9 @@ class CaptureSpec:
         held, wanted = layers.split(","), self.layers.split(",") if self.layers else []
         if lacking := [name for name in wanted if name not in held]:
             message = f"captured rows lack states the drafter reads: {', '.join(lacking)}"
-            raise DataLoss(message, seen=layers or "(none)", allowed=f"rows that hold {self.layers}")
+            raise DataLoss(
+                message, seen=layers or "(none)", allowed=f"rows that hold {self.layers}"
+            )
         starts = [held.index(name) for name in wanted]
         first, count = min(starts, default=0), len(starts)
         if starts == list(range(first, first + count)):
@@ -63,7 +71,9 @@ class DraftSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """What the engine knows of the sequences to draft for; B rows, S slots, C positions of capacity."""
+    """What the engine knows of the sequences to draft for; B rows, S slots, C positions of
+    capacity.
+    """
 
     slots: Sequence[int]
     """[B] cache slots."""
@@ -72,10 +82,13 @@ class DraftBatch:
     token_ids: Tensor
     """int64 [S, C]: known tokens of every slot, garbage from position n on."""
     hidden: Tensor
-    """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H columns are those
-    after the final norm. The state of token n - 1 is not known yet."""
+    """[S, C, W]: true hidden states of positions 0 .. n - 2, by SpeculatorSetup.layers; the last H
+    columns are those after the final norm. The state of token n - 1 is not known yet.
+    """
     sampler: DraftSampler | None = None
-    """How tokens of a chain are chosen by speculators that have a distribution; None: the most likely."""
+    """How tokens of a chain are chosen by speculators that have a distribution; None: the most
+    likely.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +102,8 @@ class DraftShape:
     nodes: int = 0
     """Drafts at most, the root not counted; 0: a chain of `steps`."""
     floor: float = 0.0
-    """A node that is likely to be reached with less than this probability need not be drafted on."""
+    """A node that is likely to be reached with less than this probability need not be drafted on.
+    """
 
     @property
     def drafts(self) -> int:
@@ -99,14 +113,20 @@ class DraftShape:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """What a speculator proposes: a tree per row under the row's last known token, its root; N nodes besides it."""
+    """What a speculator proposes: a tree per row under the row's last known token, its root; N
+    nodes besides it.
+    """
 
     tokens: Tensor
-    """int64 [B, N]; -1 where there is none. A parent stands before its children; siblings differ."""
+    """int64 [B, N]; -1 where there is none. A parent stands before its children; siblings differ.
+    """
     scores: Tensor
     """float32 [B, N]: the drafter's probability of the node and all its ancestors, in (0, 1]."""
     parents: Tensor | None = None
-    """int64 [B, N]: 0 for a child of the root, i + 1 for one of node i. None: each node is the child of the last."""
+    """int64 [B, N]: 0 for a child of the root, i + 1 for one of node i.
+
+    None: each node is the child of the last.
+    """
 
 
 class Speculator(Protocol):
@@ -128,17 +148,19 @@ class Speculator(Protocol):
         ...
 
     def catch_up(self, batch: DraftBatch) -> None:
-        """Bring slots that are far behind up to date from `batch` alone, however long this speculator has been off.
+        """Bring slots that are far behind up to date from `batch` alone, however long this
+        speculator has been off.
 
         Apart from `propose`, so that what a pause costs is not counted as the cost of a round.
         """
         ...
 
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
-        """Drafts for positions n, n + 1, ...; the most likely ones the speculator finds within the shape.
+        """Drafts for positions n, n + 1, ...; the most likely ones the speculator finds within the
+        shape.
 
-        What is proposed never depends on the draws of verification. Needs no `catch_up` before it. States kept from own
-        features are replaced by those from true hidden states.
+        What is proposed never depends on the draws of verification. Needs no `catch_up` before it.
+        States kept from own features are replaced by those from true hidden states.
         """
         ...
 
@@ -163,7 +185,10 @@ class Speculator(Protocol):
         ...
 
     def load_state(self, directory: Path) -> object:
-        """Read a version beside the serving one; the result goes to `commit_state`. Raises WeightsError."""
+        """Read a version beside the serving one; the result goes to `commit_state`.
+
+        Raises WeightsError.
+        """
         ...
 
     def commit_state(self, state: object) -> None:

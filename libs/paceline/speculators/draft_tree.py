@@ -1,9 +1,11 @@
-"""Growing a draft tree for any speculator that gives a distribution per node. Owns the search, not the network.
+"""Growing a draft tree for any speculator that gives a distribution per node. Owns the search, not
+the network.
 
-The dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858): on each level the `topk` nodes most likely to be reached
-are expanded by `topk` children each; of all nodes seen, the most likely ones are kept. A node's score is the product of
-the drafter's probabilities along its path, so that a kept node's ancestors are kept as well. Nodes are chosen by the
-drafter alone, never drawn: following them by the target's own draws is exact (engines/embedded/verify.py).
+The dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858): on each level the `topk` nodes most
+likely to be reached are expanded by `topk` children each; of all nodes seen, the most likely ones
+are kept. A node's score is the product of the drafter's probabilities along its path, so that a
+kept node's ancestors are kept as well. Nodes are chosen by the drafter alone, never drawn:
+following them by the target's own draws is exact (engines/embedded/verify.py).
 """
 
 from __future__ import annotations
@@ -36,13 +38,18 @@ class Beam:
 def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape) -> Drafts:
     """The tree of `shape` that the drafter finds most likely.
 
-    first [B, V]: log-probs of the root's children; expand: log-probs [B, k, V] of the children of a beam's nodes. Stops
-    when no row has a node above shape.floor. Returns at most shape.drafts nodes a row.
+    first [B, V]: log-probs of the root's children; expand: log-probs [B, k, V] of the children of a
+    beam's nodes. Stops when no row has a node above shape.floor. Returns at most shape.drafts nodes
+    a row.
     """
     batch, topk = first.shape[0], min(shape.topk, first.shape[-1])
     top = first.topk(topk, dim=-1)
     beam = Beam(1, top.indices, torch.zeros_like(top.indices))
-    scores, ids, offset = top.values, torch.arange(1, topk + 1, device=first.device).expand(batch, topk), topk
+    scores, ids, offset = (
+        top.values,
+        torch.arange(1, topk + 1, device=first.device).expand(batch, topk),
+        topk,
+    )
     levels = [(top.indices, scores, torch.zeros_like(top.indices))]
     for level in range(2, shape.steps + 1):
         if shape.floor > 0 and bool(scores.max() < math.log(shape.floor)):
@@ -59,7 +66,9 @@ def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape
 
 
 def _most_likely(tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int) -> Drafts:
-    """The best `nodes` of all candidates [B, C], in their order; parents are ids, 0 the root, i + 1 candidate i."""
+    """The best `nodes` of all candidates [B, C], in their order; parents are ids, 0 the root, i + 1
+    candidate i.
+    """
     chosen = scores.topk(min(nodes, scores.shape[1]), dim=1).indices.sort(dim=1).values
     renamed = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.int64, device=scores.device)
     names = torch.arange(1, chosen.shape[1] + 1, device=scores.device).expand_as(chosen)

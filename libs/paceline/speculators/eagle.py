@@ -1,10 +1,13 @@
-"""EAGLE-1 drafter as a module (Li et al. 2024, arXiv 2401.15077): one decoder layer that predicts the next feature.
+"""EAGLE-1 drafter as a module (Li et al. 2024, arXiv 2401.15077): one decoder layer that predicts
+the next feature.
 
-Owns the network, for engine and trainer alike; not its checkpoint's names (eagle_checkpoint.py), not drafting with a
-cache (eagle_drafter.py). embed_tokens and lm_head are the target's, by reference: never trained or exported.
+Owns the network, for engine and trainer alike; not its checkpoint's names (eagle_checkpoint.py),
+not drafting with a cache (eagle_drafter.py). embed_tokens and lm_head are the target's, by
+reference: never trained or exported.
 
-Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary position t. Its output
-predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last hidden state after the final norm.
+Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary
+position t. Its output predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last
+hidden state after the final norm.
 """
 
 from __future__ import annotations
@@ -28,7 +31,14 @@ from paceline.speculators.eagle_checkpoint import (
     eagle_shapes,
     strip_shared,
 )
-from paceline.speculators.layer import Attention, ChainKeys, RmsNorm, SwiGlu, reset_weights, rotary_angles
+from paceline.speculators.layer import (
+    Attention,
+    ChainKeys,
+    RmsNorm,
+    SwiGlu,
+    reset_weights,
+    rotary_angles,
+)
 from paceline.speculators.losses import eagle_loss
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
@@ -37,9 +47,13 @@ from paceline.speculators.packed import PackedRow
 class EagleOptions(Config):
     """Settings of an EAGLE drafter."""
 
-    fc_bias: bool = Field(default=False, description="a bias behind the fusion of embedding and state")
+    fc_bias: bool = Field(
+        default=False, description="a bias behind the fusion of embedding and state"
+    )
     feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
-    token_weight: float = Field(default=0.1, ge=0, description="weight of the soft cross-entropy on tokens")
+    token_weight: float = Field(
+        default=0.1, ge=0, description="weight of the soft cross-entropy on tokens"
+    )
 
 
 class EagleLayer(nn.Module):
@@ -51,7 +65,9 @@ class EagleLayer(nn.Module):
         self.mlp = SwiGlu(config)
         self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+    ) -> Tensor:
         """x [B, T, H] -> same shape; see layer.Attention.forward for the rest."""
         x = x + self.self_attn(x, cos, sin, mask, chain)
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -64,7 +80,9 @@ class EagleNet(DraftNet):
     architectures: ClassVar[frozenset[str]] = frozenset(ARCHITECTURES.values())
     Options: ClassVar[type[Config]] = EagleOptions
 
-    def __init__(self, config: ModelConfig, options: EagleOptions | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, options: EagleOptions | None = None, *, seed: int = 0
+    ) -> None:
         super().__init__()
         self.config = config
         self.options = options or EagleOptions()
@@ -113,13 +131,17 @@ class EagleNet(DraftNet):
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Fresh weights: fc near "the next state is like this one", all other matrices normal(0, 0.02)."""
+        """Fresh weights: fc near "the next state is like this one", all other matrices normal(0,
+        0.02).
+        """
         reset_weights(self, seed)
         self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
 
     def forward(self, row: PackedRow) -> Objective:
         """See DraftNet.forward and losses.eagle_loss."""
-        features = self.features(self._last(row), row.next_tokens[None], row.positions[None], row.mask()[None])
+        features = self.features(
+            self._last(row), row.next_tokens[None], row.positions[None], row.mask()[None]
+        )
         return eagle_loss(
             features[0],
             row.next_states,
@@ -132,7 +154,12 @@ class EagleNet(DraftNet):
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
         """See DraftNet.chain_logits."""
         chain = chain_features(
-            self, self._last(row), row.next_tokens[None], row.positions[None], steps, row.mask()[None]
+            self,
+            self._last(row),
+            row.next_tokens[None],
+            row.positions[None],
+            steps,
+            row.mask()[None],
         )
         return [self.logits(features[0]) for features in chain]
 
@@ -150,9 +177,9 @@ class EagleNet(DraftNet):
     ) -> Tensor:
         """Predicted features: row t predicts h_{t+1}.
 
-        hidden [B, T, H]: h_t; next_tokens int64 [B, T]: token t + 1; positions int64 [B, T]: t within its document;
-        mask bool [B, T, T] (True where row i may see row j) or None for causal; chain: see chain_features.
-        Returns [B, T, H].
+        hidden [B, T, H]: h_t; next_tokens int64 [B, T]: token t + 1; positions int64 [B, T]: t
+        within its document; mask bool [B, T, T] (True where row i may see row j) or None for
+        causal; chain: see chain_features. Returns [B, T, H].
         """
         embedded = functional.embedding(next_tokens, self.embed).to(hidden.dtype)
         x = self.fc(torch.cat((embedded, hidden), dim=-1))
@@ -172,13 +199,15 @@ def chain_features(
     steps: int,
     mask: Tensor | None = None,
 ) -> list[Tensor]:
-    """Features of a draft chain from every row, teacher-forced on the true tokens (EAGLE-3's training-time test).
+    """Features of a draft chain from every row, teacher-forced on the true tokens (EAGLE-3's
+    training-time test).
 
-    Step 0 is net(hidden, ...). Step i reads the features of step i - 1 and token t + 1 + i at position t + i, and sees
-    what the engine's drafter sees: true states of rows <= t and its own earlier steps. lm_head of step i predicts
-    token t + 2 + i. While all earlier drafts equal the true tokens this is exactly the engine's chain.
-    net is an EagleNet, sharded or not; arguments as in its forward. Returns `steps` tensors [B, T, H]; the last i rows
-    of step i have no true token (id 0 stands in) and mean nothing.
+    Step 0 is net(hidden, ...). Step i reads the features of step i - 1 and token t + 1 + i at
+    position t + i, and sees what the engine's drafter sees: true states of rows <= t and its own
+    earlier steps. lm_head of step i predicts token t + 2 + i. While all earlier drafts equal the
+    true tokens this is exactly the engine's chain. net is an EagleNet, sharded or not; arguments as
+    in its forward. Returns `steps` tensors [B, T, H]; the last i rows of step i have no true token
+    (id 0 stands in) and mean nothing.
     """
     chain = ChainKeys()
     features, tokens, outputs = hidden, next_tokens, []

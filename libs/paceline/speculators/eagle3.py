@@ -1,10 +1,13 @@
-"""EAGLE-3 drafter as a module (Li et al. 2025, arXiv 2503.01840): one layer over fused inner states of the target.
+"""EAGLE-3 drafter as a module (Li et al. 2025, arXiv 2503.01840): one layer over fused inner states
+of the target.
 
-Owns the network, for engine and trainer alike; not its checkpoint (eagle3_checkpoint.py), not drafting with a cache
-(eagle3_drafter.py). embed_tokens is the target's, by reference; lm_head is its own, over the draft vocabulary.
+Owns the network, for engine and trainer alike; not its checkpoint (eagle3_checkpoint.py), not
+drafting with a cache (eagle3_drafter.py). embed_tokens is the target's, by reference; lm_head is
+its own, over the draft vocabulary.
 
-Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its head predicts token
-t + 2. A later step of a chain reads the layer's own output before the final norm where the first reads fc's.
+Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its
+head predicts token t + 2. A later step of a chain reads the layer's own output before the final
+norm where the first reads fc's.
 """
 
 from __future__ import annotations
@@ -36,7 +39,14 @@ from paceline.speculators.eagle3_checkpoint import (
     parse_eagle3,
     token_maps,
 )
-from paceline.speculators.layer import Attention, ChainKeys, RmsNorm, SwiGlu, reset_weights, rotary_angles
+from paceline.speculators.layer import (
+    Attention,
+    ChainKeys,
+    RmsNorm,
+    SwiGlu,
+    reset_weights,
+    rotary_angles,
+)
 from paceline.speculators.losses import DraftLoss, draft_losses, teacher_of
 from paceline.speculators.net import DraftNet, Objective
 from paceline.speculators.packed import PackedRow
@@ -46,17 +56,28 @@ class Eagle3Options(Config):
     """Settings of an EAGLE-3 drafter."""
 
     inner_layers: tuple[int, ...] = Field(
-        default=(), description="three decoder layers of the target whose inputs are read; none: 2, L/2 and L-3"
+        default=(),
+        description="three decoder layers of the target whose inputs are read; none: 2, L/2 and "
+        "L-3",
     )
     draft_vocab_size: int | None = Field(
-        default=None, ge=0, description="tokens it can draft, once their frequencies are known; none or 0: all"
+        default=None,
+        ge=0,
+        description="tokens it can draft, once their frequencies are known; none or 0: all",
     )
     norm_before_residual: bool = Field(
-        default=False, description="the layer's residual is the normed state; SGLang knows false only"
+        default=False,
+        description="the layer's residual is the normed state; SGLang knows false only",
     )
-    loss: DraftLoss = Field(default="soft_ce", description="soft cross-entropy, or an LK loss (arXiv 2602.23881)")
-    ttt_steps: int = Field(default=7, ge=1, le=7, description="steps of a draft chain that are trained")
-    ttt_decay: float = Field(default=0.8, gt=0, le=1, description="weight of a step, relative to the one before")
+    loss: DraftLoss = Field(
+        default="soft_ce", description="soft cross-entropy, or an LK loss (arXiv 2602.23881)"
+    )
+    ttt_steps: int = Field(
+        default=7, ge=1, le=7, description="steps of a draft chain that are trained"
+    )
+    ttt_decay: float = Field(
+        default=0.8, gt=0, le=1, description="weight of a step, relative to the one before"
+    )
 
 
 class Eagle3Layer(nn.Module):
@@ -73,7 +94,13 @@ class Eagle3Layer(nn.Module):
         self.mlp = SwiGlu(config)
 
     def forward(
-        self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        chain: ChainKeys | None,
     ) -> Tensor:
         """embedded, hidden [B, T, H] -> [B, T, H]; see layer.Attention.forward for the rest."""
         normed = self.hidden_norm(hidden)
@@ -84,7 +111,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Net(DraftNet):
-    """The drafter's network: see DraftNet. Sharded as one part, since every step of a chain runs all of it."""
+    """The drafter's network: see DraftNet.
+
+    Sharded as one part, since every step of a chain runs all of it.
+    """
 
     speculator: ClassVar[str] = "eagle3"
     architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
@@ -104,7 +134,9 @@ class Eagle3Net(DraftNet):
         draft_vocab_size: int = 0,
         seed: int = 0,
     ) -> None:
-        """config: of the layer; inner: layers of the target whose inputs are read; draft_vocab_size: 0 for V."""
+        """config: of the layer; inner: layers of the target whose inputs are read;
+        draft_vocab_size: 0 for V.
+        """
         super().__init__()
         self.config, self.inner = config, inner
         self.options = options or Eagle3Options()
@@ -113,14 +145,19 @@ class Eagle3Net(DraftNet):
         self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
         self.norm = RmsNorm(hidden, config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
-        d2t, t2d = token_maps(torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size)
+        d2t, t2d = token_maps(
+            torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
+        )
         self.register_buffer("d2t", d2t)
         self.register_buffer("t2d", t2d)
         reset_weights(self, seed)
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
-        """See DraftNet.fresh; it drafts all tokens until `choose_tokens`. Raises ConfigError for a shallow target."""
+        """See DraftNet.fresh; it drafts all tokens until `choose_tokens`.
+
+        Raises ConfigError for a shallow target.
+        """
         assert isinstance(options, Eagle3Options)
         inner = inner_layers(target.num_layers, options.inner_layers)
         return cls(drafter_shape(target), inner, options, seed=seed)
@@ -154,15 +191,20 @@ class Eagle3Net(DraftNet):
 
     @torch.no_grad()
     def choose_tokens(self, counts: Tensor) -> None:
-        """Draft only options.draft_vocab_size tokens: the most counted. Before the network is trained or sharded.
+        """Draft only options.draft_vocab_size tokens: the most counted. Before the network is
+        trained or sharded.
 
         counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
         """
         vocab_size = self.config.vocab_size
         if len(self.d2t) != vocab_size or len(counts) != vocab_size:
             seen = f"{len(self.d2t)} tokens, counts of {len(counts)}"
-            raise InvalidInput("a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size)
-        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(self.d2t.device)
+            raise InvalidInput(
+                "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
+            )
+        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
+            self.d2t.device
+        )
         head = nn.Linear(self.config.hidden_size, len(chosen), bias=False).to(self.lm_head.weight)
         head.weight.copy_(self.lm_head.weight[chosen])
         self.lm_head = head
@@ -176,7 +218,9 @@ class Eagle3Net(DraftNet):
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
-        return eagle3_config_json(self.config, self.inner, len(self.d2t), self.options.norm_before_residual)
+        return eagle3_config_json(
+            self.config, self.inner, len(self.d2t), self.options.norm_before_residual
+        )
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See DraftNet.own_tensors."""
@@ -192,9 +236,10 @@ class Eagle3Net(DraftNet):
     def forward(self, row: PackedRow) -> Objective:
         """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
 
-        Step i stands at each position t for the draft of token t + 2 + i, and counts where that is a drafting target
-        whose distribution peaks at a draftable token. Positions are the row's drafting targets, so that tokens outside
-        the draft vocabulary count as missed in `correct` and `alpha`, which are those of the first draft.
+        Step i stands at each position t for the draft of token t + 2 + i, and counts where that is
+        a drafting target whose distribution peaks at a draftable token. Positions are the row's
+        drafting targets, so that tokens outside the draft vocabulary count as missed in `correct`
+        and `alpha`, which are those of the first draft.
         """
         teacher = teacher_of(row.next_states, self.head, self.t2d)
         taught = row.valid & teacher.drafted
@@ -216,18 +261,25 @@ class Eagle3Net(DraftNet):
         return [over_tokens(logits, self.token_ids, self.config.vocab_size) for logits in chain]
 
     def unroll(self, row: PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """A draft chain from every position, teacher-forced: per step features [T, H] and PackedRow.ahead of it.
+        """A draft chain from every position, teacher-forced: per step features [T, H] and
+        PackedRow.ahead of it.
 
-        A step sees the true rows up to its own and its own earlier steps, as the engine's drafter does.
+        A step sees the true rows up to its own and its own earlier steps, as the engine's drafter
+        does.
         """
         features, chain, mask = self.fc(self.inner_states(row)), ChainKeys(), row.mask()
         for step in range(steps):
             there, inside = row.ahead(step)
-            features = self.features(features, row.next_tokens[there], row.positions + step, mask, chain)
+            features = self.features(
+                features, row.next_tokens[there], row.positions + step, mask, chain
+            )
             yield features, there, inside
 
     def inner_states(self, row: PackedRow) -> Tensor:
-        """The inner states [T, 3 H] it reads of captured rows. Raises DataLoss when they lack one."""
+        """The inner states [T, 3 H] it reads of captured rows.
+
+        Raises DataLoss when they lack one.
+        """
         hidden, names = self.config.hidden_size, row.layers.split(",")
         if row.states.shape[1] != len(names) * hidden:
             seen = f"{row.states.shape[1]} for {row.layers}"
@@ -244,8 +296,9 @@ class Eagle3Net(DraftNet):
     ) -> Tensor:
         """The layer's output before the final norm, [T, H].
 
-        features [T, H]: fused states, or its own output one step before; tokens int64 [T]: one token on; positions
-        int64 [T]; mask bool [T, T] or None for causal; chain: the steps before, to which this one is added.
+        features [T, H]: fused states, or its own output one step before; tokens int64 [T]: one
+        token on; positions int64 [T]; mask bool [T, T] or None for causal; chain: the steps before,
+        to which this one is added.
         """
         embedded = functional.embedding(tokens, self.embed).to(features.dtype)
         seen = None if mask is None else mask[None, None]
@@ -258,7 +311,9 @@ class Eagle3Net(DraftNet):
 
 
 def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] by token, of logits [..., Vd] of the tokens int64 [Vd]; -inf for all others."""
+    """Logits [..., V] by token, of logits [..., Vd] of the tokens int64 [Vd]; -inf for all
+    others.
+    """
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
     full[..., token_ids] = logits
     return full

@@ -1,7 +1,8 @@
 """What an EAGLE-3 checkpoint holds: names, shapes, config.json, inner states, draft vocabulary.
 
-Owns no network and no file. Names are those of SGLang's EAGLE-3 loader (fc.weight, midlayer.mlp.up_proj.weight, ...),
-which skips unknown ones without a word: hence strict checks here.
+Owns no network and no file. Names are those of SGLang's EAGLE-3 loader (fc.weight,
+midlayer.mlp.up_proj.weight, ...), which skips unknown ones without a word: hence strict checks
+here.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ _VARIANTS = (
     *("bias", "fc_norm", "use_aux_norm", "norm_before_fc", "norm_output"),
     *("attention_bias", "mlp_bias", "tie_word_embeddings"),
 )
-"""Switches of networks with other tensors or another recurrence, all off in EAGLE-3 as published."""
+"""Switches of networks with other tensors or another recurrence, all off in EAGLE-3 as published.
+"""
 
 
 def drafter_shape(target: ModelConfig) -> ModelConfig:
-    """The layer's shape: the target's, as a Llama layer, whatever the target's family. Loaders know no other one."""
+    """The layer's shape: the target's, as a Llama layer, whatever the target's family.
+
+    Loaders know no other one.
+    """
     return replace(
         target,
         family="llama",
@@ -44,9 +49,11 @@ def drafter_shape(target: ModelConfig) -> ModelConfig:
 
 
 def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Decoder layers whose input is read, ascending: the chosen ones, else the rule's (models/inner_layers.py).
+    """Decoder layers whose input is read, ascending: the chosen ones, else the rule's
+    (models/inner_layers.py).
 
-    Raises ConfigError below 4 layers, or for a choice that is not three ascending layers of the target.
+    Raises ConfigError below 4 layers, or for a choice that is not three ascending layers of the
+    target.
     """
     if not chosen:
         return default_inner_layers(num_layers)
@@ -75,7 +82,9 @@ def eagle3_shapes(config: ModelConfig, draft_vocab_size: int) -> dict[str, tuple
 
 
 def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names above: without the target's embed_tokens, and `layers.0.`, vLLM's name of the layer, renamed."""
+    """Under the names above: without the target's embed_tokens, and `layers.0.`, vLLM's name of the
+    layer, renamed.
+    """
     return {
         name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
         for name, tensor in tensors.items()
@@ -86,7 +95,10 @@ def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def eagle3_config_json(
     config: ModelConfig, inner: tuple[int, ...], draft_vocab_size: int, norm_before_residual: bool
 ) -> dict[str, Any]:
-    """config.json of an EAGLE-3 checkpoint. Its ids name the layer a state leaves: one less than the one it enters."""
+    """config.json of an EAGLE-3 checkpoint.
+
+    Its ids name the layer a state leaves: one less than the one it enters.
+    """
     return layer_config_json(config, ARCHITECTURE) | {
         "draft_vocab_size": draft_vocab_size,
         "norm_before_residual": norm_before_residual,
@@ -97,30 +109,45 @@ def eagle3_config_json(
     }
 
 
-def parse_eagle3(raw: Mapping[str, Any], target: ModelConfig) -> tuple[ModelConfig, tuple[int, ...], int]:
+def parse_eagle3(
+    raw: Mapping[str, Any], target: ModelConfig
+) -> tuple[ModelConfig, tuple[int, ...], int]:
     """The layer's shape, the inner states and the draft vocabulary's size of a config.json.
 
-    Raises InvalidInput naming the key that does not fit the target or asks for a variant that is not built here.
+    Raises InvalidInput naming the key that does not fit the target or asks for a variant that is
+    not built here.
     """
     if (name := architecture(raw)) != ARCHITECTURE:
-        raise InvalidInput("architectures is not an EAGLE-3 drafter", seen=name, allowed=ARCHITECTURE)
+        raise InvalidInput(
+            "architectures is not an EAGLE-3 drafter", seen=name, allowed=ARCHITECTURE
+        )
     check_one_layer(raw, target)
     inside = raw.get("eagle_config") or {}
     if not isinstance(inside, dict):
         raise InvalidInput("eagle_config must be an object", seen=inside, allowed="an object")
     for key in _VARIANTS:
         if raw.get(key) or inside.get(key):
-            raise InvalidInput(f"{key} is not supported in an EAGLE-3 drafter", seen=True, allowed=False)
+            raise InvalidInput(
+                f"{key} is not supported in an EAGLE-3 drafter", seen=True, allowed=False
+            )
     if inside.get("use_aux_hidden_state") is False:
         raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
     if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
-        raise InvalidInput("target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size)
+        raise InvalidInput(
+            "target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size
+        )
     size = raw.get("draft_vocab_size")
     if type(size) is not int or not 0 < size <= target.vocab_size:
         allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
-        raise InvalidInput("draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed)
+        raise InvalidInput(
+            "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
+        )
     config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
-    return replace(config, max_position_embeddings=target.max_position_embeddings), _inner(inside, target), size
+    return (
+        replace(config, max_position_embeddings=target.max_position_embeddings),
+        _inner(inside, target),
+        size,
+    )
 
 
 def _inner(inside: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
@@ -135,19 +162,26 @@ def _inner(inside: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
 
 
 def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The draft vocabulary of a size: int64 [size] token ids, ascending, most counted first, the lower id of equals.
+    """The draft vocabulary of a size: int64 [size] token ids, ascending, most counted first, the
+    lower id of equals.
 
     counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
     """
     if counts.dim() != 1 or counts.dtype != torch.int64 or bool((counts < 0).any()):
-        raise InvalidInput("counts of tokens", seen=f"{counts.dtype} {tuple(counts.shape)}", allowed="int64 [V], >= 0")
+        raise InvalidInput(
+            "counts of tokens",
+            seen=f"{counts.dtype} {tuple(counts.shape)}",
+            allowed="int64 [V], >= 0",
+        )
     if not 0 < size <= len(counts):
         raise InvalidInput("size of a draft vocabulary", seen=size, allowed=f"1 to {len(counts)}")
     return counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
 def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V], of ascending ids [Vd]."""
+    """d2t int64 [Vd], offsets: token id = draft id + d2t[draft id]; and t2d bool [V], of ascending
+    ids [Vd].
+    """
     draft_ids = torch.arange(len(token_ids), device=token_ids.device)
     drafted = torch.zeros(vocab_size, dtype=torch.bool, device=token_ids.device)
     drafted[token_ids] = True
@@ -155,14 +189,24 @@ def token_maps(token_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 def check_maps(d2t: Tensor, t2d: Tensor) -> None:
-    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or names other tokens than t2d."""
+    """Raises WeightsError when d2t leaves the vocabulary, is not ascending, or names other tokens
+    than t2d.
+    """
     token_ids = d2t + torch.arange(len(d2t), device=d2t.device)
     outside = token_ids[(token_ids < 0) | (token_ids >= len(t2d))]
     if len(outside):
-        raise WeightsError("d2t names a token outside the vocabulary", seen=int(outside[0]), allowed=f"< {len(t2d)}")
+        raise WeightsError(
+            "d2t names a token outside the vocabulary",
+            seen=int(outside[0]),
+            allowed=f"< {len(t2d)}",
+        )
     if bool((token_ids.diff() <= 0).any()):
-        raise WeightsError("d2t is not ascending", seen=token_ids[:8].tolist(), allowed="ascending token ids")
+        raise WeightsError(
+            "d2t is not ascending", seen=token_ids[:8].tolist(), allowed="ascending token ids"
+        )
     if not torch.equal(token_maps(token_ids, len(t2d))[1], t2d):
         raise WeightsError(
-            "t2d and d2t name other tokens", seen=f"t2d: {int(t2d.sum())} tokens", allowed=f"the {len(d2t)} of d2t"
+            "t2d and d2t name other tokens",
+            seen=f"t2d: {int(t2d.sum())} tokens",
+            allowed=f"the {len(d2t)} of d2t",
         )

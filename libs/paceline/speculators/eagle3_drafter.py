@@ -1,4 +1,7 @@
-"""Drafting with an EAGLE-3 network in the embedded engine. Owns its fused weights; layer_drafter.py drafts."""
+"""Drafting with an EAGLE-3 network in the embedded engine.
+
+Owns its fused weights; layer_drafter.py drafts.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +72,15 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
         state = self._state
         assert state.layer.input_norm is not None
-        embedded = self._normed(functional.embedding(tokens, self._target.embed), state.layer.input_norm)
+        embedded = self._normed(
+            functional.embedding(tokens, self._target.embed), state.layer.input_norm
+        )
         normed = self._normed(features, state.hidden_norm)
         residual = normed if state.norm_before_residual else features
         inputs = torch.cat((embedded, normed), dim=-1)
-        return layer_forward(self._config, state.layer, residual, self._cache, 0, block, inputs=inputs)
+        return layer_forward(
+            self._config, state.layer, residual, self._cache, 0, block, inputs=inputs
+        )
 
     def _logits(self, features: Tensor) -> Tensor:
         return functional.linear(self._normed(features, self._state.norm), self._state.head)

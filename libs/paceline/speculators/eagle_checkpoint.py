@@ -32,12 +32,18 @@ def eagle_shapes(config: ModelConfig, fc_bias: bool) -> dict[str, tuple[int, ...
 
 
 def strip_shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the copies of the target's embed_tokens and lm_head, and without the "model." that some exporters write.
+    """Without the copies of the target's embed_tokens and lm_head, and without the "model." that
+    some exporters write.
 
-    SGLang's loader puts "model." before each name itself, so that checkpoints saved from its own modules carry it.
+    SGLang's loader puts "model." before each name itself, so that checkpoints saved from its own
+    modules carry it.
     """
     named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    return {name: t for name, t in named.items() if name not in ("embed_tokens.weight", "lm_head.weight")}
+    return {
+        name: t
+        for name, t in named.items()
+        if name not in ("embed_tokens.weight", "lm_head.weight")
+    }
 
 
 def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:
@@ -46,7 +52,9 @@ def eagle_config_json(config: ModelConfig, fc_bias: bool) -> dict[str, Any]:
 
 
 def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
-    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp RoPE by it."""
+    """config.json of a drafter of one layer; max_position_embeddings is the target's: loaders clamp
+    RoPE by it.
+    """
     rope: dict[str, Any] = {"rope_type": config.rope.kind, "rope_theta": config.rope.theta}
     if config.rope.kind != "default":
         rope["factor"] = config.rope.factor
@@ -77,10 +85,14 @@ def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
 
 
 def check_eagle(raw: Mapping[str, Any], target: ModelConfig) -> None:
-    """Raises InvalidInput naming the key in which a drafter's config.json does not fit its target."""
+    """Raises InvalidInput naming the key in which a drafter's config.json does not fit its
+    target.
+    """
     name, allowed = architecture(raw), ARCHITECTURES[target.family]
     if name != allowed:
-        raise InvalidInput("architectures is not the drafter of the target's family", seen=name, allowed=allowed)
+        raise InvalidInput(
+            "architectures is not the drafter of the target's family", seen=name, allowed=allowed
+        )
     check_one_layer(raw, target)
 
 
@@ -89,7 +101,9 @@ def check_one_layer(raw: Mapping[str, Any], target: ModelConfig) -> None:
     check_fit(raw, {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size})
     layers = raw.get("num_hidden_layers", "(none)")
     if layers != 1:
-        raise InvalidInput("num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1)
+        raise InvalidInput(
+            "num_hidden_layers does not fit: this drafter has one layer", seen=layers, allowed=1
+        )
 
 
 def drafter_config(raw: Mapping[str, Any], target: ModelConfig) -> ModelConfig:

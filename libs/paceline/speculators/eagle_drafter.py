@@ -1,4 +1,7 @@
-"""Drafting with an EAGLE network in the embedded engine. Owns its fused weights; layer_drafter.py drafts with them."""
+"""Drafting with an EAGLE network in the embedded engine.
+
+Owns its fused weights; layer_drafter.py drafts with them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,9 @@ class EagleDrafter(LayerDrafter[EagleNet]):
         return hidden
 
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
-        x = torch.addmm(self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden.t())
+        x = torch.addmm(
+            self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden.t()
+        )
         return layer_forward(self._config, self._state.layer, x, self._cache, 0, block)
 
     def _logits(self, features: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""Drafters as other engines read them: config.json and tensor names per engine. Pure; owns no file and no network.
+"""Drafters as other engines read them: config.json and tensor names per engine. Pure; owns no file
+and no network.
 
-A format is an engine. What each one silently gets wrong is settled here: SGLang's EAGLE has a bias behind fc that it
-draws at random when the checkpoint has none, vLLM's has no such bias at all, and both skip names they do not know.
+A format is an engine. What each one silently gets wrong is settled here: SGLang's EAGLE has a bias
+behind fc that it draws at random when the checkpoint has none, vLLM's has no such bias at all, and
+both skip names they do not know.
 """
 
 from __future__ import annotations
@@ -67,16 +69,21 @@ def export_drafter(
     form: Format,
     dtype: torch.dtype | None = None,
 ) -> Exported:
-    """A native checkpoint (config.json and tensors) as `form` wants it; dtype None keeps the dtypes of its weights.
+    """A native checkpoint (config.json and tensors) as `form` wants it; dtype None keeps the dtypes
+    of its weights.
 
-    max_position_embeddings is the target's: engines cut RoPE off there. Raises InvalidInput for a format this kind
-    does not have, naming those it has, and for a config.json that does not fit the target; WeightsError for names,
-    shapes and numbers that are not those of the kind.
+    max_position_embeddings is the target's: engines cut RoPE off there. Raises InvalidInput for a
+    format this kind does not have, naming those it has, and for a config.json that does not fit the
+    target; WeightsError for names, shapes and numbers that are not those of the kind.
     """
     name = architecture(raw)
     forms = formats_of(name)
     if form is not Format.NATIVE and form not in forms:
-        raise InvalidInput(f"no engine of this name loads {name}", seen=form.value, allowed=[f.value for f in forms])
+        raise InvalidInput(
+            f"no engine of this name loads {name}",
+            seen=form.value,
+            allowed=[f.value for f in forms],
+        )
     check_fit(raw, {"vocab_size": target.vocab_size})
     common = {**raw, "max_position_embeddings": target.max_position_embeddings}
     if form is Format.NATIVE:
@@ -108,25 +115,33 @@ def _cast(exported: Exported, dtype: torch.dtype | None) -> Exported:
     return Exported(config, tensors, exported.shapes, exported.integers, exported.file)
 
 
-def _eagle_sglang(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+def _eagle_sglang(
+    raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> Exported:
     own = strip_shared(tensors)
     check_tensors(own, eagle_shapes(drafter_config(raw, target), bool(raw.get("fc_bias"))))
     own.setdefault("fc.bias", torch.zeros(target.hidden_size, dtype=own["fc.weight"].dtype))
     return Exported({**raw, "fc_bias": True}, own, eagle_shapes(drafter_config(raw, target), True))
 
 
-def _eagle_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+def _eagle_vllm(
+    raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> Exported:
     own = strip_shared(tensors)
     check_tensors(own, eagle_shapes(drafter_config(raw, target), bool(raw.get("fc_bias"))))
     if bool(own.pop("fc.bias", torch.zeros(1)).any()):
         raise InvalidInput(
-            "vLLM's EAGLE has no bias behind fc", seen="fc.bias", allowed="a drafter trained with fc_bias=false"
+            "vLLM's EAGLE has no bias behind fc",
+            seen="fc.bias",
+            allowed="a drafter trained with fc_bias=false",
         )
     config = {**raw, "fc_bias": False, "architectures": ["EagleLlamaForCausalLM"]}
     return Exported(config, own, eagle_shapes(drafter_config(raw, target), False))
 
 
-def _eagle3_sglang(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+def _eagle3_sglang(
+    raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> Exported:
     if raw.get("norm_before_residual"):
         raise InvalidInput(
             "SGLang's EAGLE-3 has the state before its norm as residual",
@@ -146,15 +161,22 @@ def _eagle3(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelCon
     chosen = own["d2t"].long() + torch.arange(draft)
     listed = torch.zeros(target.vocab_size, dtype=torch.bool)
     if chosen.min() < 0 or chosen.max() >= target.vocab_size or bool((chosen.diff() <= 0).any()):
-        raise WeightsError("d2t does not name ascending tokens of the target", allowed=f"0 to {target.vocab_size - 1}")
+        raise WeightsError(
+            "d2t does not name ascending tokens of the target",
+            allowed=f"0 to {target.vocab_size - 1}",
+        )
     listed[chosen] = True
     if not torch.equal(listed, own["t2d"].bool()):
-        raise WeightsError("d2t and t2d name different tokens", seen=int(own["t2d"].bool().sum()), allowed=draft)
+        raise WeightsError(
+            "d2t and t2d name different tokens", seen=int(own["t2d"].bool().sum()), allowed=draft
+        )
     exported.tensors.update(d2t=own["d2t"].long(), t2d=listed)
     return exported
 
 
-def _eagle3_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+def _eagle3_vllm(
+    raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> Exported:
     exported = _eagle3(raw, tensors, target)
     # SGLang numbers a layer by its output, vLLM (as CaptureSpec) by what enters it.
     if layers := (raw.get("eagle_config") or {}).get(AUX_LAYERS):
@@ -164,7 +186,9 @@ def _eagle3_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: Mod
 
 def _eagle3_shapes(raw: Mapping[str, Any], target: ModelConfig) -> Shapes:
     check_fit(raw, {"num_hidden_layers": 1})
-    hidden, inner, heads = (_size(raw, k) for k in ("hidden_size", "intermediate_size", "num_attention_heads"))
+    hidden, inner, heads = (
+        _size(raw, k) for k in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
     dim, keys = raw.get("head_dim") or hidden // heads, raw.get("num_key_value_heads") or heads
     layers = len((raw.get("eagle_config") or {}).get(AUX_LAYERS) or (0, 0, 0))
     middle = "midlayer."
@@ -182,7 +206,11 @@ def _eagle3_shapes(raw: Mapping[str, Any], target: ModelConfig) -> Shapes:
 
 def _mlp_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
     check_fit(raw, {"emb_dim": target.hidden_size})
-    count, width, vocab = _size(raw, "n_predict"), raw.get("inner_dim") or target.hidden_size, target.vocab_size
+    count, width, vocab = (
+        _size(raw, "n_predict"),
+        raw.get("inner_dim") or target.hidden_size,
+        target.vocab_size,
+    )
     tied = bool(raw.get("tie_weights"))
     shapes: Shapes = {}
     for i in range(1 if tied else count):
@@ -191,18 +219,25 @@ def _mlp_vllm(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelC
     for i in range(min(count, 2) if tied else count):
         shapes[f"proj.{i}.weight"] = (width, target.hidden_size if i == 0 else width)
     config = raw | _speculator_keys(MLP, raw, count)
-    own = _without_copies(tensors, shapes, lambda name: _first(name, 1 if name.startswith("proj.") else 0))
+    own = _without_copies(
+        tensors, shapes, lambda name: _first(name, 1 if name.startswith("proj.") else 0)
+    )
     return Exported({"scale_input": False, "tie_weights": False, **config}, own, shapes)
 
 
-def _lstm_arctic(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig) -> Exported:
+def _lstm_arctic(
+    raw: dict[str, Any], tensors: Mapping[str, Tensor], target: ModelConfig
+) -> Exported:
     fixed = {"method": "sum_lstm", "tie_weights": True, "tie_lstm_embs": True}
     check_fit(raw, fixed | {"input_hidden_dim": target.hidden_size})
     count, vocab = _size(raw, "n_predict"), target.vocab_size
     inner, proj, emb = (_width(raw, key) for key in ("inner_dim", "proj_dim", "emb_dim"))
     shapes: Shapes = {"forget_emb.0.weight": (vocab, emb), "head.0.weight": (vocab, inner)}
     for gate in GATES:
-        shapes |= {f"{gate}_proj.0.weight": (proj, target.hidden_size), f"{gate}_proj.1.weight": (proj, inner)}
+        shapes |= {
+            f"{gate}_proj.0.weight": (proj, target.hidden_size),
+            f"{gate}_proj.1.weight": (proj, inner),
+        }
     for norm in ("cell_ln", "state_ln"):
         shapes |= {f"{norm}.0.weight": (inner,), f"{norm}.0.bias": (inner,)}
     unique = _without_copies(tensors, shapes, _lstm_owner)
@@ -210,14 +245,21 @@ def _lstm_arctic(raw: dict[str, Any], tensors: Mapping[str, Tensor], target: Mod
     copies = {f"{gate}_emb.0.weight": "forget_emb.0.weight" for gate in GATES}
     copies |= {f"head.{i}.weight": "head.0.weight" for i in range(count)}
     own = unique | {name: unique[source] for name, source in copies.items()}
-    config = {"base_model_name_or_path": "", "scale_input": False, **raw, **_speculator_keys(LSTM, raw, count)}
+    config = {
+        "base_model_name_or_path": "",
+        "scale_input": False,
+        **raw,
+        **_speculator_keys(LSTM, raw, count),
+    }
     config |= {"inner_dim": str(inner), "proj_dim": str(proj), "emb_dim": str(emb)}
     shapes |= {name: shapes[source] for name, source in copies.items()}
     return Exported(config, own, shapes, file="pytorch_model.bin")
 
 
 def _speculator_keys(name: str, raw: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Keys that both speculators of model_type mlp_speculator have; engines take the one most likely draft per head."""
+    """Keys that both speculators of model_type mlp_speculator have; engines take the one most
+    likely draft per head.
+    """
     return {
         "architectures": [name],
         "model_type": "mlp_speculator",
@@ -230,14 +272,19 @@ def _speculator_keys(name: str, raw: Mapping[str, Any], count: int) -> dict[str,
 def _without_copies(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, object], owner: Callable[[str], str]
 ) -> dict[str, Tensor]:
-    """Tensors without the prefix and the tied copies that some writers add. Raises WeightsError when a copy is none."""
+    """Tensors without the prefix and the tied copies that some writers add.
+
+    Raises WeightsError when a copy is none.
+    """
     own = {name.removeprefix("speculator."): tensor for name, tensor in tensors.items()}
     for name in sorted(own.keys() - shapes.keys()):
         source = owner(name)
         if source == name or source not in own:
             continue  # check_tensors names it
         if not torch.equal(own[name], own[source]):
-            raise WeightsError(f"tensor {name} is tied to {source} but differs from it", seen=name, allowed=source)
+            raise WeightsError(
+                f"tensor {name} is tied to {source} but differs from it", seen=name, allowed=source
+            )
         del own[name]
     return own
 
@@ -250,21 +297,35 @@ def _first(name: str, highest: int) -> str:
 
 def _lstm_owner(name: str) -> str:
     kind = name.split(".")[0]
-    return "forget_emb.0.weight" if kind.endswith("_emb") else _first(name, 0) if kind == "head" else name
+    return (
+        "forget_emb.0.weight"
+        if kind.endswith("_emb")
+        else _first(name, 0)
+        if kind == "head"
+        else name
+    )
 
 
 def _width(raw: Mapping[str, Any], key: str) -> int:
-    """A width that Arctic writes as text; stacks of layers ("4096.2048") belong to another method."""
+    """A width that Arctic writes as text; stacks of layers ("4096.2048") belong to another
+    method.
+    """
     text = str(raw.get(key, ""))
     if not text.isdigit():
-        raise InvalidInput(f"{key} of the drafter is no width", seen=raw.get(key, "(none)"), allowed="one number")
+        raise InvalidInput(
+            f"{key} of the drafter is no width", seen=raw.get(key, "(none)"), allowed="one number"
+        )
     return int(text)
 
 
 def _size(raw: Mapping[str, Any], key: str) -> int:
     value = raw.get(key)
     if type(value) is not int or value < 1:
-        raise InvalidInput(f"{key} of the drafter must be a positive integer", seen=value or "(none)", allowed=">= 1")
+        raise InvalidInput(
+            f"{key} of the drafter must be a positive integer",
+            seen=value or "(none)",
+            allowed=">= 1",
+        )
     return value
 
 
@@ -278,4 +339,5 @@ FORMATS: dict[str, dict[Format, Mapper]] = {
     MLP: {Format.VLLM: _mlp_vllm},
     LSTM: {Format.ARCTIC: _lstm_arctic},
 }
-"""Architecture in a native config.json -> what can be written besides it. A new kind is one line."""
+"""Architecture in a native config.json -> what can be written besides it. A new kind is one line.
+"""

@@ -1,6 +1,8 @@
-"""Parts of one decoder layer as a drafter trains it. Owns the arithmetic of a layer and of a chain's attention.
+"""Parts of one decoder layer as a drafter trains it. Owns the arithmetic of a layer and of a
+chain's attention.
 
-Owns no network: what a layer reads and what its output means is each drafter's own affair (eagle.py, eagle3.py).
+Owns no network: what a layer reads and what its output means is each drafter's own affair
+(eagle.py, eagle3.py).
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from paceline.speculators.packed import packed_attention
 
 @dataclass(slots=True)
 class ChainKeys:
-    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first is that of true states."""
+    """Keys and values of the chain steps so far, [B, kv_heads, T, head_dim] each; the first is that
+    of true states.
+    """
 
     keys: list[Tensor] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
@@ -54,15 +58,22 @@ class Attention(nn.Module):
             self.q_norm = RmsNorm(dim, config.rms_norm_eps)
             self.k_norm = RmsNorm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None) -> Tensor:
-        """x [B, T, C]; cos, sin [B, 1, T, head_dim / 2]; mask bool [B, 1, T, T] or None for causal -> [B, T, H]."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+    ) -> Tensor:
+        """x [B, T, C]; cos, sin [B, 1, T, head_dim / 2]; mask bool [B, 1, T, T] or None for causal
+        -> [B, T, H].
+        """
         dim = self.config.head_dim
         queries, keys, values = (
-            project(x).unflatten(-1, (-1, dim)) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(x).unflatten(-1, (-1, dim))
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.config.qk_norm:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = (rotate_halves(part.transpose(1, 2), cos, sin).to(x.dtype) for part in (queries, keys))
+        queries, keys = (
+            rotate_halves(part.transpose(1, 2), cos, sin).to(x.dtype) for part in (queries, keys)
+        )
         values = values.transpose(1, 2)
         if chain is not None:
             chain.keys.append(keys)
@@ -70,17 +81,21 @@ class Attention(nn.Module):
         if chain is not None and len(chain.keys) > 1:
             out = chain_attention(queries, chain, mask)
         elif mask is None:
-            out = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+            out = functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, enable_gqa=True
+            )
         else:
             out = packed_attention(queries, keys, values, mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 def chain_attention(queries: Tensor, chain: ChainKeys, mask: Tensor | None) -> Tensor:
-    """Attention of a later chain step: the rows of true states up to its own, then its own earlier steps.
+    """Attention of a later chain step: the rows of true states up to its own, then its own earlier
+    steps.
 
-    queries [B, heads, T, D]; mask bool [B, 1, T, T] over the rows of true states or None for causal. Query t sees keys
-    of step 0 at rows <= t and, of every later step, only row t. Returns [B, heads, T, D].
+    queries [B, heads, T, D]; mask bool [B, 1, T, T] over the rows of true states or None for
+    causal. Query t sees keys of step 0 at rows <= t and, of every later step, only row t. Returns
+    [B, heads, T, D].
     """
     group, dim = queries.shape[1] // chain.keys[0].shape[1], queries.shape[-1]
     keys = [part.repeat_interleave(group, dim=1) for part in chain.keys]
@@ -113,15 +128,17 @@ class SwiGlu(nn.Module):
 
 def rotary_angles(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, 1, T, head_dim / 2] of positions int64 [B, T]."""
-    angles = positions[:, None, :, None].float() * inverse_frequencies(config.rope, config.head_dim).to(
-        positions.device
-    )
+    angles = positions[:, None, :, None].float() * inverse_frequencies(
+        config.rope, config.head_dim
+    ).to(positions.device)
     return angles.cos(), angles.sin()
 
 
 @torch.no_grad()
 def reset_weights(net: nn.Module, seed: int) -> None:
-    """Fresh weights: matrices normal(0, 0.02), norms 1, biases 0; in the order of the parameters."""
+    """Fresh weights: matrices normal(0, 0.02), norms 1, biases 0; in the order of the
+    parameters.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in net.named_parameters():
         if name.endswith("bias"):

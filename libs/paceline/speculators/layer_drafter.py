@@ -1,8 +1,10 @@
-"""Drafting with a network of one decoder layer: its KV cache, catching up from true states, chains and trees.
+"""Drafting with a network of one decoder layer: its KV cache, catching up from true states, chains
+and trees.
 
-Owns no weights and no training; what the layer reads and how its output becomes logits is each drafter's own affair.
-What drafting writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows with
-rows from true hidden states. So the drafter may be off for any number of rounds: the engine keeps the states.
+Owns no weights and no training; what the layer reads and how its output becomes logits is each
+drafter's own affair. What drafting writes into the cache comes from the drafter's own features; the
+next catch-up overwrites those rows with rows from true hidden states. So the drafter may be off for
+any number of rounds: the engine keeps the states.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from paceline.speculators.draft_tree import Beam, grow_tree
 from paceline.speculators.net import DraftNet
 
 LAG_ROWS = 8
-"""A slot that lacks more rows than this catches up apart, so that the others do not compute its rows' padding."""
+"""A slot that lacks more rows than this catches up apart, so that the others do not compute its
+rows' padding.
+"""
 
 Net = TypeVar("Net", bound=DraftNet)
 
@@ -35,7 +39,8 @@ Net = TypeVar("Net", bound=DraftNet)
 class LayerDrafter(ABC, Generic[Net]):
     """A speculator of one layer (see speculators/base.py for the methods).
 
-    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a vocabulary of its own.
+    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a
+    vocabulary of its own.
     """
 
     name: ClassVar[str]
@@ -44,7 +49,9 @@ class LayerDrafter(ABC, Generic[Net]):
     """What it drafts with."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
-        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states to draft from."""
+        """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states
+        to draft from.
+        """
         target = setup.target.config
         if setup.directory:
             net = self.net.read(setup.directory, target)
@@ -57,9 +64,16 @@ class LayerDrafter(ABC, Generic[Net]):
         self._config = config = self._config_of(net)
         self._device = setup.target.head.device
         self._cache = StaticCache(
-            config, layers=1, slots=setup.slots, capacity=setup.capacity, dtype=setup.dtype, device=self._device
+            config,
+            layers=1,
+            slots=setup.slots,
+            capacity=setup.capacity,
+            dtype=setup.dtype,
+            device=self._device,
         )
-        self._rotation = rotation_table(config.rope, config.head_dim, setup.capacity).to(self._device)
+        self._rotation = rotation_table(config.rope, config.head_dim, setup.capacity).to(
+            self._device
+        )
         self._valid = [0] * setup.slots
         self._serve(net)
 
@@ -70,7 +84,10 @@ class LayerDrafter(ABC, Generic[Net]):
         """Shape of its layer."""
 
     def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it drafts from. Raises DataLoss naming those that are not kept."""
+        """Columns of kept states that it drafts from.
+
+        Raises DataLoss naming those that are not kept.
+        """
         return net.capture.columns(self._layers, self._target.config.hidden_size)
 
     @abstractmethod
@@ -83,7 +100,9 @@ class LayerDrafter(ABC, Generic[Net]):
 
     @abstractmethod
     def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
-        """One forward of the layer: the next features [N, H] from token ids int64 [N] and features [N, H]."""
+        """One forward of the layer: the next features [N, H] from token ids int64 [N] and features
+        [N, H].
+        """
 
     @abstractmethod
     def _logits(self, features: Tensor) -> Tensor:
@@ -133,7 +152,9 @@ class LayerDrafter(ABC, Generic[Net]):
         return net
 
     def commit_state(self, state: object) -> None:
-        """Serve what load_state returned; keys and values of the old weights stay until rows are rewritten."""
+        """Serve what load_state returned; keys and values of the old weights stay until rows are
+        rewritten.
+        """
         assert isinstance(state, self.net)
         self._serve(state)
 
@@ -160,14 +181,18 @@ class LayerDrafter(ABC, Generic[Net]):
     def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
         """The most likely chain or tree; see Speculator.propose."""
         self.catch_up(batch)
-        lacking = max(n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True))
+        lacking = max(
+            n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True)
+        )
         features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
         if shape.topk == 1:
             return self._chain(batch, features, shape)
         return self._tree(batch, features, shape)
 
     def _chain(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """The most likely token after each, or one drawn, from features [B, H] of the last true row."""
+        """The most likely token after each, or one drawn, from features [B, H] of the last true
+        row.
+        """
         blocks = self._chain_blocks(batch, shape.steps - 1)
         tokens: list[Tensor] = []
         scores: list[Tensor] = []
@@ -199,11 +224,15 @@ class LayerDrafter(ABC, Generic[Net]):
             nonlocal known, seen
             width = beam.tokens.shape[1]
             rows = torch.arange(count, device=self._device)[:, None]
-            own = torch.eye(width, dtype=torch.bool, device=self._device).expand(count, width, width)
+            own = torch.eye(width, dtype=torch.bool, device=self._device).expand(
+                count, width, width
+            )
             seen = torch.cat((seen[rows, beam.sources], own), dim=2)
             block = self._beam_block(batch, bases, beam, seen)
             tokens = self._token_ids(beam.tokens.flatten())
-            known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(count, width, -1)
+            known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(
+                count, width, -1
+            )
             return self._logprobs(known)
 
         drafts = grow_tree(self._logprobs(features), expand, shape)
@@ -213,14 +242,23 @@ class LayerDrafter(ABC, Generic[Net]):
         return torch.log_softmax(self._logits(features).float(), dim=-1)
 
     def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
-        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees, its own included."""
+        """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees,
+        its own included.
+        """
         width, drafted = beam.tokens.shape[1], seen.shape[2]
         length = max(batch.lengths) - 1 + drafted
         stored = bases[:, None] + torch.arange(drafted - width, drafted, device=self._device)
         positions = (bases + beam.level - 1)[:, None].expand_as(stored)
         layout = Layout(stored, tree_visible(bases, seen, length))
         return make_block(
-            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, layout, masked=True
+            self._config,
+            self._rotation,
+            self._cache,
+            cache_rows(batch.slots),
+            positions,
+            length,
+            layout,
+            masked=True,
         )
 
     def catch_up(self, batch: DraftBatch) -> None:
@@ -234,10 +272,14 @@ class LayerDrafter(ABC, Generic[Net]):
             slots, lengths = [slot for slot, _ in late], [n for _, n in late]
             self._feed(batch, slots, lengths, max(n - 1 - self._valid[slot] for slot, n in late))
 
-    def _feed(self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int) -> Tensor:
-        """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2, [B, H].
+    def _feed(
+        self, batch: DraftBatch, slots: Sequence[int], lengths: Sequence[int], rows: int
+    ) -> Tensor:
+        """Rows n - 1 - rows .. n - 2 of every slot from true states; returns features of row n - 2,
+        [B, H].
 
-        Slots that lack fewer rows compute some again, with the same result: no padding and no masks of padding.
+        Slots that lack fewer rows compute some again, with the same result: no padding and no masks
+        of padding.
         """
         device = self._device
         last = torch.tensor(lengths, device=device) - 2
@@ -247,7 +289,12 @@ class LayerDrafter(ABC, Generic[Net]):
         hidden, tokens = batch.hidden[index, positions], batch.token_ids[index, positions + 1]
         features = self._true_features(hidden.flatten(0, 1)[:, self._columns])
         block = make_block(
-            self._config, self._rotation, self._cache, cache_rows(slots), positions, max(1, max(lengths) - 1)
+            self._config,
+            self._rotation,
+            self._cache,
+            cache_rows(slots),
+            positions,
+            max(1, max(lengths) - 1),
         )
         out = self._advance(tokens.reshape(-1), features, block)
         for slot, n in zip(slots, lengths, strict=True):
@@ -255,25 +302,53 @@ class LayerDrafter(ABC, Generic[Net]):
         return out.view(len(slots), rows, -1)[:, -1]
 
     def _chain_blocks(self, batch: DraftBatch, steps: int) -> list[Block]:
-        """Blocks of one token each at positions n - 1, n, ...: planned together, since small operations dominate."""
+        """Blocks of one token each at positions n - 1, n, ...: planned together, since small
+        operations dominate.
+        """
         if steps < 1:
             return []
         device, length = self._device, max(batch.lengths) - 1 + steps
-        positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(-1, steps - 1, device=device)
+        positions = torch.tensor(batch.lengths, device=device)[:, None] + torch.arange(
+            -1, steps - 1, device=device
+        )
         whole = make_block(
-            self._config, self._rotation, self._cache, cache_rows(batch.slots), positions, length, masked=True
+            self._config,
+            self._rotation,
+            self._cache,
+            cache_rows(batch.slots),
+            positions,
+            length,
+            masked=True,
         )
         count, group = len(batch.slots), self._config.group
         assert whole.mask is not None
         masks = whole.mask.view(count, 1, steps, group, length)
-        cells, rotation = whole.cells.view(count, steps, -1), whole.rotation.view(count, steps, 1, -1)
+        cells, rotation = (
+            whole.cells.view(count, steps, -1),
+            whole.rotation.view(count, steps, 1, -1),
+        )
         return [
-            replace(whole, tokens=1, cells=cells[:, k].reshape(-1), rotation=rotation[:, k], mask=masks[:, :, k])
+            replace(
+                whole,
+                tokens=1,
+                cells=cells[:, k].reshape(-1),
+                rotation=rotation[:, k],
+                mask=masks[:, :, k],
+            )
             for k in range(steps)
         ]
 
 
 def _attention(config: ModelConfig) -> dict[str, object]:
     """What a drafter's cache and rotation were made for."""
-    names = ("num_heads", "num_kv_heads", "head_dim", "qkv_bias", "output_bias", "qk_norm", "rms_norm_eps", "rope")
+    names = (
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "qkv_bias",
+        "output_bias",
+        "qk_norm",
+        "rms_norm_eps",
+        "rope",
+    )
     return {name: getattr(config, name) for name in names}

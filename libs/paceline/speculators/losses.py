@@ -27,8 +27,8 @@ def eagle_loss(
     loss_t = feature_weight * mean_H SmoothL1(f_t - h_{t+1})
            + token_weight * CE(softmax(W h_{t+1}), log_softmax(W f_t))
 
-    Row t of `predicted` is f_t, row t of `target` is h_{t+1}, both states that W = lm_head turns into logits of
-    token t+2. The head is not trained.
+    Row t of `predicted` is f_t, row t of `target` is h_{t+1}, both states that W = lm_head turns
+    into logits of token t+2. The head is not trained.
     """
     predicted, target = predicted[valid], target[valid]
     feature = F.smooth_l1_loss(predicted, target, reduction="none").mean(dim=-1).sum()
@@ -55,13 +55,16 @@ class Teacher:
     """The target's distributions p, as a drafter of Vd tokens may learn them."""
 
     log_p: Float[Tensor, "T Vd"]
-    """log p of the draftable tokens, not renormalised: what is lacking to 1 can only be rejected."""
+    """log p of the draftable tokens, not renormalised: what is lacking to 1 can only be rejected.
+    """
     drafted: Bool[Tensor, " T"]
     """The target's most likely token is draftable."""
 
 
 @torch.no_grad()
-def teacher_of(states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]) -> Teacher:
+def teacher_of(
+    states: Float[Tensor, "T H"], lm_head: Float[Tensor, "V H"], t2d: Bool[Tensor, " V"]
+) -> Teacher:
     """Teacher of the target's last hidden states; t2d: which tokens are draftable."""
     log_p = torch.log_softmax((states @ lm_head.T.to(states.dtype)).float(), dim=-1)
     return Teacher(log_p[:, t2d], t2d[log_p.argmax(-1)])
@@ -74,8 +77,8 @@ def draft_losses(
 
     q = softmax(logits); p as in Teacher; p' = p / sum_v p_v over the draftable tokens v.
 
-    soft_ce: -sum_v p'_v log q_v (EAGLE-3, Li et al. 2025, arXiv 2503.01840).
-    lk_alpha: -log alpha; lk_hybrid: w KL(p' | q) + (1 - w) (1 - alpha), w = exp(-3 alpha) without gradient (LK losses,
+    soft_ce: -sum_v p'_v log q_v (EAGLE-3, Li et al. 2025, arXiv 2503.01840). lk_alpha: -log alpha;
+    lk_hybrid: w KL(p' | q) + (1 - w) (1 - alpha), w = exp(-3 alpha) without gradient (LK losses,
     arXiv 2602.23881).
     """
     log_q = torch.log_softmax(logits.float(), dim=-1)

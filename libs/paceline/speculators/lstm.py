@@ -1,15 +1,17 @@
-"""ArcticLSTMSpeculator of Snowflake (ArcticTraining), method "sum_lstm": a drafter with a gated cell.
+"""ArcticLSTMSpeculator of Snowflake (ArcticTraining), method "sum_lstm": a drafter with a gated
+cell.
 
-Owns the cell and its checkpoint, whose names and config.json are those of Arctic Inference's plug-in for vLLM; see
-recurrent.py for the rest. With W the first projections for draft 0 and the second ones for all others, and a, E, D the
-token's weight ew / sw (as in mlp.py), its embedding and the width:
+Owns the cell and its checkpoint, whose names and config.json are those of Arctic Inference's
+plug-in for vLLM; see recurrent.py for the rest. With W the first projections for draft 0 and the
+second ones for all others, and a, E, D the token's weight ew / sw (as in mlp.py), its embedding and
+the width:
 
     f, i, o = sigmoid(W h + a E(token)), each with a W and an E of its own
     c = f c + i GELU(cell_ln(W_c h + a E_c(token))), at first c = 0
     h = o GELU(state_ln(c)), logits = head(h)
 
-GELU stands where an LSTM has tanh. Norms and head are the same for all drafts; tie_lstm_embs: one E for all gates, all
-that the plug-in can serve. forget_proj.0 multiplies c = 0 and is never trained.
+GELU stands where an LSTM has tanh. Norms and head are the same for all drafts; tie_lstm_embs: one E
+for all gates, all that the plug-in can serve. forget_proj.0 multiplies c = 0 and is never trained.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class LstmNet(RecurrentNet):
             self.add_module(f"{gate}_emb", nn.ModuleList([nn.Embedding(vocab, width)]))
         for gate in GATES:
             inputs = (target.hidden_size, width)
-            self.add_module(f"{gate}_proj", nn.ModuleList(nn.Linear(size, width, bias=False) for size in inputs))
+            self.add_module(
+                f"{gate}_proj", nn.ModuleList(nn.Linear(size, width, bias=False) for size in inputs)
+            )
         self.cell_ln = nn.ModuleList([BiasedNorm(width)])
         self.state_ln = nn.ModuleList([BiasedNorm(width)])
         self.add_heads(1)
@@ -80,11 +84,18 @@ class LstmNet(RecurrentNet):
     def step_weights(self) -> list[StepWeights]:
         """See RecurrentNet.step_weights; the gates' projections are stacked."""
         embeds = tuple(self.get_parameter(f"{gate}_emb.0.weight") for gate in self.embedded)
-        norms, head = (self.norm_pair("cell_ln.0"), self.norm_pair("state_ln.0")), self.get_parameter("head.0.weight")
-        first, later = (
-            torch.cat([self.get_parameter(f"{gate}_proj.{own}.weight") for gate in GATES]) for own in range(2)
+        norms, head = (
+            (self.norm_pair("cell_ln.0"), self.norm_pair("state_ln.0")),
+            self.get_parameter("head.0.weight"),
         )
-        return [StepWeights(later if step else first, embeds, norms, head) for step in range(self.options.n_predict)]
+        first, later = (
+            torch.cat([self.get_parameter(f"{gate}_proj.{own}.weight") for gate in GATES])
+            for own in range(2)
+        )
+        return [
+            StepWeights(later if step else first, embeds, norms, head)
+            for step in range(self.options.n_predict)
+        ]
 
     def start(self, hidden: Tensor) -> State:
         """See RecurrentNet.start; the second part is c."""
@@ -104,10 +115,14 @@ class LstmNet(RecurrentNet):
         check_fit(raw, {"vocab_size": target.vocab_size, "input_hidden_dim": target.hidden_size})
         for key, value in (("method", "sum_lstm"), ("tie_weights", True)):
             if raw.get(key) != value:
-                raise InvalidInput(f"{key} is not supported in an LSTM drafter", seen=raw.get(key), allowed=value)
+                raise InvalidInput(
+                    f"{key} is not supported in an LSTM drafter", seen=raw.get(key), allowed=value
+                )
         widths = {key: _width(raw, key) for key in ("inner_dim", "proj_dim", "emb_dim")}
         if len(set(widths.values())) > 1:
-            raise InvalidInput("inner_dim, proj_dim and emb_dim must be equal", seen=widths, allowed="one width")
+            raise InvalidInput(
+                "inner_dim, proj_dim and emb_dim must be equal", seen=widths, allowed="one width"
+            )
         return {
             "n_predict": read_count(raw, "n_predict", 2),
             "inner_dim": widths["inner_dim"],

@@ -1,8 +1,9 @@
-"""MLPSpeculator of IBM (Wertheimer et al. 2024, arXiv 2404.19124): a drafter whose cell is one matrix, norm and GELU.
+"""MLPSpeculator of IBM (Wertheimer et al. 2024, arXiv 2404.19124): a drafter whose cell is one
+matrix, norm and GELU.
 
-Owns the cell and its checkpoint, whose names and config.json are those of vLLM's "mlp_speculator"; see recurrent.py for
-the rest. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw) emb_i(token))), logits = head_i(h), where
-sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
+Owns the cell and its checkpoint, whose names and config.json are those of vLLM's "mlp_speculator";
+see recurrent.py for the rest. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
+emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class MlpOptions(RecurrentOptions):
     """Settings of an MLP drafter."""
 
     tie_weights: bool = Field(
-        default=False, description="all drafts share embedding, norm and head, all but the first their projection"
+        default=False,
+        description="all drafts share embedding, norm and head, all but the first their projection",
     )
 
 

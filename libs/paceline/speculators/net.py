@@ -1,6 +1,8 @@
-"""A drafter's network as trainer and engine share it: what it learns from, what it predicts, how it is stored.
+"""A drafter's network as trainer and engine share it: what it learns from, what it predicts, how it
+is stored.
 
-Owns the contract and what all networks have in common; each network is a file of its own (eagle.py).
+Owns the contract and what all networks have in common; each network is a file of its own
+(eagle.py).
 """
 
 from __future__ import annotations
@@ -25,18 +27,23 @@ from paceline.speculators.packed import PackedRow
 
 
 class Objective(NamedTuple):
-    """A loss as sums over positions, so that micro-batches of unequal size weigh every position equally."""
+    """A loss as sums over positions, so that micro-batches of unequal size weigh every position
+    equally.
+    """
 
     loss: Tensor
     """Scalar, differentiable."""
     positions: Tensor
     """Scalar: positions it is a sum over; their mean is what the optimiser follows."""
     terms: dict[str, Tensor]
-    """Detached scalars by name, summed over the same positions: parts of the loss, right first drafts ("correct")."""
+    """Detached scalars by name, summed over the same positions: parts of the loss, right first
+    drafts ("correct").
+    """
 
 
 class DraftNet(nn.Module, ABC):
-    """Network of a speculator with weights. Bind the target's embed_tokens and lm_head before the first forward.
+    """Network of a speculator with weights. Bind the target's embed_tokens and lm_head before the
+    first forward.
 
     Names and shapes of the state dict are those of the checkpoint file.
     """
@@ -50,7 +57,8 @@ class DraftNet(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        # Plain tensors, not parameters or buffers: the target's, neither trained, sharded nor exported.
+        # Plain tensors, not parameters or buffers: the target's, neither trained, sharded nor
+        # exported.
         self.embed: Tensor = torch.empty(0)
         self.head: Tensor = torch.empty(0)
 
@@ -63,7 +71,10 @@ class DraftNet(nn.Module, ABC):
 
     @classmethod
     def read_options(cls, raw: Mapping[str, Any]) -> Config:
-        """Its settings from a configuration. Raises ConfigError naming the first one that is wrong."""
+        """Its settings from a configuration.
+
+        Raises ConfigError naming the first one that is wrong.
+        """
         try:
             return cls.Options.model_validate(raw)
         except ValidationError as error:
@@ -103,8 +114,8 @@ class DraftNet(nn.Module, ABC):
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
         """Logits [T, V] of drafts 1 .. steps from every position, -inf for tokens it cannot draft.
 
-        Teacher-forced on the row's own tokens: what the engine's greedy chain computes as long as every draft before
-        was right. Positions whose step leaves their document mean nothing.
+        Teacher-forced on the row's own tokens: what the engine's greedy chain computes as long as
+        every draft before was right. Positions whose step leaves their document mean nothing.
         """
 
     def bind(self, embed: Tensor, head: Tensor) -> None:
@@ -122,15 +133,20 @@ class DraftNet(nn.Module, ABC):
         """config.json of a checkpoint."""
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A file's tensors under this network's names, without copies of the target's that some exporters write."""
+        """A file's tensors under this network's names, without copies of the target's that some
+        exporters write.
+        """
         return dict(tensors)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises WeightsError for tensors, under this network's names, that are not what it stores."""
+        """Raises WeightsError for tensors, under this network's names, that are not what it
+        stores.
+        """
         check_tensors(tensors, self.shapes())
 
     def export_tensors(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Tensors to push or save, detached, on the CPU; dtype None keeps theirs. The network must not be sharded.
+        """Tensors to push or save, detached, on the CPU; dtype None keeps theirs. The network must
+        not be sharded.
 
         Raises WeightsError for numbers that are not finite.
         """
@@ -142,7 +158,10 @@ class DraftNet(nn.Module, ABC):
         }
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies a checkpoint's tensors. Raises WeightsError naming what is missing, extra or misshapen."""
+        """Copies a checkpoint's tensors.
+
+        Raises WeightsError naming what is missing, extra or misshapen.
+        """
         named = self.own_tensors(tensors)
         self.check(named)
         self.load_state_dict(named)
@@ -150,15 +169,17 @@ class DraftNet(nn.Module, ABC):
     def save(self, directory: Path, dtype: torch.dtype | None = None) -> None:
         """Writes model.safetensors and config.json."""
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(self.export_tensors(dtype), directory / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            self.export_tensors(dtype), directory / "model.safetensors", metadata={"format": "pt"}
+        )
         (directory / "config.json").write_text(json.dumps(self.config_json(), indent=2) + "\n")
 
     @classmethod
     def read(cls, directory: Path, target: ModelConfig, options: Config | None = None) -> Self:
         """The network of a checkpoint directory, checked against the target it is to draft for.
 
-        Raises InvalidInput (no checkpoint, a config.json that does not fit), WeightsError or DataLoss, each naming the
-        directory.
+        Raises InvalidInput (no checkpoint, a config.json that does not fit), WeightsError or
+        DataLoss, each naming the directory.
         """
         raw = read_config_json(directory)
         try:
@@ -171,7 +192,11 @@ class DraftNet(nn.Module, ABC):
 
 
 def check_fit(raw: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raises InvalidInput naming the first key of a drafter's config.json that does not fit its target."""
+    """Raises InvalidInput naming the first key of a drafter's config.json that does not fit its
+    target.
+    """
     for key, value in expected.items():
         if raw.get(key) != value:
-            raise InvalidInput(f"{key} of drafter and target differ", seen=raw.get(key, "(none)"), allowed=value)
+            raise InvalidInput(
+                f"{key} of drafter and target differ", seen=raw.get(key, "(none)"), allowed=value
+            )

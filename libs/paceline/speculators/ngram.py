@@ -1,9 +1,11 @@
-"""Drafts by looking up how the last tokens went on before, in all that this engine has seen. Needs no training.
+"""Drafts by looking up how the last tokens went on before, in all that this engine has seen. Needs
+no training.
 
-Prompt lookup (Saxena 2023) and suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) in one table: for each context of
-the last 2, 4 or 6 tokens, how often which token came next, in this prompt and answer and in those before. The longest
-context that occurred proposes; one answer of a task drafts for the next one from the first step of training on. Owns
-the table, which is bounded: when half of it is full, the older half is dropped.
+Prompt lookup (Saxena 2023) and suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) in one table:
+for each context of the last 2, 4 or 6 tokens, how often which token came next, in this prompt and
+answer and in those before. The longest context that occurred proposes; one answer of a task drafts
+for the next one from the first step of training on. Owns the table, which is bounded: when half of
+it is full, the older half is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ CONTEXTS = (6, 4, 2)
 TABLE_CONTEXTS = 1 << 18
 """Contexts remembered at most; some 300 bytes each."""
 PRIOR = 1.0
-"""Occurrences of "something else" that every context is given, so that one sighting is no certainty."""
+"""Occurrences of "something else" that every context is given, so that one sighting is no
+certainty.
+"""
 
 Counts = dict[int, int]
 
@@ -104,7 +108,9 @@ class NgramSpeculator:
         return _drafts(tokens, scores, None if shape.topk == 1 else parents, batch.token_ids.device)
 
     def _grow(self, known: list[int], shape: DraftShape) -> Iterator[tuple[int, float, int]]:
-        """(token, score, parent) of the likeliest nodes within the shape, best first, hence parents first."""
+        """(token, score, parent) of the likeliest nodes within the shape, best first, hence parents
+        first.
+        """
         longest = CONTEXTS[0]
         # (-score, age, token, parent, context): ties go to the older node.
         heap: list[tuple[float, int, int, int, list[int]]] = []
@@ -159,7 +165,10 @@ def _likeliest(counts: Counts, topk: int) -> list[tuple[int, float]]:
     if topk == 1:
         token = max(reversed(counts), key=counts.__getitem__)
         return [(token, counts[token] / total)]
-    return [(token, counts[token] / total) for token in heapq.nlargest(topk, reversed(counts), key=counts.__getitem__)]
+    return [
+        (token, counts[token] / total)
+        for token in heapq.nlargest(topk, reversed(counts), key=counts.__getitem__)
+    ]
 
 
 def _drafts(

@@ -1,7 +1,9 @@
-"""Several documents in one training row: what stands where and what each position may see. Owns no buffer, no model.
+"""Several documents in one training row: what stands where and what each position may see. Owns no
+buffer, no model.
 
-Words: a document is (part of) one sequence; a branch is a chain of drafts that the target verified and rejected, hung
-under a position of its document. Position t pairs the states captured at a token with the token after it.
+Words: a document is (part of) one sequence; a branch is a chain of drafts that the target verified
+and rejected, hung under a position of its document. Position t pairs the states captured at a token
+with the token after it.
 """
 
 from __future__ import annotations
@@ -16,29 +18,39 @@ from torch import Tensor
 from torch.nn import functional
 
 _BLOCK = 64
-"""Positions of a block of attention at least: smaller ones cost more calls than they save products."""
+"""Positions of a block of attention at least: smaller ones cost more calls than they save products.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """T positions of one policy head; W captured numbers per token, of which the last H are the last hidden state."""
+    """T positions of one policy head; W captured numbers per token, of which the last H are the
+    last hidden state.
+    """
 
     states: Tensor
     """fp32 [T, W]: as captured at token t; their order is that of `layers`."""
     next_states: Tensor
-    """fp32 [T, H]: the last hidden state one token on: lm_head of it gives the target's distribution of token t + 2."""
+    """fp32 [T, H]: the last hidden state one token on: lm_head of it gives the target's
+    distribution of token t + 2.
+    """
     next_tokens: Tensor
     """int64 [T]: token t + 1."""
     draft_tokens: Tensor
-    """int64 [T]: token t + 2, what the first draft is compared with; -1 in a branch, where the target drew none."""
+    """int64 [T]: token t + 2, what the first draft is compared with; -1 in a branch, where the
+    target drew none.
+    """
     positions: Tensor
     """int64 [T]: t within its document, from 0 on."""
     parents: Tensor
-    """int64 [T]: the position before it in its document or branch; -1 for the first of a document."""
+    """int64 [T]: the position before it in its document or branch; -1 for the first of a document.
+    """
     documents: Tensor
     """int64 [T]: number of the document."""
     valid: Tensor
-    """bool [T]: a drafting target: the policy drew token t + 2, or could have drawn it after a rejected draft."""
+    """bool [T]: a drafting target: the policy drew token t + 2, or could have drawn it after a
+    rejected draft.
+    """
     lm_head_hash: str
     layers: str = "last"
     """What `states` hold, see CaptureSpec.layers."""
@@ -47,16 +59,20 @@ class PackedRow:
         return len(self.next_tokens)
 
     def ahead(self, steps: int) -> tuple[Tensor, Tensor]:
-        """Where each position is `steps` tokens on: indices [T] (its own where there is none) and bool [T] if there is.
+        """Where each position is `steps` tokens on: indices [T] (its own where there is none) and
+        bool [T] if there is.
 
-        Position t + 1 follows t when it is its child and stands at the token that t is to draft; in a branch, where the
-        target drew no token, any child follows that stands right after its parent.
+        Position t + 1 follows t when it is its child and stands at the token that t is to draft; in
+        a branch, where the target drew no token, any child follows that stands right after its
+        parent.
         """
         count, device = len(self), self.next_tokens.device
         here = torch.arange(count, device=device)
         follows = torch.zeros(count, dtype=torch.int64, device=device)
         drawn = self.draft_tokens[:-1]
-        follows[1:] = (self.parents[1:] == here[:-1]) & ((drawn == self.next_tokens[1:]) | (drawn < 0))
+        follows[1:] = (self.parents[1:] == here[:-1]) & (
+            (drawn == self.next_tokens[1:]) | (drawn < 0)
+        )
         runs = (1 - follows).cumsum(0)
         there = (here + steps).clamp(max=count - 1)
         inside = (runs[there] == runs) & (here + steps < count)
@@ -68,10 +84,11 @@ class PackedRow:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand before their children.
+    """bool [T, T] of int64 [T]: True at (t, s) when s is t or an ancestor of t; parents stand
+    before their children.
 
-    Works on runs, stretches in which each position is the parent of the next: all of a run see the same positions of
-    every other run, its first ones up to a limit.
+    Works on runs, stretches in which each position is the parent of the next: all of a run see the
+    same positions of every other run, its first ones up to a limit.
     """
     count, device = len(parents), parents.device
     here = torch.arange(count, device=device)
@@ -84,7 +101,9 @@ def ancestor_mask(parents: Tensor) -> Tensor:
 
 
 def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
-    """[R, R]: the last position of run k that run r sees, -1 for none, of the parents of R runs' first positions."""
+    """[R, R]: the last position of run k that run r sees, -1 for none, of the parents of R runs'
+    first positions.
+    """
     limits = np.full((len(parents), len(parents)), -1)
     for run, parent in enumerate(parents):
         if parent >= 0:
@@ -95,17 +114,22 @@ def _limits(parents: list[int], runs: list[int]) -> npt.NDArray[np.int64]:
 
 
 def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-    """scaled_dot_product_attention, on a CPU without the products of documents that do not see each other.
+    """scaled_dot_product_attention, on a CPU without the products of documents that do not see each
+    other.
 
-    queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries that see themselves
-    and earlier positions only. Returns [B, heads, T, D].
+    queries [B, heads, T, D]; keys, values [B, kv_heads, T, D]; mask bool [B, 1, T, T], for queries
+    that see themselves and earlier positions only. Returns [B, heads, T, D].
     """
     # An accelerator does the whole square faster than many small ones.
     split = len(mask) == 1 and queries.device.type == "cpu"
     edges = _edges(mask[0, 0]) if split else [0, mask.shape[-1]]
     parts = [
         functional.scaled_dot_product_attention(
-            queries[:, :, a:b], keys[:, :, a:b], values[:, :, a:b], attn_mask=mask[:, :, a:b, a:b], enable_gqa=True
+            queries[:, :, a:b],
+            keys[:, :, a:b],
+            values[:, :, a:b],
+            attn_mask=mask[:, :, a:b, a:b],
+            enable_gqa=True,
         )
         for a, b in pairwise(edges)
     ]
@@ -113,7 +137,9 @@ def packed_attention(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor
 
 
 def _edges(mask: Tensor) -> list[int]:
-    """0, positions about _BLOCK apart before which no later position of mask [T, T] looks back over, and T."""
+    """0, positions about _BLOCK apart before which no later position of mask [T, T] looks back
+    over, and T.
+    """
     first = mask.to(torch.uint8).argmax(dim=1)
     behind = first.flip(0).cummin(0).values.flip(0)  # what position t or a later one sees first
     edges = [0]

@@ -1,15 +1,18 @@
-"""What the drafters "mlp" and "lstm" share: a state that is carried from draft to draft, and a head for each draft.
+"""What the drafters "mlp" and "lstm" share: a state that is carried from draft to draft, and a head
+for each draft.
 
-Owns alignment, loss, offline chain and how tied weights are stored; the cells are mlp.py and lstm.py, drafting in the
-engine is recurrent_drafter.py. Source: Wertheimer et al. 2024, arXiv 2404.19124.
+Owns alignment, loss, offline chain and how tied weights are stored; the cells are mlp.py and
+lstm.py, drafting in the engine is recurrent_drafter.py. Source: Wertheimer et al. 2024, arXiv
+2404.19124.
 
-Alignment: the state starts as h_t, the target's last hidden state after the final norm. Draft i reads token t + 1 + i
-and its head predicts token t + 2 + i. There is no attention: a position needs no other position's state.
+Alignment: the state starts as h_t, the target's last hidden state after the final norm. Draft i
+reads token t + 1 + i and its head predicts token t + 2 + i. There is no attention: a position needs
+no other position's state.
 
-Tied tensors are stored once, under the first of their names, without a prefix: the loaders of vLLM and Arctic Inference
-look tensors up among their own parameters, which a shared one joins under its first name only, and safetensors refuses
-tensors that share storage. What other exporters write is read as well: all names, if the copies agree, and a prefix
-"speculator.".
+Tied tensors are stored once, under the first of their names, without a prefix: the loaders of vLLM
+and Arctic Inference look tensors up among their own parameters, which a shared one joins under its
+first name only, and safetensors refuses tensors that share storage. What other exporters write is
+read as well: all names, if the copies agree, and a prefix "speculator.".
 """
 
 from __future__ import annotations
@@ -42,10 +45,15 @@ class RecurrentOptions(Config):
     """Settings of a recurrent drafter."""
 
     n_predict: int = Field(default=5, ge=1, description="drafts at most, one head for each")
-    inner_dim: int = Field(default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size")
-    scale_input: bool = Field(default=True, description="divide the target's state by its root mean square and by √2")
+    inner_dim: int = Field(
+        default=0, ge=0, description="width D of state and embeddings; 0: the target's hidden size"
+    )
+    scale_input: bool = Field(
+        default=True, description="divide the target's state by its root mean square and by √2"
+    )
     targets: Literal["drawn", "distribution"] = Field(
-        default="drawn", description="what a head learns: the policy's token, or the distribution it was drawn from"
+        default="drawn",
+        description="what a head learns: the policy's token, or the distribution it was drawn from",
     )
 
 
@@ -73,7 +81,9 @@ class BiasedNorm(nn.Module):
 
 
 def biased_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is subtracted."""
+    """x / sqrt(mean x² + 1e-6) * weight + bias over the last dimension of x [N, D]; no mean is
+    subtracted.
+    """
     return functional.rms_norm(x, weight.shape, weight, NORM_EPS) + bias
 
 
@@ -84,7 +94,8 @@ class RecurrentNet(DraftNet):
 
     def __init__(self, target: ModelConfig, options: RecurrentOptions) -> None:
         super().__init__()
-        # In these checkpoints `head` is a list of the drafter's own; the target's, kept there otherwise, makes room.
+        # In these checkpoints `head` is a list of the drafter's own; the target's, kept there
+        # otherwise, makes room.
         del self.head
         self.target_head: Tensor = torch.empty(0)
         self.target, self.options = target, options
@@ -95,7 +106,9 @@ class RecurrentNet(DraftNet):
 
     @classmethod
     def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
-        """See DraftNet.fresh; matrices are normal(0, spread), norms only divide by the root mean square."""
+        """See DraftNet.fresh; matrices are normal(0, spread), norms only divide by the root mean
+        square.
+        """
         assert isinstance(options, RecurrentOptions)
         net, generator = cls(target, options), torch.Generator().manual_seed(seed)
         with torch.no_grad():
@@ -109,13 +122,20 @@ class RecurrentNet(DraftNet):
         """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'."""
         assert isinstance(options, RecurrentOptions)
         if (name := architecture(raw)) not in cls.architectures:
-            raise InvalidInput(f"architectures is no {cls.speculator} drafter", seen=name, allowed=cls.architectures)
+            raise InvalidInput(
+                f"architectures is no {cls.speculator} drafter",
+                seen=name,
+                allowed=cls.architectures,
+            )
         return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
 
     @classmethod
     @abstractmethod
     def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
-        """Options that a config.json fixes. Raises InvalidInput naming the key that does not fit."""
+        """Options that a config.json fixes.
+
+        Raises InvalidInput naming the key that does not fit.
+        """
 
     def twin(self) -> Self:
         """See DraftNet.twin."""
@@ -157,11 +177,15 @@ class RecurrentNet(DraftNet):
 
     @abstractmethod
     def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
-        """The next state; sums [N, G D]: W h + (ew / sw) E(token) of every gate, `state` as it was before."""
+        """The next state; sums [N, G D]: W h + (ew / sw) E(token) of every gate, `state` as it was
+        before.
+        """
 
     def advance(self, weights: StepWeights, state: State, tokens: Tensor) -> State:
         """The state one draft on, after reading tokens int64 [N]; see `cell`."""
-        embedded = torch.cat([functional.embedding(tokens, table) for table in weights.embeds], dim=-1)
+        embedded = torch.cat(
+            [functional.embedding(tokens, table) for table in weights.embeds], dim=-1
+        )
         if (gates := weights.proj.shape[0] // embedded.shape[-1]) > 1:
             embedded = embedded.repeat(1, gates)
         sums = torch.addmm(embedded, state[0], weights.proj.t(), beta=self.token_weight)
@@ -170,11 +194,13 @@ class RecurrentNet(DraftNet):
     # ---- learning
 
     def forward(self, row: PackedRow) -> Objective:
-        """See DraftNet.forward: the sum over drafts of their cross-entropies, each where the policy drew its token.
+        """See DraftNet.forward: the sum over drafts of their cross-entropies, each where the policy
+        drew its token.
 
-        A chain that leaves its document, or reaches tokens the policy did not draw, ends there for all later drafts.
-        Where no token was drawn, under a rejected draft, the target's distribution softmax(lm_head h_{t+1}) is learned.
-        Terms: loss_0, loss_1, ... and, of the first draft, how often the most likely token is right.
+        A chain that leaves its document, or reaches tokens the policy did not draw, ends there for
+        all later drafts. Where no token was drawn, under a rejected draft, the target's
+        distribution softmax(lm_head h_{t+1}) is learned. Terms: loss_0, loss_1, ... and, of the
+        first draft, how often the most likely token is right.
         """
         soft = row.valid & ((row.draft_tokens < 0) | (self.options.targets == "distribution"))
         teacher = torch.softmax((row.next_states[soft] @ self.target_head.t()).float(), dim=-1)
@@ -183,7 +209,8 @@ class RecurrentNet(DraftNet):
         state = self.start(self._last(row)[index])
         terms: dict[str, Tensor] = {}
         total = teacher.new_zeros(())
-        # Steps without positions are computed all the same: ranks of FSDP2 must agree on which gradients there are.
+        # Steps without positions are computed all the same: ranks of FSDP2 must agree on which
+        # gradients there are.
         for step, weights in enumerate(self.step_weights()):
             there, inside = row.ahead(step)
             kept = inside[index] & row.valid[there[index]]
@@ -193,11 +220,16 @@ class RecurrentNet(DraftNet):
             log_q = torch.log_softmax(functional.linear(state[0], weights.head).float(), dim=-1)
             by_soft, drawn = soft[at], row.draft_tokens[at]
             p = teacher[place[at[by_soft]]]
-            loss = functional.nll_loss(log_q[~by_soft], drawn[~by_soft], reduction="sum") - (p * log_q[by_soft]).sum()
+            loss = (
+                functional.nll_loss(log_q[~by_soft], drawn[~by_soft], reduction="sum")
+                - (p * log_q[by_soft]).sum()
+            )
             total = total + loss
             terms[f"loss_{step}"] = loss.detach()
             if step == 0:
-                terms["correct"] = (log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))).sum()
+                terms["correct"] = (
+                    log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))
+                ).sum()
         return Objective(total, row.valid.sum(), terms)
 
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
@@ -231,7 +263,11 @@ class RecurrentNet(DraftNet):
             name = aliases.get(name, name)
             known = own.setdefault(name, value)
             if known is not value and (known.dtype != value.dtype or not torch.equal(known, value)):
-                raise WeightsError(f"tensor {given} is tied to {name}, but the two differ", seen=given, allowed="equal")
+                raise WeightsError(
+                    f"tensor {given} is tied to {name}, but the two differ",
+                    seen=given,
+                    allowed="equal",
+                )
         return own
 
 
@@ -239,7 +275,11 @@ def read_count(raw: Mapping[str, Any], key: str, least: int) -> int:
     """A whole number of a config.json. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if type(value) is not int or value < least:
-        raise InvalidInput(f"{key} is no whole number that works", seen=raw.get(key, "(none)"), allowed=f">= {least}")
+        raise InvalidInput(
+            f"{key} is no whole number that works",
+            seen=raw.get(key, "(none)"),
+            allowed=f">= {least}",
+        )
     return value
 
 

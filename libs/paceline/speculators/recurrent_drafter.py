@@ -1,7 +1,9 @@
-"""Drafting with a recurrent network, "mlp" or "lstm". Owns the serving weights; no training, no cell.
+"""Drafting with a recurrent network, "mlp" or "lstm". Owns the serving weights; no training, no
+cell.
 
-A round reads the target's state of token n - 2, then token n - 1 and its own drafts. Nothing is kept of a sequence
-between rounds: there is no cache to fill, to move or to catch up, however long the drafter has been off.
+A round reads the target's state of token n - 2, then token n - 1 and its own drafts. Nothing is
+kept of a sequence between rounds: there is no cache to fill, to move or to catch up, however long
+the drafter has been off.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class RecurrentDrafter:
         """Embeddings and heads are its own: nothing changes."""
 
     def load_state(self, directory: Path) -> RecurrentNet:
-        """A version's weights, checked: of any shape where a config.json tells it, else of the serving one's.
+        """A version's weights, checked: of any shape where a config.json tells it, else of the
+        serving one's.
 
         Raises WeightsError, DataLoss or InvalidInput.
         """
@@ -84,8 +87,12 @@ class RecurrentDrafter:
         slots = torch.tensor(batch.slots, device=self._device)
         last = torch.tensor(batch.lengths, device=self._device) - 1
         # A sequence of one token has no known state; its drafts are as good as what stands there.
-        hidden = batch.hidden[slots, (last - 1).clamp_(min=0), -self._target.hidden_size :].to(self._dtype)
-        state = self._net.advance(self._weights[0], self._net.start(hidden), batch.token_ids[slots, last])
+        hidden = batch.hidden[slots, (last - 1).clamp_(min=0), -self._target.hidden_size :].to(
+            self._dtype
+        )
+        state = self._net.advance(
+            self._weights[0], self._net.start(hidden), batch.token_ids[slots, last]
+        )
         if shape.topk == 1:
             return self._chain(batch, state, shape)
         return self._tree(len(batch.slots), state, shape)
@@ -117,7 +124,10 @@ class RecurrentDrafter:
         def expand(beam: Beam) -> Tensor:
             nonlocal state
             weights = self._weights[beam.level]
-            sources = (part.view(count, -1, part.shape[-1])[rows, beam.sources].flatten(0, 1) for part in state)
+            sources = (
+                part.view(count, -1, part.shape[-1])[rows, beam.sources].flatten(0, 1)
+                for part in state
+            )
             state = self._net.advance(weights, tuple(sources), beam.tokens.flatten())
             return _logprobs(weights, state).view(count, beam.tokens.shape[1], -1)
 

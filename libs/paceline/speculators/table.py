@@ -27,7 +27,9 @@ from paceline.speculators.recurrent_drafter import RecurrentDrafter
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorKind:
-    """One speculator: what the engine drafts with and, if it has weights, what the trainer trains."""
+    """One speculator: what the engine drafts with and, if it has weights, what the trainer
+    trains.
+    """
 
     drafter: Callable[[SpeculatorSetup], Speculator]
     net: type[DraftNet] | None = None
@@ -43,7 +45,10 @@ SPECULATORS: dict[str, SpeculatorKind] = {
 
 
 def find_kind(name: str) -> SpeculatorKind:
-    """The speculator of a name, or a user's own: package.module:KIND or path/to/file.py:KIND. Raises ConfigError."""
+    """The speculator of a name, or a user's own: package.module:KIND or path/to/file.py:KIND.
+
+    Raises ConfigError.
+    """
     if (known := SPECULATORS.get(name)) is not None:
         return known
     try:
@@ -61,7 +66,8 @@ def _imported(name: str) -> object:
     if not place.endswith(".py"):
         return pkgutil.resolve_name(name)
     path = Path(place).resolve()
-    module_name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # one module per file, however often it is named
+    # one module per file, however often it is named
+    module_name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
         assert spec is not None
@@ -75,8 +81,11 @@ def _imported(name: str) -> object:
     return getattr(sys.modules[module_name], attribute)
 
 
-def read_drafter(directory: Path, target: ModelConfig, own: Iterable[type[DraftNet]] = ()) -> DraftNet:
-    """The network of a checkpoint directory, of whichever speculator wrote it; `own`: kinds beside the table's.
+def read_drafter(
+    directory: Path, target: ModelConfig, own: Iterable[type[DraftNet]] = ()
+) -> DraftNet:
+    """The network of a checkpoint directory, of whichever speculator wrote it; `own`: kinds beside
+    the table's.
 
     Raises InvalidInput, WeightsError or DataLoss, each naming the directory.
     """
@@ -85,21 +94,33 @@ def read_drafter(directory: Path, target: ModelConfig, own: Iterable[type[DraftN
 
 
 def net_of(directory: Path, nets: Sequence[type[DraftNet]]) -> type[DraftNet]:
-    """Which of the networks wrote a checkpoint directory. Raises InvalidInput naming the directory when none did."""
+    """Which of the networks wrote a checkpoint directory.
+
+    Raises InvalidInput naming the directory when none did.
+    """
     try:
         name = architecture(read_config_json(directory))
     except InvalidInput as error:
-        raise InvalidInput(f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed) from error
+        raise InvalidInput(
+            f"drafter {directory}: {error.message}", seen=error.seen, allowed=error.allowed
+        ) from error
     for net in nets:
         if name in net.architectures:
             return net
     allowed = ", ".join(sorted(one for net in nets for one in net.architectures))
-    raise InvalidInput(f"drafter {directory}: architectures names no speculator here", seen=name, allowed=allowed)
+    raise InvalidInput(
+        f"drafter {directory}: architectures names no speculator here", seen=name, allowed=allowed
+    )
 
 
 def trained_net(name: str) -> type[DraftNet]:
-    """The network of a speculator that is named as in `find_kind`. Raises ConfigError for one without weights."""
+    """The network of a speculator that is named as in `find_kind`.
+
+    Raises ConfigError for one without weights.
+    """
     net = find_kind(name).net
     if net is None:
-        raise ConfigError("a speculator without weights is not trained", seen=name, allowed="one with weights")
+        raise ConfigError(
+            "a speculator without weights is not trained", seen=name, allowed="one with weights"
+        )
     return net

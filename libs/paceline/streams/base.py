@@ -1,4 +1,7 @@
-"""What a stream is: batches appended once, read by group, acknowledged after use. It owns no storage."""
+"""What a stream is: batches appended once, read by group, acknowledged after use.
+
+It owns no storage.
+"""
 
 from __future__ import annotations
 
@@ -43,26 +46,39 @@ class Stream(Protocol):
     async def create_group(self, group: str) -> None:
         """Make a consumer group that reads from the first entry; an existing one stays as it is."""
 
-    async def append(self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None) -> str | None:
+    async def append(
+        self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
+    ) -> str | None:
         """Append one entry and return its id; None when `key` was appended before.
 
-        A byte budget pushes out the oldest entries. Raises ResourceExhausted when one entry exceeds the budget alone.
+        A byte budget pushes out the oldest entries. Raises ResourceExhausted when one entry exceeds
+        the budget alone.
         """
 
     async def read(self, group: str, consumer: str, count: int, block_s: float) -> list[Entry]:
-        """Up to `count` entries new to the group; waits up to `block_s` seconds for the first, then returns []."""
+        """Up to `count` entries new to the group; waits up to `block_s` seconds for the first, then
+        returns [].
+        """
 
     async def ack(self, group: str, ids: Sequence[str], *, delete: bool = False) -> None:
-        """Acknowledge entries after use; with `delete` they also leave the stream, for every group."""
+        """Acknowledge entries after use; with `delete` they also leave the stream, for every
+        group.
+        """
 
     async def claim(self, group: str, consumer: str, min_idle_s: float, count: int) -> list[Entry]:
-        """Take over up to `count` entries that a consumer has held unacknowledged for at least `min_idle_s`."""
+        """Take over up to `count` entries that a consumer has held unacknowledged for at least
+        `min_idle_s`.
+        """
 
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
-        """This consumer's delivered and unacknowledged entries from the first on; trimmed ones are acknowledged."""
+        """This consumer's delivered and unacknowledged entries from the first on; trimmed ones are
+        acknowledged.
+        """
 
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
-        """Up to `count` entries that follow id `after` ("" = from the first), without any group: for replay."""
+        """Up to `count` entries that follow id `after` ("" = from the first), without any group:
+        for replay.
+        """
 
     async def depth(self) -> Depth:
         """How full the stream is."""
@@ -71,7 +87,9 @@ class Stream(Protocol):
         """Move an entry that cannot be used to the dead letters, and acknowledge it."""
 
     async def dead_letters(self, count: int = 100) -> list[Entry]:
-        """The newest dead letters, oldest first; field `dead_reason` says why, `dead_id` which entry it was."""
+        """The newest dead letters, oldest first; field `dead_reason` says why, `dead_id` which
+        entry it was.
+        """
 
     async def close(self) -> None:
         """Release connections; the entries stay."""
@@ -79,4 +97,6 @@ class Stream(Protocol):
 
 def entry_bytes(fields: Mapping[str, str], payload: bytes) -> int:
     """Size of an entry as the byte budget counts it."""
-    return len(payload) + sum(len(name.encode()) + len(value.encode()) for name, value in fields.items())
+    return len(payload) + sum(
+        len(name.encode()) + len(value.encode()) for name, value in fields.items()
+    )

@@ -1,4 +1,7 @@
-"""Connections to Redis: one place for protocol, timeouts, retries and names of keys. It owns no data."""
+"""Connections to Redis: one place for protocol, timeouts, retries and names of keys.
+
+It owns no data.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +32,21 @@ _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def run_key(run_id: str, name: str) -> str:
-    """Key `paceline:{<run>}:<name>`; the braces keep one run's keys together on a cluster. Raises InvalidInput."""
+    """Key `paceline:{<run>}:<name>`; the braces keep one run's keys together on a cluster.
+
+    Raises InvalidInput.
+    """
     if not _RUN_ID.fullmatch(run_id):
         raise InvalidInput("a run id cannot be part of a key", seen=run_id, allowed=_RUN_ID.pattern)
     return f"paceline:{{{run_id}}}:{name}"
 
 
 def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
-    """Client that outlives an outage of `outage_s` seconds; "" means $REDIS_URL, else the port of a local run.
+    """Client that outlives an outage of `outage_s` seconds; "" means $REDIS_URL, else the port of a
+    local run.
 
-    Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a URL that is none.
+    Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a
+    URL that is none.
     """
     retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
     chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_URL
@@ -63,7 +71,8 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
 def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     """A client of the same server for blocking reads: no answer timeout and no silent repeat.
 
-    A repeat inside the client would hide that a delivery was lost on its way; the reader has to know.
+    A repeat inside the client would hide that a delivery was lost on its way; the reader has to
+    know.
     """
     pool = client.connection_pool
     settings: dict[str, Any] = {
@@ -72,7 +81,9 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
         "retry": Retry(NoBackoff(), 0),
         "retry_on_error": [],
     }
-    twin = redis.asyncio.ConnectionPool(connection_class=pool.connection_class, max_connections=64, **settings)
+    twin = redis.asyncio.ConnectionPool(
+        connection_class=pool.connection_class, max_connections=64, **settings
+    )
     return redis.asyncio.Redis(connection_pool=twin, single_connection_client=False)
 
 
@@ -84,13 +95,19 @@ def address_of(client: redis.asyncio.Redis) -> str:
 
 @contextmanager
 def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
-    """Raise errors of the Redis client as Unavailable or ResourceExhausted that say `what` was tried and where."""
+    """Raise errors of the Redis client as Unavailable or ResourceExhausted that say `what` was
+    tried and where.
+    """
     try:
         yield
     except OUTAGE_ERRORS as error:
-        raise Unavailable(f"Redis at {address_of(client)} does not answer: {what}: {error}") from error
+        raise Unavailable(
+            f"Redis at {address_of(client)} does not answer: {what}: {error}"
+        ) from error
     except OutOfMemoryError as error:
-        raise ResourceExhausted(f"Redis at {address_of(client)} has no memory left: {what}") from error
+        raise ResourceExhausted(
+            f"Redis at {address_of(client)} has no memory left: {what}"
+        ) from error
     except ResponseError as error:
         raise InvalidInput(f"Redis at {address_of(client)} refused: {what}: {error}") from error
 

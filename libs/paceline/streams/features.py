@@ -1,10 +1,13 @@
-"""Hidden rows of one finished request as a stream entry. It owns their layout; not what a drafter makes of them.
+"""Hidden rows of one finished request as a stream entry. It owns their layout; not what a drafter
+makes of them.
 
-Row i is the target's state at the token of absolute position positions[i]; token_ids[i] is that token, token_ids[i + 1]
-the next one. The state of the last token is absent: a request of N tokens has T = N - 1 rows and T + 1 token ids.
+Row i is the target's state at the token of absolute position positions[i]; token_ids[i] is that
+token, token_ids[i + 1] the next one. The state of the last token is absent: a request of N tokens
+has T = N - 1 rows and T + 1 token ids.
 
-A batch may also hold rows of drafts that were verified and rejected, in tensors of their own: a reader that does not
-know them skips them, and a batch without them is written as if there were none, so the schema version is one for both.
+A batch may also hold rows of drafts that were verified and rejected, in tensors of their own: a
+reader that does not know them skips them, and a batch without them is written as if there were
+none, so the schema version is one for both.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ import numpy.typing as npt
 from paceline.errors import DataLoss, InvalidInput
 from paceline.streams.fields import SCHEMA_VERSION, checked, require_schema
 from paceline.telemetry import inject
-from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors, from_numpy
+from paceline.tensors import (
+    NamedTensor,
+    as_numpy,
+    decode_safetensors,
+    encode_safetensors,
+    from_numpy,
+)
 
 FEATURE_DTYPES = ("BF16", "F32")
 _REJECTED = {"rejected_hidden", "rejected_token_ids", "rejected_positions", "rejected_parents"}
@@ -27,17 +36,21 @@ _REJECTED = {"rejected_hidden", "rejected_token_ids", "rejected_positions", "rej
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RejectedRows:
-    """States at drafts that the target verified and rejected. R rows beside the T rows of the sequence.
+    """States at drafts that the target verified and rejected. R rows beside the T rows of the
+    sequence.
 
-    Row i is the state at token_ids[i] after the tokens that its parents lead back to. The target's distribution of the
-    token after the draft is softmax(lm_head(hidden[i])); its probability of the draft itself follows in the same way
-    from the parent's row. The head, and the policy version, are those of the sequence's row that the drafts hang under.
+    Row i is the state at token_ids[i] after the tokens that its parents lead back to. The target's
+    distribution of the token after the draft is softmax(lm_head(hidden[i])); its probability of the
+    draft itself follows in the same way from the parent's row. The head, and the policy version,
+    are those of the sequence's row that the drafts hang under.
     """
 
     hidden: NamedTensor = field(repr=False)  # [R, H] of the sequence's dtype
     token_ids: npt.NDArray[np.int32] = field(repr=False)  # [R]
     positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's
-    parents: npt.NDArray[np.int32] = field(repr=False)  # [R] i < T: row i of the sequence; T + j: rejected row j before
+    parents: npt.NDArray[np.int32] = field(
+        repr=False
+    )  # [R] i < T: row i of the sequence; T + j: rejected row j before
 
     @property
     def rows(self) -> int:
@@ -67,29 +80,51 @@ class FeatureBatch:
     def __post_init__(self) -> None:
         if self.hidden.dtype not in FEATURE_DTYPES or len(self.hidden.shape) != 2:
             seen = (self.hidden.dtype, self.hidden.shape)
-            raise InvalidInput("hidden rows have another form", seen=seen, allowed=f"[T, H] of {FEATURE_DTYPES}")
+            raise InvalidInput(
+                "hidden rows have another form", seen=seen, allowed=f"[T, H] of {FEATURE_DTYPES}"
+            )
         rows = self.rows
-        lengths = tuple(array.shape for array in (self.token_ids, self.positions, self.mask, self.versions))
+        lengths = tuple(
+            array.shape for array in (self.token_ids, self.positions, self.mask, self.versions)
+        )
         if lengths != ((rows + 1,), (rows,), (rows,), (rows,)):
-            raise InvalidInput("arrays of a feature batch do not fit its rows", seen=lengths, allowed=f"{rows} rows")
+            raise InvalidInput(
+                "arrays of a feature batch do not fit its rows",
+                seen=lengths,
+                allowed=f"{rows} rows",
+            )
         if self.rejected is not None:
             self._check_rejected(self.rejected)
 
     def _check_rejected(self, rejected: RejectedRows) -> None:
-        """Raises InvalidInput unless every rejected row has its parent before it, one position below."""
+        """Raises InvalidInput unless every rejected row has its parent before it, one position
+        below.
+        """
         form = (rejected.hidden.dtype, rejected.hidden.shape[1:])
         if form != (self.hidden.dtype, (self.hidden_size,)):
             raise InvalidInput(
-                "rejected rows have another form", seen=form, allowed=(self.hidden.dtype, self.hidden_size)
+                "rejected rows have another form",
+                seen=form,
+                allowed=(self.hidden.dtype, self.hidden_size),
             )
-        lengths = {array.shape for array in (rejected.token_ids, rejected.positions, rejected.parents)}
+        lengths = {
+            array.shape for array in (rejected.token_ids, rejected.positions, rejected.parents)
+        }
         if lengths != {(rejected.rows,)}:
-            raise InvalidInput("arrays of rejected rows do not fit", seen=lengths, allowed=f"{rejected.rows} rows")
-        if (rejected.parents < 0).any() or (rejected.parents >= self.rows + np.arange(rejected.rows)).any():
-            raise InvalidInput("a rejected row's parent does not stand before it", seen=rejected.parents.tolist())
+            raise InvalidInput(
+                "arrays of rejected rows do not fit", seen=lengths, allowed=f"{rejected.rows} rows"
+            )
+        if (rejected.parents < 0).any() or (
+            rejected.parents >= self.rows + np.arange(rejected.rows)
+        ).any():
+            raise InvalidInput(
+                "a rejected row's parent does not stand before it", seen=rejected.parents.tolist()
+            )
         positions = np.concatenate((self.positions, rejected.positions)).astype(np.int64)
         if (positions[rejected.parents] + 1 != rejected.positions).any():
-            raise InvalidInput("a rejected row does not follow its parent", seen=rejected.positions.tolist())
+            raise InvalidInput(
+                "a rejected row does not follow its parent", seen=rejected.positions.tolist()
+            )
 
     @property
     def rows(self) -> int:
@@ -108,7 +143,9 @@ class FeatureBatch:
 
 
 def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
-    """Fields and payload of one request's rows; the traceparent defaults to that of the current span."""
+    """Fields and payload of one request's rows; the traceparent defaults to that of the current
+    span.
+    """
     fields = {
         "schema_version": SCHEMA_VERSION,
         "run": batch.run_id,
@@ -149,7 +186,9 @@ def _rejected_tensors(rejected: RejectedRows | None) -> tuple[list[NamedTensor],
 
 
 def decode_features(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
-    """The rows of an entry, as views of `payload`; DataLoss when it is not what encode_features writes."""
+    """The rows of an entry, as views of `payload`; DataLoss when it is not what encode_features
+    writes.
+    """
     require_schema(fields)
     try:
         return _decode(fields, payload)
@@ -180,11 +219,15 @@ def _decode(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
         layers=fields["layers"],
         convention=fields["convention"],
         traceparent=fields["traceparent"],
-        rejected=_decode_rejected(tensors, fields["dtype"], hidden_size) if _REJECTED & tensors.keys() else None,
+        rejected=_decode_rejected(tensors, fields["dtype"], hidden_size)
+        if _REJECTED & tensors.keys()
+        else None,
     )
 
 
-def _decode_rejected(tensors: Mapping[str, NamedTensor], dtype: str, hidden_size: int) -> RejectedRows:
+def _decode_rejected(
+    tensors: Mapping[str, NamedTensor], dtype: str, hidden_size: int
+) -> RejectedRows:
     hidden = checked(tensors, "rejected_hidden", dtype, (None, hidden_size))
     token_ids, positions, parents = (
         as_numpy(checked(tensors, f"rejected_{name}", "I32", (hidden.shape[0],)))

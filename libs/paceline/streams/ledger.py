@@ -1,4 +1,5 @@
-"""The ledger of finished branches: what became final, was trained, dropped, lies open or is lost. All of it in Redis.
+"""The ledger of finished branches: what became final, was trained, dropped, lies open or is lost.
+All of it in Redis.
 
 It does not decide what is trained or dropped; the trainer reports that.
 """
@@ -46,30 +47,48 @@ class Ledger:
         self._append_final = client.register_script(scripts.APPEND_FINAL)
         self._count = client.register_script(scripts.COUNT)
 
-    async def append_final(self, trajectory: Trajectory, fields: Mapping[str, str], payload: bytes) -> bool:
-        """Append a finished branch once and enter it in the ledger, in one script; False when it was there already."""
+    async def append_final(
+        self, trajectory: Trajectory, fields: Mapping[str, str], payload: bytes
+    ) -> bool:
+        """Append a finished branch once and enter it in the ledger, in one script; False when it
+        was there already.
+        """
         branch = str(trajectory.key)
         record = json.dumps({**_record(trajectory), "final": True})
         keys = [self._stream, f"{self._stream}:once:{branch}", f"{self._stream}:sizes"]
         keys += [self._ledger, self._finals, self._step_key(trajectory.step)]
-        args = [uuid.uuid4().hex, branch, record, entry_bytes(fields, payload), *flat(fields, payload)]
+        args = [
+            uuid.uuid4().hex,
+            branch,
+            record,
+            entry_bytes(fields, payload),
+            *flat(fields, payload),
+        ]
         with redis_errors(self._client, f"append branch {branch}"):
             return bool(await self._append_final(keys=keys, args=args))
 
     async def record_unpublished(self, trajectory: Trajectory, reason: str) -> None:
-        """Note a branch that never enters the stream ("unscored", "aborted", ...); a final one stays final."""
+        """Note a branch that never enters the stream ("unscored", "aborted", ...); a final one
+        stays final.
+        """
         record = json.dumps({**_record(trajectory), "final": False, "reason": reason})
         with redis_errors(self._client, f"record branch {trajectory.key}"):
             await self._client.hsetnx(self._ledger, str(trajectory.key), record)
 
     async def mark_trained(self, keys: Sequence[str], step: int) -> None:
-        """Note that the optimiser step `step` used these branches. Call it before their entries are deleted."""
+        """Note that the optimiser step `step` used these branches.
+
+        Call it before their entries are deleted.
+        """
         if keys:
             with redis_errors(self._client, "mark branches trained"):
                 await self._client.hset(self._trained, mapping=dict.fromkeys(keys, step))
 
     async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
-        """Note why branches are not trained: branch -> reason. Call it before their entries are deleted."""
+        """Note why branches are not trained: branch -> reason.
+
+        Call it before their entries are deleted.
+        """
         if reasons:
             with redis_errors(self._client, "mark branches dropped"):
                 await self._client.hset(self._dropped, mapping=dict(reasons))
@@ -77,7 +96,9 @@ class Ledger:
     async def count(self) -> LedgerCount:
         """Count the final branches by fate, at one instant, from Redis alone."""
         with redis_errors(self._client, "count the ledger"):
-            reply = await self._count(keys=[self._stream, self._finals, self._trained, self._dropped])
+            reply = await self._count(
+                keys=[self._stream, self._finals, self._trained, self._dropped]
+            )
         final, trained, still_open, lost = (int(value) for value in reply[:4])
         dropped = {reply[i].decode(): int(reply[i + 1]) for i in range(4, len(reply), 2)}
         return LedgerCount(final, trained, dropped, still_open, lost)
@@ -115,7 +136,11 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "trained_tokens": trajectory.trained_tokens,
         "tokens_hash": tokens_hash(trajectory.token_ids),
         "response_hash": tokens_hash(
-            [token for token, bit in zip(trajectory.token_ids, trajectory.loss_mask, strict=True) if bit]
+            [
+                token
+                for token, bit in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
+                if bit
+            ]
         ),
         "finish_reason": trajectory.finish_reason,
         "policy_versions": sorted({span.policy_version for span in trajectory.version_spans}),

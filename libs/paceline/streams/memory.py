@@ -53,11 +53,15 @@ class MemoryStream:
         """Make a group that reads from the first entry."""
         self._groups.setdefault(group, _Group())
 
-    async def append(self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None) -> str | None:
+    async def append(
+        self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
+    ) -> str | None:
         """Append once by key."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget)
+            raise ResourceExhausted(
+                f"one entry exceeds the budget of {self._name}", seen=size, allowed=self._budget
+            )
         if key is not None:
             if key in self._keys:
                 return None
@@ -78,7 +82,9 @@ class MemoryStream:
         async with self._appended:
             try:
                 async with asyncio.timeout(max(block_s, 0)):
-                    await self._appended.wait_for(lambda: any(True for _ in self._after(state.last)))
+                    await self._appended.wait_for(
+                        lambda: any(True for _ in self._after(state.last))
+                    )
             except TimeoutError:
                 return []
             fresh = list(islice(self._after(state.last), count))
@@ -108,7 +114,9 @@ class MemoryStream:
     async def unacked(self, group: str, consumer: str) -> list[Entry]:
         """Entries this consumer holds."""
         state = self._group(group)
-        held = sorted(number for number, delivery in state.pending.items() if delivery.consumer == consumer)
+        held = sorted(
+            number for number, delivery in state.pending.items() if delivery.consumer == consumer
+        )
         for number in held:
             if number not in self._entries:
                 del state.pending[number]
@@ -116,7 +124,10 @@ class MemoryStream:
 
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
         """Entries that follow an id."""
-        return [self._entries[number] for number in islice(self._after(_number(after) if after else 0), count)]
+        return [
+            self._entries[number]
+            for number in islice(self._after(_number(after) if after else 0), count)
+        ]
 
     async def depth(self) -> Depth:
         """How full."""
@@ -140,7 +151,9 @@ class MemoryStream:
 
     def _group(self, group: str) -> _Group:
         if group not in self._groups:
-            raise FailedPrecondition(f"stream {self._name} has no such group", seen=group, allowed=sorted(self._groups))
+            raise FailedPrecondition(
+                f"stream {self._name} has no such group", seen=group, allowed=sorted(self._groups)
+            )
         return self._groups[group]
 
     def _after(self, last: int) -> Iterator[int]:

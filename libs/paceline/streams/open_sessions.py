@@ -1,7 +1,9 @@
-"""Which sessions are open, kept on the durable Redis: a gateway killed with -9 loses none of them silently.
+"""Which sessions are open, kept on the durable Redis: a gateway killed with -9 loses none of them
+silently.
 
-Owns the records of open and of lost sessions. A session's tokens are not here: what a killed process had of them is
-gone, and this says of which session. What is final is the ledger's, and stays so.
+Owns the records of open and of lost sessions. A session's tokens are not here: what a killed
+process had of them is gone, and this says of which session. What is final is the ledger's, and
+stays so.
 """
 
 from __future__ import annotations
@@ -28,9 +30,13 @@ from paceline.trajectory import BranchKey
 LOST_REASON = "failed:infra"
 LOST_KEPT = 4096
 LOST_KEPT_S = 24 * 3600
-"""A lost session is remembered for so long after the last start of a gateway: at most twice as long in all."""
+"""A lost session is remembered for so long after the last start of a gateway: at most twice as long
+in all.
+"""
 BRANCHES_LOOKED_AT = 64
-"""A session had ended when one of its first branches is in the ledger; the very first may have had no tokens."""
+"""A session had ended when one of its first branches is in the ledger; the very first may have had
+no tokens.
+"""
 MAX_RECORD_BYTES = 16 << 10
 BATCH = 256
 RETRY_S = 0.25
@@ -45,22 +51,28 @@ def api_key_hash(api_key: str) -> str:
 
 
 class OpenSessions:
-    """Open sessions of one run. Putting never waits; one task writes in order and tries again while Redis is away.
+    """Open sessions of one run. Putting never waits; one task writes in order and tries again while
+    Redis is away.
 
-    Only the last word on a session waits, and a session that opened and ended unwritten is not written at all: what
-    waits is bounded by the sessions that are open and those of them that Redis knows. `client` None keeps nothing.
+    Only the last word on a session waits, and a session that opened and ended unwritten is not
+    written at all: what waits is bounded by the sessions that are open and those of them that Redis
+    knows. `client` None keeps nothing.
     """
 
     def __init__(self, client: redis.asyncio.Redis | None, run_id: str) -> None:
         self._client: Any = client
         self._run_id = run_id
-        self._mark = uuid.uuid4().hex  # of this process: what carries another one was left open by a former one
+        self._mark = (
+            uuid.uuid4().hex
+        )  # of this process: what carries another one was left open by a former one
         self._open = run_key(run_id, "sessions:open")
         self._lost = run_key(run_id, "sessions:lost")
         self._lost_keys = run_key(run_id, "sessions:lost:keys")
         self._lost_at = run_key(run_id, "sessions:lost:at")
         self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
-        self._waiting: OrderedDict[str, str | None] = OrderedDict()  # session -> value to set; None: to remove
+        self._waiting: OrderedDict[str, str | None] = (
+            OrderedDict()
+        )  # session -> value to set; None: to remove
         self._written: set[str] = set()  # sessions that are or may be in Redis
         self._flying: Mapping[str, str | None] = {}  # what is being written now
         self._turn = asyncio.Event()  # set, and replaced, whenever a write has ended
@@ -81,7 +93,9 @@ class OpenSessions:
             self._task.add_done_callback(_tell_failure)
 
     async def stop(self, grace_s: float) -> None:
-        """Write what waits for up to `grace_s` seconds; what is open then is lost to the next process, and told so."""
+        """Write what waits for up to `grace_s` seconds; what is open then is lost to the next
+        process, and told so.
+        """
         if self._task is None:
             return
         try:
@@ -96,9 +110,11 @@ class OpenSessions:
         await asyncio.wait_for(self._empty.wait(), deadline_s)
 
     async def recorded(self, session_id: str, deadline_s: float) -> bool:
-        """True once Redis has the last word on a session; False when it takes longer, Redis being away or slow.
+        """True once Redis has the last word on a session; False when it takes longer, Redis being
+        away or slow.
 
-        A caller that answers only after this leaves no instant in which a kill could lose the session silently.
+        A caller that answers only after this leaves no instant in which a kill could lose the
+        session silently.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -108,39 +124,54 @@ class OpenSessions:
         return False
 
     def opened(self, session_id: str, record: Mapping[str, Any]) -> None:
-        """Note an open session. One with `trainable` false in its record is not kept: nobody waits for it.
+        """Note an open session. One with `trainable` false in its record is not kept: nobody waits
+        for it.
 
-        record: JSON values, among them api_key_hash (see `api_key_hash`; may be left out) and those of step, task_id,
-        group_id, group_size, task_index and sample_index that the ledger shall say of it. Raises InvalidInput.
+        record: JSON values, among them api_key_hash (see `api_key_hash`; may be left out) and those
+        of step, task_id, group_id, group_size, task_index and sample_index that the ledger shall
+        say of it. Raises InvalidInput.
         """
         if self._client is None or not record.get("trainable", True):
             return
         self._put(session_id, self._value(session_id, record))
 
     def ended(self, session_id: str) -> None:
-        """Forget an open session; unknown ones are ignored. Call it when its branches are in Redis, not before."""
+        """Forget an open session; unknown ones are ignored.
+
+        Call it when its branches are in Redis, not before.
+        """
         if self._waiting.get(session_id) is not None and session_id not in self._written:
             del self._waiting[session_id]
         elif session_id in self._written:
             self._put(session_id, None)
 
     async def take_lost(self) -> list[dict[str, Any]]:
-        """Call at the start: what former processes left open becomes lost, at once and once; returns the records.
+        """Call at the start: what former processes left open becomes lost, at once and once;
+        returns the records.
 
-        A session of which the ledger knows a branch had ended and is only removed. Of the others the ledger gets a
-        note, not final, with reason "failed:infra". Needs the run for itself: what another gateway that is alive has
-        opened counts as lost too. Raises Unavailable while Redis is away; a later call is as good.
+        A session of which the ledger knows a branch had ended and is only removed. Of the others
+        the ledger gets a note, not final, with reason "failed:infra". Needs the run for itself:
+        what another gateway that is alive has opened counts as lost too. Raises Unavailable while
+        Redis is away; a later call is as good.
         """
         if self._take is None:
             return []
-        keys = [self._open, run_key(self._run_id, "ledger"), self._lost, self._lost_keys, self._lost_at]
+        keys = [
+            self._open,
+            run_key(self._run_id, "ledger"),
+            self._lost,
+            self._lost_keys,
+            self._lost_at,
+        ]
         args = [self._mark, time.time(), LOST_KEPT_S, LOST_KEPT, BRANCHES_LOOKED_AT]
         with redis_errors(self._client, "take over lost sessions"):
             taken = await self._take(keys=keys, args=args)
         return [json.loads(record) for record in taken]
 
     async def lost(self, key_hash: str) -> dict[str, Any] | None:
-        """The record of a session that was lost, by the hash of its API key; None when there is none."""
+        """The record of a session that was lost, by the hash of its API key; None when there is
+        none.
+        """
         if self._client is None:
             return None
         with redis_errors(self._client, "look for a lost session"):
@@ -159,7 +190,9 @@ class OpenSessions:
         """Four lines, see scripts.TAKE_LOST; JSON as it is written here has no line breaks."""
         key_hash = record.get(_API_KEY, "")
         if not isinstance(key_hash, str) or (key_hash and not _is_hash(key_hash)):
-            raise InvalidInput(f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits")
+            raise InvalidInput(
+                f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits"
+            )
         told = {**record, "session_id": session_id, "opened_at_s": time.time()}
         note = {name: record[name] for name in _NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
@@ -167,9 +200,13 @@ class OpenSessions:
         try:
             value = "\n".join((self._mark, key_hash, _json(note), _json(told)))
         except (TypeError, ValueError) as error:
-            raise InvalidInput(f"the record of session {session_id} is not JSON: {error}") from error
+            raise InvalidInput(
+                f"the record of session {session_id} is not JSON: {error}"
+            ) from error
         if len(value) > MAX_RECORD_BYTES:
-            raise InvalidInput("the record of a session is too long", seen=len(value), allowed=MAX_RECORD_BYTES)
+            raise InvalidInput(
+                "the record of a session is too long", seen=len(value), allowed=MAX_RECORD_BYTES
+            )
         return value
 
     def _put(self, session_id: str, value: str | None) -> None:
@@ -216,7 +253,11 @@ class OpenSessions:
                         pipe.hdel(self._open, *gone)
                     await pipe.execute()
         except PacelineError as error:
-            log.warning("open sessions not written; they are tried again", sessions=len(batch), error=str(error))
+            log.warning(
+                "open sessions not written; they are tried again",
+                sessions=len(batch),
+                error=str(error),
+            )
             return False
         self._written.difference_update(gone)
         return True

@@ -1,4 +1,7 @@
-"""A stream in Redis: consumer groups, appends that happen once, reads that survive an outage. It owns no server."""
+"""A stream in Redis: consumer groups, appends that happen once, reads that survive an outage.
+
+It owns no server.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +31,18 @@ _ANSWER_S = 5.0
 
 
 class RedisStream:
-    """Stream over one Redis key; see Stream for the contract. `client` comes from connect() and stays the caller's."""
+    """Stream over one Redis key; see Stream for the contract.
+
+    `client` comes from connect() and stays the caller's.
+    """
 
     def __init__(
-        self, client: redis.asyncio.Redis, key: str, byte_budget: int | None = None, *, outage_s: float = OUTAGE_S
+        self,
+        client: redis.asyncio.Redis,
+        key: str,
+        byte_budget: int | None = None,
+        *,
+        outage_s: float = OUTAGE_S,
     ) -> None:
         # The client's annotations leave replies open between text and bytes; ours are always bytes.
         self._client: Any = client
@@ -61,11 +72,15 @@ class RedisStream:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
 
-    async def append(self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None) -> str | None:
+    async def append(
+        self, fields: Mapping[str, str], payload: bytes, *, key: str | None = None
+    ) -> str | None:
         """Append once by key, also when the answer of a first try was lost."""
         size = entry_bytes(fields, payload)
         if self._budget is not None and size > self._budget:
-            raise ResourceExhausted(f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget)
+            raise ResourceExhausted(
+                f"one entry exceeds the budget of {self._key}", seen=size, allowed=self._budget
+            )
         nonce = uuid.uuid4().hex
         keys = [self._key, f"{self._key}:once:{nonce if key is None else key}", self._sizes]
         head: list[Any] = [nonce, _NONCE_MS if key is None else 0, self._budget or 0, size]
@@ -109,7 +124,9 @@ class RedisStream:
         who = (self._key, group, consumer, int(min_idle_s * 1000))
         with redis_errors(self._client, f"claim on {self._key} as {group}/{consumer}"):
             while len(claimed) < count:
-                reply = await self._client.execute_command("XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed))
+                reply = await self._client.execute_command(
+                    "XAUTOCLAIM", *who, cursor, "COUNT", count - len(claimed)
+                )
                 cursor, entries = autoclaimed(reply)
                 claimed += entries
                 if cursor == "0-0":
@@ -127,7 +144,9 @@ class RedisStream:
     async def history(self, after: str = "", count: int = 1000) -> list[Entry]:
         """Entries that follow an id, read without a group."""
         with redis_errors(self._client, f"read history of {self._key}"):
-            rows = await self._client.xrange(self._key, f"({after}" if after else "-", "+", count=count)
+            rows = await self._client.xrange(
+                self._key, f"({after}" if after else "-", "+", count=count
+            )
         return entries_of(rows)
 
     async def depth(self) -> Depth:
@@ -140,7 +159,13 @@ class RedisStream:
                 groups = await self._client.xinfo_groups(self._key)
             except ResponseError:  # the stream does not exist yet
                 groups = []
-        return Depth(entries, int(total or 0), sum(group["pending"] for group in groups), int(trimmed or 0), dead)
+        return Depth(
+            entries,
+            int(total or 0),
+            sum(group["pending"] for group in groups),
+            int(trimmed or 0),
+            dead,
+        )
 
     async def dead_letter(self, group: str, entry: Entry, reason: str) -> None:
         """Move an entry aside in one script."""
@@ -161,9 +186,13 @@ class RedisStream:
         """Close the reading connections; the client stays the caller's."""
         await self._reader.aclose()
 
-    async def _read_once(self, group: str, consumer: str, count: int, deadline: float) -> list[Entry]:
+    async def _read_once(
+        self, group: str, consumer: str, count: int, deadline: float
+    ) -> list[Entry]:
         if (group, consumer) in self._doubtful:
-            missed = await self._pending(group, consumer, self._held.get((group, consumer), set()), count)
+            missed = await self._pending(
+                group, consumer, self._held.get((group, consumer), set()), count
+            )
             if missed:
                 self._hold(group, consumer, missed)
                 return missed
@@ -172,14 +201,25 @@ class RedisStream:
         block = ["BLOCK", max(1, int(left_s * 1000))] if left_s > 0 else []
         async with asyncio.timeout(max(left_s, 0) + _ANSWER_S):
             reply = await self._reader.execute_command(
-                "XREADGROUP", "GROUP", group, consumer, "COUNT", count, *block, "STREAMS", self._key, ">"
+                "XREADGROUP",
+                "GROUP",
+                group,
+                consumer,
+                "COUNT",
+                count,
+                *block,
+                "STREAMS",
+                self._key,
+                ">",
             )
         entries = entries_of(reply[0][1]) if reply else []
         self._hold(group, consumer, entries)
         return entries
 
     async def _pending(self, group: str, consumer: str, known: Set[str], count: int) -> list[Entry]:
-        """Up to `count` pending entries that are not `known`, page by page; deleted ones are acknowledged."""
+        """Up to `count` pending entries that are not `known`, page by page; deleted ones are
+        acknowledged.
+        """
         found: list[Entry] = []
         after = "0"
         while True:
@@ -216,12 +256,17 @@ def _entry(row: Any) -> Entry:
     raw = row[1]
     fields = dict(raw) if isinstance(raw, Mapping) else dict(zip(raw[::2], raw[1::2], strict=True))
     payload = fields.pop(_PAYLOAD, b"")
-    return Entry(row[0].decode(), {k.decode(): v.decode(errors="replace") for k, v in fields.items()}, payload)
+    return Entry(
+        row[0].decode(),
+        {k.decode(): v.decode(errors="replace") for k, v in fields.items()},
+        payload,
+    )
 
 
 def autoclaimed(reply: Sequence[Any]) -> tuple[str, list[Entry]]:
     """Cursor and entries of an XAUTOCLAIM reply.
 
-    Redis 6.2 answers (cursor, entries) with nothing in place of a deleted entry; 7.0 adds a list of the deleted ids.
+    Redis 6.2 answers (cursor, entries) with nothing in place of a deleted entry; 7.0 adds a list of
+    the deleted ids.
     """
     return bytes(reply[0]).decode(), entries_of(reply[1])

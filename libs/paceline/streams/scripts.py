@@ -1,7 +1,8 @@
 """The Lua scripts of the streams. Owns their keys and arguments; the callers own the meaning.
 
-A script runs to its end or not at all, so an append and its bookkeeping are one step. Sizes of a stream's entries lie
-in the hash `<stream>:sizes` (id -> bytes, and the fields `total` and `trimmed`).
+A script runs to its end or not at all, so an append and its bookkeeping are one step. Sizes of a
+stream's entries lie in the hash `<stream>:sizes` (id -> bytes, and the fields `total` and
+`trimmed`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ local function append(stream, marker, sizes, nonce, expire_ms, budget, size, pai
   while budget > 0 and total > budget do
     local oldest = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1][1]
     redis.call('XDEL', stream, oldest)
-    total = redis.call('HINCRBY', sizes, 'total', -(tonumber(redis.call('HGET', sizes, oldest)) or 0))
+    local size = tonumber(redis.call('HGET', sizes, oldest)) or 0
+    total = redis.call('HINCRBY', sizes, 'total', -size)
     redis.call('HDEL', sizes, oldest)
     redis.call('HINCRBY', sizes, 'trimmed', 1)
   end
@@ -51,9 +53,11 @@ end
 APPEND = (
     _APPEND
     + """
--- KEYS: stream, marker, sizes. ARGV: nonce, marker lifetime in ms (0 = for ever), budget in bytes (0 = none), size,
+-- KEYS: stream, marker, sizes.
+-- ARGV: nonce, marker lifetime in ms (0 = for ever), budget in bytes (0 = none), size,
 -- then field, value, ...
-local id, mine = append(KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tail(5))
+local lifetime, budget = tonumber(ARGV[2]), tonumber(ARGV[3])
+local id, mine = append(KEYS[1], KEYS[2], KEYS[3], ARGV[1], lifetime, budget, ARGV[4], tail(5))
 return {id, mine}
 """
 )
@@ -99,7 +103,8 @@ return mine
 )
 
 COUNT = """
--- KEYS: trajectories, finals, trained, dropped. Returns final, trained, open, lost, then reason, count, ...
+-- KEYS: trajectories, finals, trained, dropped.
+-- Returns final, trained, open, lost, then reason, count, ...
 local finals = redis.call('HGETALL', KEYS[2])
 local trained, open, lost, reasons = 0, 0, 0, {}
 for index = 1, #finals, 2 do
@@ -126,14 +131,18 @@ return reply
 TAKE_LOST = """
 -- KEYS: open sessions, ledger, lost sessions, their API keys, their times.
 -- ARGV: mark of this process, now in s, seconds kept, sessions kept, branches looked at.
--- Value of an open session: mark, hash of its API key, ledger record, record, a line each; a lost one lacks the third.
--- Returns the records of what this process has taken: sessions of former ones of which the ledger knew no branch.
+-- Value of an open session: mark, hash of its API key, ledger record, record, a line each;
+-- a lost one lacks the third.
+-- Returns the records of what this process has taken: sessions of former ones of which the
+-- ledger knew no branch.
 -- A call that is repeated after a lost answer returns them again.
 local now, kept_s, kept = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local function forget(session)
   local value = redis.call('HGET', KEYS[3], session)
   local api_key = value and string.match(value, '^[^\\n]*\\n([^\\n]*)\\n')
-  if api_key and redis.call('HGET', KEYS[4], api_key) == session then redis.call('HDEL', KEYS[4], api_key) end
+  if api_key and redis.call('HGET', KEYS[4], api_key) == session then
+    redis.call('HDEL', KEYS[4], api_key)
+  end
   redis.call('HDEL', KEYS[3], session)
   redis.call('ZREM', KEYS[5], session)
 end
@@ -148,7 +157,8 @@ end
 local opened = redis.call('HGETALL', KEYS[1])
 for index = 1, #opened, 2 do
   local session, value = opened[index], opened[index + 1]
-  local mark, api_key, note, record = string.match(value, '^([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)$')
+  local lines = '^([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)\\n([^\\n]*)$'
+  local mark, api_key, note, record = string.match(value, lines)
   if mark ~= ARGV[1] then
     redis.call('HDEL', KEYS[1], session)
     if not known(session) then
@@ -164,7 +174,8 @@ for index = 2, #lost, 2 do
   local mark, record = string.match(lost[index], '^([^\\n]*)\\n[^\\n]*\\n([^\\n]*)$')
   if mark == ARGV[1] then taken[#taken + 1] = record end
 end
-for _, session in ipairs(redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now - kept_s)) do forget(session) end
+local old = redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now - kept_s)
+for _, session in ipairs(old) do forget(session) end
 for _, session in ipairs(redis.call('ZRANGE', KEYS[5], 0, -kept - 1)) do forget(session) end
 for index = 3, 5 do redis.call('EXPIRE', KEYS[index], kept_s) end
 return taken

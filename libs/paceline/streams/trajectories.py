@@ -1,4 +1,5 @@
-"""A trajectory as a stream entry: what a reader filters by stands in the fields, the arrays in a safetensors payload.
+"""A trajectory as a stream entry: what a reader filters by stands in the fields, the arrays in a
+safetensors payload.
 
 It does not append; Ledger.append_final does.
 """
@@ -16,13 +17,21 @@ from paceline.telemetry import inject
 from paceline.tensors import as_numpy, crc32, decode_safetensors, encode_safetensors, from_numpy
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
 
-_DTYPES = {"token_ids": "I32", "loss_mask": "U8", "behavior_logprobs": "F32", "version_spans": "I64"}
+_DTYPES = {
+    "token_ids": "I32",
+    "loss_mask": "U8",
+    "behavior_logprobs": "F32",
+    "version_spans": "I64",
+}
 
 
-def encode_trajectory(trajectory: Trajectory, traceparent: str = "") -> tuple[dict[str, str], bytes]:
+def encode_trajectory(
+    trajectory: Trajectory, traceparent: str = ""
+) -> tuple[dict[str, str], bytes]:
     """Fields and payload of one branch; `traceparent` defaults to that of the current span.
 
-    Payload: token_ids i32 [T], loss_mask u8 [T], behavior_logprobs f32 [T], version_spans i64 [N, 3].
+    Payload: token_ids i32 [T], loss_mask u8 [T], behavior_logprobs f32 [T], version_spans i64 [N,
+    3].
     """
     spans = [(span.start, span.end, span.policy_version) for span in trajectory.version_spans]
     arrays = {
@@ -53,7 +62,9 @@ def _fields(trajectory: Trajectory, traceparent: str, payload: bytes) -> dict[st
         "seed": str(trajectory.seed),
         "temperature": repr(float(trajectory.temperature)),
         "finish_reason": trajectory.finish_reason,
-        "policy_version": str(max((span.policy_version for span in trajectory.version_spans), default=0)),
+        "policy_version": str(
+            max((span.policy_version for span in trajectory.version_spans), default=0)
+        ),
         "speculation": ",".join(
             str(count)
             for count in (
@@ -70,18 +81,24 @@ def _fields(trajectory: Trajectory, traceparent: str, payload: bytes) -> dict[st
 
 
 def decode_trajectory(fields: Mapping[str, str], payload: bytes) -> Trajectory:
-    """The branch of an entry; DataLoss when fields or payload are not what encode_trajectory writes."""
+    """The branch of an entry; DataLoss when fields or payload are not what encode_trajectory
+    writes.
+    """
     require_schema(fields)
     try:
         if int(fields["crc32"]) != crc32(payload):
-            raise DataLoss("payload of a trajectory does not match its checksum", seen=crc32(payload))
+            raise DataLoss(
+                "payload of a trajectory does not match its checksum", seen=crc32(payload)
+            )
         return _decode(fields, _arrays(payload))
     except (KeyError, ValueError, TypeError, OverflowError, InvalidInput) as error:
         raise DataLoss("an entry does not decode as a trajectory", seen=repr(error)) from error
 
 
 def trajectory_key(fields: Mapping[str, str]) -> str:
-    """Ledger key of an entry, for one whose payload does not decode; DataLoss when the fields do not name it."""
+    """Ledger key of an entry, for one whose payload does not decode; DataLoss when the fields do
+    not name it.
+    """
     try:
         return str(BranchKey(fields["run"], fields["session"], fields["branch"]))
     except KeyError as error:
@@ -96,7 +113,9 @@ def _arrays(payload: bytes) -> dict[str, list[Any]]:
 
 
 def _decode(fields: Mapping[str, str], arrays: dict[str, list[Any]]) -> Trajectory:
-    target_steps, drafted, accepted, round_tokens, rounds = (int(part) for part in fields["speculation"].split(","))
+    target_steps, drafted, accepted, round_tokens, rounds = (
+        int(part) for part in fields["speculation"].split(",")
+    )
     return Trajectory(
         key=BranchKey(fields["run"], fields["session"], fields["branch"]),
         step=int(fields["step"]),

@@ -1,13 +1,14 @@
-"""The demo's task family: the greatest common divisor of two numbers, with Euclid's working in view.
+"""The demo's task family: the greatest common divisor of two numbers, with Euclid's working in
+view.
 
-Owns the text of prompts, worked solutions and answers, the train/held-out split and the sampling of tasks.
-Knows no tokenizer and no model: one character of text is one token of the demo's vocabulary.
+Owns the text of prompts, worked solutions and answers, the train/held-out split and the sampling of
+tasks. Knows no tokenizer and no model: one character of text is one token of the demo's vocabulary.
 
 A prompt is `48:36=`. A response chooses one of three styles by its first character:
 
-    direct       `#12`                     no working
-    remainder    `%3612%1200#12`           each step is the pair (b, a mod b), until b is 0
-    subtract     `-1236-1224-1212#12`      each step takes the smaller number from the larger, until both are equal
+    direct       `#12`                     no working remainder    `%3612%1200#12`           each
+    step is the pair (b, a mod b), until b is 0 subtract     `-1236-1224-1212#12`      each step
+    takes the smaller number from the larger, until both are equal
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ STYLES: tuple[Style, ...] = get_args(Style)
 SPLITS: tuple[Split, ...] = get_args(Split)
 LARGEST = 99
 MAX_SUBTRACTIONS = 40
-"""Pairs that need more subtractions are outside the family, so that no worked solution exceeds 203 characters."""
+"""Pairs that need more subtractions are outside the family, so that no worked solution exceeds 203
+characters.
+"""
 _HELDOUT_PERCENT = 20
 _MARKS: dict[str, Style] = {"#": "direct", "%": "remainder", "-": "subtract"}
 
@@ -62,7 +65,9 @@ def solution(a: int, b: int, style: Style) -> str:
 
 
 def style_of(response: str) -> Style | None:
-    """The style a response chose, by its first character; None when it starts with none of the three marks."""
+    """The style a response chose, by its first character; None when it starts with none of the
+    three marks.
+    """
     return _MARKS.get(response[:1])
 
 
@@ -80,7 +85,9 @@ def split_of(a: int, b: int) -> Split:
 
 @cache
 def pairs(split: Split) -> tuple[tuple[int, int], ...]:
-    """Every ordered pair of the family in one split: a != b, both in 1..99, at most MAX_SUBTRACTIONS steps."""
+    """Every ordered pair of the family in one split: a != b, both in 1..99, at most
+    MAX_SUBTRACTIONS steps.
+    """
     if split not in SPLITS:
         raise InvalidInput("unknown split", seen=split, allowed=", ".join(SPLITS))
     numbers = range(1, LARGEST + 1)
@@ -88,15 +95,17 @@ def pairs(split: Split) -> tuple[tuple[int, int], ...]:
         (a, b)
         for a in numbers
         for b in numbers
-        if a != b and split_of(a, b) == split and sum(1 for _ in _subtractions(a, b)) <= MAX_SUBTRACTIONS
+        if a != b
+        and split_of(a, b) == split
+        and sum(1 for _ in _subtractions(a, b)) <= MAX_SUBTRACTIONS
     )
 
 
 def weight(a: int, b: int) -> float:
     """How likely the pair is drawn, relative to others: its divisor to the power of 1.5.
 
-    Uniform pairs are coprime in 61 % of cases, and a constant guess would be a strong policy; among 512 held-out
-    pairs drawn with this weight, 24 % are.
+    Uniform pairs are coprime in 61 % of cases, and a constant guess would be a strong policy; among
+    512 held-out pairs drawn with this weight, 24 % are.
     """
     return math.pow(math.gcd(a, b), 1.5)
 
@@ -104,11 +113,16 @@ def weight(a: int, b: int) -> float:
 def sample_tasks(count: int, split: Split, seed: int) -> list[Task]:
     """`count` distinct tasks, drawn by `weight` without replacement; the same for the same seed.
 
-    Raises InvalidInput when the split holds fewer pairs. Keys u^(1/w): Efraimidis and Spirakis, 2006.
+    Raises InvalidInput when the split holds fewer pairs. Keys u^(1/w): Efraimidis and Spirakis,
+    2006.
     """
     family = pairs(split)
     if not 0 <= count <= len(family):
-        raise InvalidInput(f"the split {split!r} does not hold so many tasks", seen=count, allowed=f"0..{len(family)}")
+        raise InvalidInput(
+            f"the split {split!r} does not hold so many tasks",
+            seen=count,
+            allowed=f"0..{len(family)}",
+        )
     rng = random.Random(seed)
     keyed = sorted(((rng.random() ** (1.0 / weight(a, b)), a, b) for a, b in family), reverse=True)
     return [_task(a, b, split) for _, a, b in keyed[:count]]
@@ -133,4 +147,6 @@ def _subtractions(a: int, b: int) -> Iterator[tuple[int, int]]:
 def _require_pair(a: int, b: int) -> None:
     for number in (a, b):
         if not 1 <= number <= LARGEST:
-            raise InvalidInput("a number is outside the family", seen=number, allowed=f"1..{LARGEST}")
+            raise InvalidInput(
+                "a number is outside the family", seen=number, allowed=f"1..{LARGEST}"
+            )

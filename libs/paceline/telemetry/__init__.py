@@ -1,4 +1,7 @@
-"""Traces, metrics and logs of a process, and the trace context on the wire. Owns local file and page only."""
+"""Traces, metrics and logs of a process, and the trace context on the wire.
+
+Owns local file and page only.
+"""
 
 from paceline.telemetry.context import (
     current_trace_id,
@@ -9,7 +12,13 @@ from paceline.telemetry.context import (
     inject_frame,
 )
 from paceline.telemetry.log import get_logger
-from paceline.telemetry.setup import PROMETHEUS_TYPE, TelemetrySettings, prometheus_page, setup, shutdown
+from paceline.telemetry.setup import (
+    PROMETHEUS_TYPE,
+    TelemetrySettings,
+    prometheus_page,
+    setup,
+    shutdown,
+)
 from paceline.telemetry.trace import link_current, mark_failed, meter, span, tracer
 
 __all__ = [

@@ -1,6 +1,8 @@
-"""The trace context on the wire (W3C Trace Context): carriers for gRPC metadata, stream fields and ZeroMQ frames.
+"""The trace context on the wire (W3C Trace Context): carriers for gRPC metadata, stream fields and
+ZeroMQ frames.
 
-Owns no span. A carrier that is missing or malformed yields an empty context: a broken trace never breaks a message.
+Owns no span. A carrier that is missing or malformed yields an empty context: a broken trace never
+breaks a message.
 """
 
 from __future__ import annotations
@@ -16,14 +18,18 @@ _propagator = TraceContextTextMapPropagator()
 
 
 def inject(context: Context | None = None) -> dict[str, str]:
-    """Carrier of the given or current context: `traceparent` and perhaps `tracestate`; empty outside any span."""
+    """Carrier of the given or current context: `traceparent` and perhaps `tracestate`; empty
+    outside any span.
+    """
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, context)
     return carrier
 
 
 def extract(carrier: Mapping[str, str | bytes]) -> Context:
-    """Context of a carrier; other keys are ignored, so a stream entry's header fields may be given as they are."""
+    """Context of a carrier; other keys are ignored, so a stream entry's header fields may be given
+    as they are.
+    """
     return extract_metadata(carrier.items())
 
 

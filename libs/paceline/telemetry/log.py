@@ -1,4 +1,7 @@
-"""Structured log lines to stderr with the trace they belong to. Owns format and level, not what is logged."""
+"""Structured log lines to stderr with the trace they belong to.
+
+Owns format and level, not what is logged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Start and end of a process's telemetry. Owns the providers; OTLP export follows the standard OTEL_* variables."""
+"""Start and end of a process's telemetry.
+
+Owns the providers; OTLP export follows the standard OTEL_* variables.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +54,10 @@ class _Running:
 def setup(service: str, config: TelemetrySettings) -> None:
     """Start logs, spans and metrics of this process; a second call ends the first one's providers.
 
-    Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to OTEL_EXPORTER_OTLP_ENDPOINT when
-    that is set (OTLP over gRPC); otherwise they exist for their ids only. Metrics go to the same endpoint, and with
-    `prometheus` to `prometheus_page` as well, which costs nothing until it is asked for.
+    Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to
+    OTEL_EXPORTER_OTLP_ENDPOINT when that is set (OTLP over gRPC); otherwise they exist for their
+    ids only. Metrics go to the same endpoint, and with `prometheus` to `prometheus_page` as well,
+    which costs nothing until it is asked for.
     """
     from opentelemetry.sdk.resources import Resource
 
@@ -79,12 +83,15 @@ def shutdown() -> None:
 
 
 def prometheus_page() -> bytes:
-    """All metrics of this process in Prometheus text format 0.0.4, names and units as OpenTelemetry maps them.
+    """All metrics of this process in Prometheus text format 0.0.4, names and units as OpenTelemetry
+    maps them.
 
     Raises NotFound when none are kept.
     """
     if _Running.registry is None:
-        raise NotFound("this process keeps no metrics for Prometheus", allowed="telemetry.prometheus=true")
+        raise NotFound(
+            "this process keeps no metrics for Prometheus", allowed="telemetry.prometheus=true"
+        )
     from prometheus_client import generate_latest
 
     return generate_latest(_Running.registry)
@@ -95,7 +102,9 @@ def _traces(service: str, config: TelemetrySettings, resource: Resource) -> Trac
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class SystemIds(IdGenerator):
-        """Ids from the operating system: seeding `random` for a run must not make two processes' ids equal."""
+        """Ids from the operating system: seeding `random` for a run must not make two processes'
+        ids equal.
+        """
 
         def generate_trace_id(self) -> int:
             return secrets.randbelow(2**128 - 1) + 1
@@ -107,7 +116,9 @@ def _traces(service: str, config: TelemetrySettings, resource: Resource) -> Trac
     if config.spans_dir:
         from paceline.telemetry.span_file import SpanFile
 
-        provider.add_span_processor(SpanFile(Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl", service))
+        provider.add_span_processor(
+            SpanFile(Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl", service)
+        )
     if _otlp_wanted("TRACES"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -136,5 +147,6 @@ def _metrics(config: TelemetrySettings, resource: Resource) -> MeterProvider:
 
 def _otlp_wanted(signal: str) -> bool:
     return bool(
-        os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+        os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        or os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
     )

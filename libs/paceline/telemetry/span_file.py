@@ -1,6 +1,8 @@
-"""Finished spans as lines of a local file. Owns the queue, the thread that writes and the form of a line.
+"""Finished spans as lines of a local file. Owns the queue, the thread that writes and the form of a
+line.
 
-Nobody waits for the disk: spans that find the queue full, or the file at its limit, are dropped and counted.
+Nobody waits for the disk: spans that find the queue full, or the file at its limit, are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class SpanFile(SpanProcessor):
         with self._changed:
             self._flush = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: not self._queue and not self._busy, timeout_millis / 1000)
+            return self._changed.wait_for(
+                lambda: not self._queue and not self._busy, timeout_millis / 1000
+            )
 
     def shutdown(self) -> None:
         """Write what is queued and close the file; says how many spans were dropped."""
@@ -106,7 +110,10 @@ class SpanFile(SpanProcessor):
         return self._closed or self._flush or len(self._queue) >= self._batch
 
     def _write(self, spans: list[ReadableSpan]) -> None:
-        text = "".join(json.dumps(as_record(span, self._service), separators=(",", ":")) + "\n" for span in spans)
+        text = "".join(
+            json.dumps(as_record(span, self._service), separators=(",", ":")) + "\n"
+            for span in spans
+        )
         data = text.encode()
         if len(data) > self._room:
             self._drop(len(spans))
@@ -128,7 +135,9 @@ class SpanFile(SpanProcessor):
 
 
 def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
-    """The line of one span; ids in hex, times in nanoseconds since the Unix epoch, links as traceparent strings."""
+    """The line of one span; ids in hex, times in nanoseconds since the Unix epoch, links as
+    traceparent strings.
+    """
     context = span.get_span_context()
     assert context is not None
     attributes = {key: _plain(value) for key, value in (span.attributes or {}).items()}
@@ -144,7 +153,9 @@ def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
         "start_ns": span.start_time,
         "end_ns": span.end_time,
         "attributes": attributes,
-        "links": [f"00-{link.context.trace_id:032x}-{link.context.span_id:016x}-01" for link in span.links],
+        "links": [
+            f"00-{link.context.trace_id:032x}-{link.context.span_id:016x}-01" for link in span.links
+        ],
         "status": span.status.status_code.name.lower(),
     }
 

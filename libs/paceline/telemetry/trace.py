@@ -62,7 +62,9 @@ def span(
 
     `parent` None is the current span; `links` are traceparent strings, invalid ones are left out.
     """
-    linked = [Link(found) for traceparent in links if (found := span_context(traceparent)) is not None]
+    linked = [
+        Link(found) for traceparent in links if (found := span_context(traceparent)) is not None
+    ]
     with tracer().start_as_current_span(
         name,
         context=parent,
@@ -80,7 +82,9 @@ def span(
 
 
 def link_current(traceparents: Iterable[str]) -> None:
-    """Link the current span to others that are known only when it ends; invalid ones are left out."""
+    """Link the current span to others that are known only when it ends; invalid ones are left
+    out.
+    """
     current = get_current_span()
     for traceparent in sorted(traceparents):
         if (found := span_context(traceparent)) is not None:

@@ -1,4 +1,7 @@
-"""Named tensors as raw bytes, and the safetensors format. Owns bytes, dtypes and shapes; no arithmetic, no torch."""
+"""Named tensors as raw bytes, and the safetensors format.
+
+Owns bytes, dtypes and shapes; no arithmetic, no torch.
+"""
 
 from paceline.tensors.safetensors import (
     decode_metadata,

@@ -1,4 +1,7 @@
-"""One named tensor as a view of bytes. Owns dtype names, sizes and numpy views; not the file format."""
+"""One named tensor as a view of bytes.
+
+Owns dtype names, sizes and numpy views; not the file format.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ _NUMPY = {
     "I64": "<i8",
     "F64": "<f8",
 }
-_NAMES = {np.dtype(code): name for name, code in _NUMPY.items() if not name.startswith(("BF", "F8"))}
+_NAMES = {
+    np.dtype(code): name for name, code in _NUMPY.items() if not name.startswith(("BF", "F8"))
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,9 @@ class TensorLayout:
         if not self.name or self.name == "__metadata__":
             raise InvalidInput("a tensor needs a name of its own", seen=repr(self.name))
         if self.dtype not in ITEM_BYTES:
-            raise InvalidInput(f"dtype of {self.name} is unknown", seen=self.dtype, allowed=", ".join(ITEM_BYTES))
+            raise InvalidInput(
+                f"dtype of {self.name} is unknown", seen=self.dtype, allowed=", ".join(ITEM_BYTES)
+            )
         if any(size < 0 for size in self.shape):
             raise InvalidInput(f"shape of {self.name} has a negative size", seen=self.shape)
 
@@ -108,7 +115,10 @@ class NamedTensor:
 
 
 def as_numpy(tensor: NamedTensor) -> npt.NDArray[Any]:
-    """View of the bytes as an array; bfloat16 and float8 appear as their bits (uint16, uint8). No copy."""
+    """View of the bytes as an array; bfloat16 and float8 appear as their bits (uint16, uint8).
+
+    No copy.
+    """
     return np.frombuffer(tensor.view, dtype=_NUMPY[tensor.dtype]).reshape(tensor.shape)
 
 
@@ -120,7 +130,11 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
     rows = np.ascontiguousarray(array).reshape(array.shape)
     known = _NAMES.get(rows.dtype.newbyteorder("<") if rows.dtype.byteorder == ">" else rows.dtype)
     if known is None or rows.dtype.byteorder == ">":
-        raise InvalidInput(f"numpy dtype of {name} has no safetensors name", seen=rows.dtype.str, allowed=list(_NAMES))
+        raise InvalidInput(
+            f"numpy dtype of {name} has no safetensors name",
+            seen=rows.dtype.str,
+            allowed=list(_NAMES),
+        )
     return NamedTensor(name, dtype or known, tuple(rows.shape), rows.reshape(-1).view("u1").data)
 
 

@@ -1,4 +1,7 @@
-"""Versions of weights between processes: manifest, chunks, spool, Prepare/Push/Commit/Abort. Owns bytes, not models."""
+"""Versions of weights between processes: manifest, chunks, spool, Prepare/Push/Commit/Abort.
+
+Owns bytes, not models.
+"""
 
 from paceline.weights.manifest import CONFIG, build_manifest
 from paceline.weights.messages import versions_from_proto, versions_to_proto

@@ -1,4 +1,7 @@
-"""One version while it arrives. Owns its buffer and which chunks are in; not where it goes next (spool, servicer)."""
+"""One version while it arrives.
+
+Owns its buffer and which chunks are in; not where it goes next (spool, servicer).
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,20 @@ from collections.abc import Iterator
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import check_manifest, chunk_count, chunk_span, content_hash, target_name
+from paceline.weights.manifest import (
+    check_manifest,
+    chunk_count,
+    chunk_span,
+    content_hash,
+    target_name,
+)
 from paceline.weights.wire import PushChunk
 
 
 class Assembly:
-    """A buffer of total_bytes and the checksum of each chunk received; writes are idempotent by chunk."""
+    """A buffer of total_bytes and the checksum of each chunk received; writes are idempotent by
+    chunk.
+    """
 
     def __init__(self, manifest: Manifest, max_bytes: int) -> None:
         check_manifest(manifest, max_bytes=max_bytes)
@@ -33,14 +44,20 @@ class Assembly:
     @property
     def receive_s(self) -> float:
         """Seconds from the first chunk to the last; 0 until complete."""
-        return self.finished_s - self.started_s if self.started_s is not None and self.finished_s is not None else 0.0
+        return (
+            self.finished_s - self.started_s
+            if self.started_s is not None and self.finished_s is not None
+            else 0.0
+        )
 
     def missing(self) -> list[int]:
         """Indices of the chunks not yet here."""
         return [index for index, checksum in enumerate(self._checksums) if checksum is None]
 
     def wanted(self) -> list[int]:
-        """Chunks to ask for; never empty, so that a Push can finish what an earlier one could not hand on."""
+        """Chunks to ask for; never empty, so that a Push can finish what an earlier one could not
+        hand on.
+        """
         return self.missing() or [len(self._checksums) - 1]
 
     def place(self, chunk: PushChunk) -> None:
@@ -50,14 +67,18 @@ class Assembly:
         """
         start, end = chunk_span(self.manifest, chunk.chunk_index)
         if len(chunk.data) != end - start:
-            raise InvalidInput(f"{self._name(chunk)} has a wrong length", seen=len(chunk.data), allowed=end - start)
+            raise InvalidInput(
+                f"{self._name(chunk)} has a wrong length", seen=len(chunk.data), allowed=end - start
+            )
         if self.started_s is None:
             self.started_s = time.monotonic()
         known = self._checksums[chunk.chunk_index]
         checksum = zlib.crc32(chunk.data)
         if checksum != chunk.crc32 or known not in (None, checksum):
             allowed = f"{chunk.crc32 if known is None else known:#010x}"
-            raise DataLoss(f"{self._name(chunk)} is corrupt", seen=f"{checksum:#010x}", allowed=allowed)
+            raise DataLoss(
+                f"{self._name(chunk)} is corrupt", seen=f"{checksum:#010x}", allowed=allowed
+            )
         if known is not None:
             return
         self.buffer[start:end] = chunk.data
@@ -68,18 +89,29 @@ class Assembly:
 
     def check_content(self) -> None:
         """Raises DataLoss when the chunks are not the content that the manifest names."""
-        if self.manifest.content_hash and (seen := content_hash(self._known())) != self.manifest.content_hash:
-            raise DataLoss("chunks are not the manifest's content", seen=seen, allowed=self.manifest.content_hash)
+        if (
+            self.manifest.content_hash
+            and (seen := content_hash(self._known())) != self.manifest.content_hash
+        ):
+            raise DataLoss(
+                "chunks are not the manifest's content",
+                seen=seen,
+                allowed=self.manifest.content_hash,
+            )
 
     def _known(self) -> Iterator[int]:
         return (checksum for checksum in self._checksums if checksum is not None)
 
     def _name(self, chunk: PushChunk) -> str:
-        return f"chunk {chunk.chunk_index} of {target_name(self.manifest.target)} version {self.manifest.version}"
+        return (
+            f"chunk {chunk.chunk_index} of {target_name(self.manifest.target)} version "
+            f"{self.manifest.version}"
+        )
 
 
 def allocate(nbytes: int) -> memoryview:
-    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages where offered.
+    """Zeroed memory of its own mapping, so that it goes back to the system when dropped; huge pages
+    where offered.
 
     Raises ResourceExhausted.
     """

@@ -1,4 +1,7 @@
-"""What a version consists of: building, checking and cutting a manifest. Owns the stream's layout; no transport."""
+"""What a version consists of: building, checking and cutting a manifest.
+
+Owns the stream's layout; no transport.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ TARGET_NAMES = {1: "policy", 2: "drafter", 3: "policy_head"}
 """Word of each WeightTarget, used in messages and directory names."""
 
 CONFIG = "config"
-"""Key of a manifest's metadata: text of a config.json that lies beside the tensors, and says what they are."""
+"""Key of a manifest's metadata: text of a config.json that lies beside the tensors, and says what
+they are.
+"""
 MAX_CONFIG_BYTES = 64 << 10
 
 MIN_CHUNK_BYTES = 4 << 10
@@ -40,7 +45,9 @@ def build_manifest(
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Manifest of a full push of `tensors` in this order; reads every byte once for content_hash."""
+    """Manifest of a full push of `tensors` in this order; reads every byte once for
+    content_hash.
+    """
     manifest = Manifest(
         target=WeightTarget.Name(target),
         version=version,
@@ -53,12 +60,20 @@ def build_manifest(
     for tensor in tensors:
         nbytes = tensor.layout.nbytes
         manifest.tensors.append(
-            TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=offset, nbytes=nbytes)
+            TensorSpec(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                offset=offset,
+                nbytes=nbytes,
+            )
         )
         offset += nbytes
     manifest.total_bytes = offset
     check_manifest(manifest, max_bytes=offset)
-    checksums = (zlib.crc32(data) for _, data in cut_chunks(manifest, tensors, range(chunk_count(manifest))))
+    checksums = (
+        zlib.crc32(data) for _, data in cut_chunks(manifest, tensors, range(chunk_count(manifest)))
+    )
     manifest.content_hash = content_hash(checksums)
     return manifest
 
@@ -69,19 +84,26 @@ def content_hash(checksums: Iterator[int]) -> str:
 
 
 def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
-    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or overlap, a config
-    that is a JSON object of at most MAX_CONFIG_BYTES."""
+    """Raises InvalidInput unless the manifest can be received: known names, offsets without gap or
+    overlap, a config that is a JSON object of at most MAX_CONFIG_BYTES.
+    """
     target_name(manifest.target)
     if CONFIG in manifest.metadata:
         _check_config(manifest.metadata[CONFIG])
     if manifest.encoding != WEIGHT_ENCODING_FULL:
         seen = _encoding_name(manifest.encoding)
-        raise InvalidInput("this receiver takes full pushes only", seen=seen, allowed="WEIGHT_ENCODING_FULL")
+        raise InvalidInput(
+            "this receiver takes full pushes only", seen=seen, allowed="WEIGHT_ENCODING_FULL"
+        )
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         allowed = f"{MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
-        raise InvalidInput("chunk_bytes is out of range", seen=manifest.chunk_bytes, allowed=allowed)
+        raise InvalidInput(
+            "chunk_bytes is out of range", seen=manifest.chunk_bytes, allowed=allowed
+        )
     if not 0 < manifest.total_bytes <= max_bytes:
-        raise InvalidInput("total_bytes is out of range", seen=manifest.total_bytes, allowed=f"1 to {max_bytes}")
+        raise InvalidInput(
+            "total_bytes is out of range", seen=manifest.total_bytes, allowed=f"1 to {max_bytes}"
+        )
     offset = 0
     names = set()
     for spec in manifest.tensors:
@@ -89,26 +111,38 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
         if spec.name in names:
             raise InvalidInput("two tensors of a manifest have the same name", seen=spec.name)
         if spec.nbytes != layout.nbytes:
-            raise InvalidInput(f"nbytes of {spec.name} does not fit its shape", seen=spec.nbytes, allowed=layout.nbytes)
+            raise InvalidInput(
+                f"nbytes of {spec.name} does not fit its shape",
+                seen=spec.nbytes,
+                allowed=layout.nbytes,
+            )
         if spec.offset != offset:
             fault = "overlaps" if spec.offset < offset else "leaves a gap"
             raise InvalidInput(f"offset of {spec.name} {fault}", seen=spec.offset, allowed=offset)
         names.add(spec.name)
         offset += spec.nbytes
     if offset != manifest.total_bytes:
-        raise InvalidInput("total_bytes is not the sum of the tensors", seen=manifest.total_bytes, allowed=offset)
+        raise InvalidInput(
+            "total_bytes is not the sum of the tensors", seen=manifest.total_bytes, allowed=offset
+        )
 
 
 def _check_config(text: str) -> None:
     size = len(text.encode())
     if size > MAX_CONFIG_BYTES:
-        raise InvalidInput("config of a version is too long", seen=f"{size} bytes", allowed=f"{MAX_CONFIG_BYTES} bytes")
+        raise InvalidInput(
+            "config of a version is too long",
+            seen=f"{size} bytes",
+            allowed=f"{MAX_CONFIG_BYTES} bytes",
+        )
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidInput("config of a version is not JSON", seen=str(error)[:120]) from error
     if not isinstance(config, dict):
-        raise InvalidInput("config of a version is no JSON object", seen=text[:120], allowed="an object")
+        raise InvalidInput(
+            "config of a version is no JSON object", seen=text[:120], allowed="an object"
+        )
 
 
 def layouts(manifest: Manifest) -> list[TensorLayout]:
@@ -124,7 +158,9 @@ def chunk_count(manifest: Manifest) -> int:
 def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
     """Byte range of chunk `index`; InvalidInput when there is none."""
     if not 0 <= index < chunk_count(manifest):
-        raise InvalidInput("chunk index is out of range", seen=index, allowed=f"0 to {chunk_count(manifest) - 1}")
+        raise InvalidInput(
+            "chunk index is out of range", seen=index, allowed=f"0 to {chunk_count(manifest) - 1}"
+        )
     start = index * manifest.chunk_bytes
     return start, min(start + manifest.chunk_bytes, manifest.total_bytes)
 
@@ -132,7 +168,8 @@ def chunk_span(manifest: Manifest, index: int) -> tuple[int, int]:
 def cut_chunks(
     manifest: Manifest, tensors: Sequence[NamedTensor], wanted: Sequence[int]
 ) -> Iterator[tuple[int, memoryview]]:
-    """(index, bytes) of each wanted chunk; a view where the chunk lies within one tensor, else a joined copy.
+    """(index, bytes) of each wanted chunk; a view where the chunk lies within one tensor, else a
+    joined copy.
 
     `wanted` ascends. Raises InvalidInput when the tensors are not those of the manifest.
     """
@@ -140,7 +177,8 @@ def cut_chunks(
     given = [(tensor.name, tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
     if described != given:
         odd = next(
-            (pair for pair in zip(given, described, strict=False) if pair[0] != pair[1]), (len(given), len(described))
+            (pair for pair in zip(given, described, strict=False) if pair[0] != pair[1]),
+            (len(given), len(described)),
         )
         raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
     first = 0
@@ -151,7 +189,9 @@ def cut_chunks(
         yield index, _slice(manifest, tensors, first, start, end)
 
 
-def _slice(manifest: Manifest, tensors: Sequence[NamedTensor], first: int, start: int, end: int) -> memoryview:
+def _slice(
+    manifest: Manifest, tensors: Sequence[NamedTensor], first: int, start: int, end: int
+) -> memoryview:
     """Bytes [start, end) of the stream; tensor `first` holds byte `start`."""
     parts = []
     while start < end:

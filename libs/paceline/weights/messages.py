@@ -8,7 +8,9 @@ from paceline.v1 import trajectory_pb2
 
 def versions_to_proto(versions: VersionSet) -> trajectory_pb2.VersionSet:
     """Message of a set."""
-    return trajectory_pb2.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
+    return trajectory_pb2.VersionSet(
+        seq=versions.seq, policy=versions.policy, drafter=versions.drafter
+    )
 
 
 def versions_from_proto(message: trajectory_pb2.VersionSet) -> VersionSet:

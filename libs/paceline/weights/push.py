@@ -1,4 +1,7 @@
-"""Sender of weights: Prepare, Push, Commit, Abort as a client. Owns deadlines; keeps no state between calls."""
+"""Sender of weights: Prepare, Push, Commit, Abort as a client.
+
+Owns deadlines; keeps no state between calls.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,17 @@ from paceline.weights.wire import PushChunk, encode_push
 
 BASE_DEADLINE_S = 30.0
 SLOWEST_BYTES_PER_S = 20e6
-"""A push may take the base deadline plus its bytes at this rate (network, spool and fan-out together)."""
+"""A push may take the base deadline plus its bytes at this rate (network, spool and fan-out
+together).
+"""
 COMMAND_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """What a push took, in seconds; all zero but push_s when the receiver had the version already."""
+    """What a push took, in seconds; all zero but push_s when the receiver had the version
+    already.
+    """
 
     bytes: int  # sent by this call
     push_s: float  # from Prepare to the answer of Push, spool and fan-out included
@@ -59,8 +66,8 @@ async def push_weights(
 ) -> PushReport:
     """Sends the chunks the receiver wants; called again after a failure it sends only the rest.
 
-    Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch, ResourceExhausted,
-    Unavailable, DeadlineExceeded.
+    Raises the receiver's PacelineError: WeightsError, InvalidInput, DataLoss, StaleEpoch,
+    ResourceExhausted, Unavailable, DeadlineExceeded.
     """
     started_s = time.monotonic()
     deadline_s = push_deadline_s(manifest.total_bytes) if deadline_s is None else deadline_s
@@ -70,7 +77,9 @@ async def push_weights(
         wanted = await stub.Prepare(request, timeout=deadline_s)
         if wanted.complete:
             return PushReport(bytes=0, push_s=time.monotonic() - started_s)
-        push: Any = channel.stream_unary(f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString)
+        push: Any = channel.stream_unary(
+            f"/{SERVICE_NAME}/Push", response_deserializer=pb.PushResponse.FromString
+        )
         chunks = _messages(manifest, tensors, wanted.wanted_chunks, context)
         response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
     return PushReport(
@@ -83,11 +92,16 @@ async def push_weights(
 
 
 async def _messages(
-    manifest: pb.Manifest, tensors: Sequence[NamedTensor], wanted: Sequence[int], context: CommandContext
+    manifest: pb.Manifest,
+    tensors: Sequence[NamedTensor],
+    wanted: Sequence[int],
+    context: CommandContext,
 ) -> AsyncIterator[bytes]:
     first: CommandContext | None = context
     for index, data in cut_chunks(manifest, tensors, wanted):
-        yield encode_push(PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first))
+        yield encode_push(
+            PushChunk(manifest.target, manifest.version, index, zlib.crc32(data), data, first)
+        )
         first = None
 
 
@@ -99,7 +113,9 @@ async def commit_versions(
     *,
     deadline_s: float = COMMAND_DEADLINE_S,
 ) -> VersionSet:
-    """Serves a set at the receiver and returns the serving one; WeightsError when a part is not there."""
+    """Serves a set at the receiver and returns the serving one; WeightsError when a part is not
+    there.
+    """
     stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
     request = pb.CommitRequest(context=context, versions=versions_to_proto(versions), mode=mode)  # type: ignore[arg-type]
     with rpc_errors():

@@ -12,7 +12,9 @@ SERVICE_NAME = "paceline.v1.WeightService"
 
 
 def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server) -> None:
-    """Like the generated `add_WeightServiceServicer_to_server`, but Push takes its chunks without protobuf's copies."""
+    """Like the generated `add_WeightServiceServicer_to_server`, but Push takes its chunks without
+    protobuf's copies.
+    """
     methods = {
         name: grpc.unary_unary_rpc_method_handler(
             getattr(servicer, name),
@@ -27,7 +29,9 @@ def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server)
         )
     }
     methods["Push"] = grpc.stream_unary_rpc_method_handler(
-        servicer.Push, request_deserializer=decode_push, response_serializer=pb.PushResponse.SerializeToString
+        servicer.Push,
+        request_deserializer=decode_push,
+        response_serializer=pb.PushResponse.SerializeToString,
     )
     server.add_registered_method_handlers(SERVICE_NAME, methods)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, methods),))

@@ -1,4 +1,5 @@
-"""Receiver of weights: implements WeightService. Owns which versions arrive, are prepared and serve; one writer.
+"""Receiver of weights: implements WeightService. Owns which versions arrive, are prepared and
+serve; one writer.
 
 What a version means to workers is the hooks' business; what is on disk is the spool's.
 """
@@ -35,11 +36,17 @@ class WeightHooks(Protocol):
     """What the receiving service does with versions. Calls never overlap."""
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
-        """Loads a spooled version beside the serving one, on every worker. An exception fails the Push."""
+        """Loads a spooled version beside the serving one, on every worker.
+
+        An exception fails the Push.
+        """
         ...
 
     async def on_commit(self, versions: VersionSet, mode: int) -> None:
-        """Serves the set on every worker; all parts were given to on_prepared. An exception fails the Commit."""
+        """Serves the set on every worker; all parts were given to on_prepared.
+
+        An exception fails the Commit.
+        """
         ...
 
     async def on_abort(self, target: int, version: int) -> None:
@@ -50,7 +57,8 @@ class WeightHooks(Protocol):
 class WeightServicer(WeightServiceServicer):
     """WeightService over a spool.
 
-    `targets` are the parts a commit needs here: policy and drafter at the gateway, the head at the drafter trainer.
+    `targets` are the parts a commit needs here: policy and drafter at the gateway, the head at the
+    drafter trainer.
     """
 
     def __init__(
@@ -85,7 +93,9 @@ class WeightServicer(WeightServiceServicer):
         if manifest.target not in self._targets:
             allowed = ", ".join(target_name(target) for target in self._targets)
             raise InvalidInput(
-                "this receiver does not take that target", seen=target_name(manifest.target), allowed=allowed
+                "this receiver does not take that target",
+                seen=target_name(manifest.target),
+                allowed=allowed,
             )
         return await self._whole(self._prepare(manifest))
 
@@ -104,18 +114,28 @@ class WeightServicer(WeightServiceServicer):
                 raise _differs(manifest, assembly.manifest)
             return pb.PrepareResponse(wanted_chunks=assembly.wanted())
 
-    async def Push(self, request_iterator: AsyncIterator[PushChunk], context: Any) -> pb.PushResponse:
-        """Takes the chunks of one version; returns when it is spooled and loaded beside the serving one."""
+    async def Push(
+        self, request_iterator: AsyncIterator[PushChunk], context: Any
+    ) -> pb.PushResponse:
+        """Takes the chunks of one version; returns when it is spooled and loaded beside the serving
+        one.
+        """
         part: Part | None = None
         received = 0
         async for chunk in request_iterator:
             if part is None:
                 if chunk.context is None:
-                    raise InvalidInput("the first chunk of a push carries no context", seen="absent", allowed="present")
+                    raise InvalidInput(
+                        "the first chunk of a push carries no context",
+                        seen="absent",
+                        allowed="present",
+                    )
                 self._guard.check(chunk.context)
                 part = (chunk.target, chunk.version)
             elif part != (chunk.target, chunk.version):
-                raise InvalidInput("a push moves one version", seen=(chunk.target, chunk.version), allowed=part)
+                raise InvalidInput(
+                    "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
+                )
             assembly = self._receiving.get(part)
             if assembly is None:
                 raise self._not_announced(part)
@@ -126,7 +146,9 @@ class WeightServicer(WeightServiceServicer):
         return await self._whole(self._finish(part, received))
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
-        """Serves a set: workers first, then versions.json; the serving set again is answered without effect."""
+        """Serves a set: workers first, then versions.json; the serving set again is answered
+        without effect.
+        """
         self._guard.check(request.context)
         versions = versions_from_proto(request.versions)
         await self._whole(self._commit(versions, request.mode or PAUSE_MODE_IN_PLACE))
@@ -143,7 +165,10 @@ class WeightServicer(WeightServiceServicer):
                 self._forget_older(versions)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        """Forgets a version; one that is not here is forgotten already. WeightsError when it is being served."""
+        """Forgets a version; one that is not here is forgotten already.
+
+        WeightsError when it is being served.
+        """
         self._guard.check(request.context)
         target_name(request.target)
         await self._whole(self._abort((request.target, request.version)))
@@ -153,7 +178,9 @@ class WeightServicer(WeightServiceServicer):
         async with self._writer:
             if part[1] == part_version(self.serving, part[0]):
                 raise WeightsError(
-                    "a serving version cannot be aborted", seen=_name(part), allowed="a prepared version"
+                    "a serving version cannot be aborted",
+                    seen=_name(part),
+                    allowed="a prepared version",
                 )
             self._receiving.pop(part, None)
             if part in self._loaded:
@@ -161,8 +188,12 @@ class WeightServicer(WeightServiceServicer):
                 self._loaded.discard(part)
             await asyncio.to_thread(self._spool.discard, *part)
 
-    async def GetVersions(self, request: pb.GetVersionsRequest, context: Any) -> pb.GetVersionsResponse:
-        """Serving, previous and prepared versions; where heads are taken, prepared_policy names those."""
+    async def GetVersions(
+        self, request: pb.GetVersionsRequest, context: Any
+    ) -> pb.GetVersionsResponse:
+        """Serving, previous and prepared versions; where heads are taken, prepared_policy names
+        those.
+        """
         previous = self._spool.previous
         return pb.GetVersionsResponse(
             versions=versions_to_proto(self.serving),
@@ -172,7 +203,9 @@ class WeightServicer(WeightServiceServicer):
         )
 
     async def _whole(self, change: Coroutine[Any, Any, T]) -> T:
-        """Runs a change to its end even when its caller goes away; half a change would let a second writer in."""
+        """Runs a change to its end even when its caller goes away; half a change would let a second
+        writer in.
+        """
         task = asyncio.get_running_loop().create_task(change)
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
@@ -182,7 +215,9 @@ class WeightServicer(WeightServiceServicer):
         return sorted(version for kind, version in self._spool.prepared if kind == target)
 
     def _is_spooled(self, manifest: pb.Manifest) -> bool:
-        """Whether this very content is on disk; WeightsError when another is, or when the policy version is too old."""
+        """Whether this very content is on disk; WeightsError when another is, or when the policy
+        version is too old.
+        """
         spooled = self._spool.manifest(manifest.target, manifest.version)
         if spooled is not None:
             if spooled != manifest:
@@ -201,7 +236,9 @@ class WeightServicer(WeightServiceServicer):
         ahead = {one for one in (*self._receiving, *self._spool.prepared) if one[0] == part[0]}
         if len(ahead) >= MAX_IN_FLIGHT:
             seen = ", ".join(sorted(map(_name, ahead)))
-            raise ResourceExhausted("too many versions are in flight", seen=seen, allowed=f"{MAX_IN_FLIGHT} a target")
+            raise ResourceExhausted(
+                "too many versions are in flight", seen=seen, allowed=f"{MAX_IN_FLIGHT} a target"
+            )
 
     async def _finish(self, part: Part, received: int) -> pb.PushResponse:
         """Spools and loads a complete version; a second push of the same version finds it done."""
@@ -213,7 +250,9 @@ class WeightServicer(WeightServiceServicer):
                 raise self._not_announced(part)
             if not assembly.complete:
                 missing = assembly.missing()
-                raise WeightsError(f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on")
+                raise WeightsError(
+                    f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
+                )
             self._check_content(part, assembly)
             spool_started_s = time.monotonic()
             await asyncio.to_thread(self._spool.write, assembly.manifest, assembly.buffer)
@@ -235,7 +274,9 @@ class WeightServicer(WeightServiceServicer):
             raise
 
     async def _load(self, part: Part) -> None:
-        """Gives a spooled version to the hooks once; not what serves already, nor a version 0 without a directory."""
+        """Gives a spooled version to the hooks once; not what serves already, nor a version 0
+        without a directory.
+        """
         serves = part[1] == part_version(self.serving, part[0])
         if part in self._loaded or serves or (part[1] == 0 and not self._spool.has(*part)):
             return
@@ -245,29 +286,40 @@ class WeightServicer(WeightServiceServicer):
     def _check_commit(self, versions: VersionSet) -> None:
         serving = self.serving
         if versions.seq <= serving.seq:
-            raise WeightsError("seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}")
+            raise WeightsError(
+                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
+            )
         for target in self._targets:
             version = part_version(versions, target)
             here = {0, part_version(serving, target)}
             if version not in here and not self._spool.has(target, version):
-                allowed = sorted(here | {one for kind, one in self._spool.spooled() if kind == target})
-                raise WeightsError(f"{target_name(target)} version is not prepared", seen=version, allowed=allowed)
+                allowed = sorted(
+                    here | {one for kind, one in self._spool.spooled() if kind == target}
+                )
+                raise WeightsError(
+                    f"{target_name(target)} version is not prepared", seen=version, allowed=allowed
+                )
 
     def _forget_older(self, versions: VersionSet) -> None:
         """Nothing below what now serves can be committed as a new version any more."""
         self._loaded = {part for part in self._loaded if part[1] > part_version(versions, part[0])}
-        for part in [part for part in self._receiving if part[1] <= part_version(versions, part[0])]:
+        for part in [
+            part for part in self._receiving if part[1] <= part_version(versions, part[0])
+        ]:
             del self._receiving[part]
 
     def _not_announced(self, part: Part) -> WeightsError:
         return WeightsError(
-            "no Prepare announced this version", seen=_name(part), allowed=[*map(_name, self._receiving)]
+            "no Prepare announced this version",
+            seen=_name(part),
+            allowed=[*map(_name, self._receiving)],
         )
 
 
 def _differs(manifest: pb.Manifest, known: pb.Manifest) -> WeightsError:
     return WeightsError(
-        f"{_name((manifest.target, manifest.version))} was announced with another manifest; abort it first",
+        f"{_name((manifest.target, manifest.version))} was announced with another manifest; abort "
+        f"it first",
         seen=manifest.content_hash,
         allowed=known.content_hash,
     )

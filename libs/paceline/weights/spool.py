@@ -1,8 +1,10 @@
-"""Versions on disk, so that restarted and late readers load them without a trainer. Owns the directory; single writer.
+"""Versions on disk, so that restarted and late readers load them without a trainer. Owns the
+directory; single writer.
 
-Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them where the manifest's
-metadata has one, and `<dir>/versions.json` (the last sets committed, newest last). Every write goes to a temporary
-name, is synced and renamed, so that a kill at any point leaves either the old state or the new one.
+Layout: `<dir>/<target>-<version>/{model.safetensors,manifest.json}`, a config.json beside them
+where the manifest's metadata has one, and `<dir>/versions.json` (the last sets committed, newest
+last). Every write goes to a temporary name, is synced and renamed, so that a kill at any point
+leaves either the old state or the new one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Spool:
     `initial` names the directories of versions 0, which are never written here.
     """
 
-    def __init__(self, directory: Path, keep: int = 2, *, initial: Mapping[int, Path] | None = None) -> None:
+    def __init__(
+        self, directory: Path, keep: int = 2, *, initial: Mapping[int, Path] | None = None
+    ) -> None:
         if keep < 1:
             raise InvalidInput("a spool keeps at least one set", seen=keep, allowed=">= 1")
         self._directory = Path(directory)
@@ -91,18 +95,25 @@ class Spool:
             raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
 
     def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
-        """Writes one version durably and returns its directory; the same version again replaces nothing.
+        """Writes one version durably and returns its directory; the same version again replaces
+        nothing.
 
-        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest is spooled
-        already, ResourceExhausted when the file cannot be written.
+        `buffer` is the whole stream of the manifest. Raises WeightsError when a different manifest
+        is spooled already, ResourceExhausted when the file cannot be written.
         """
         check_manifest(manifest, max_bytes=len(buffer))
         if len(buffer) != manifest.total_bytes:
-            raise InvalidInput("buffer is not the manifest's stream", seen=len(buffer), allowed=manifest.total_bytes)
+            raise InvalidInput(
+                "buffer is not the manifest's stream",
+                seen=len(buffer),
+                allowed=manifest.total_bytes,
+            )
         spooled = self.manifest(manifest.target, manifest.version)
         name = f"{target_name(manifest.target)}-{manifest.version}"
         if spooled is not None and spooled != manifest:
-            raise WeightsError(f"{name} is spooled with another content", seen=manifest.content_hash)
+            raise WeightsError(
+                f"{name} is spooled with another content", seen=manifest.content_hash
+            )
         path = self._directory / name
         if spooled is None:
             try:
@@ -115,10 +126,14 @@ class Spool:
         return path
 
     def commit(self, versions: VersionSet) -> None:
-        """Makes the set the serving one, atomically; removes what neither a kept set nor a later prepared one needs."""
+        """Makes the set the serving one, atomically; removes what neither a kept set nor a later
+        prepared one needs.
+        """
         serving = self.serving
         if serving is not None and versions.seq <= serving.seq:
-            raise WeightsError("seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}")
+            raise WeightsError(
+                "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
+            )
         sets = [*self._sets, versions][-self._keep :]
         temporary = self._directory / f"{_TEMPORARY}versions.json"
         _write_synced(temporary, json.dumps({"sets": [asdict(one) for one in sets]}).encode())
@@ -126,7 +141,9 @@ class Spool:
         _sync_directory(self._directory)
         self._sets = sets
         committed = {target: part_version(versions, target) for target in TARGET_NAMES}
-        self._prepared = {(target, version) for target, version in self._prepared if version > committed[target]}
+        self._prepared = {
+            (target, version) for target, version in self._prepared if version > committed[target]
+        }
         self._prune()
 
     def discard(self, target: int, version: int) -> None:
@@ -135,14 +152,18 @@ class Spool:
             self._prepared.discard((target, version))
             self._prune()
 
-    def _write_new(self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path) -> None:
+    def _write_new(
+        self, manifest: Manifest, buffer: memoryview | bytes | bytearray, path: Path
+    ) -> None:
         temporary = self._directory / f"{_TEMPORARY}{path.name}"
         temporary.mkdir()
         described = dict(manifest.metadata)
         config = described.pop(CONFIG, None)
         header = safetensors_header(layouts(manifest), {"format": "pt", **described})
         _write_synced(temporary / "model.safetensors", header, buffer)
-        _write_synced(temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode())
+        _write_synced(
+            temporary / "manifest.json", json_format.MessageToJson(manifest, indent=None).encode()
+        )
         if config is not None:
             _write_synced(temporary / "config.json", config.encode())
         _sync_directory(temporary)
@@ -162,7 +183,9 @@ class Spool:
 
     def spooled(self) -> set[Part]:
         """Parts whose directory is here."""
-        matches = (_DIRECTORY.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir())
+        matches = (
+            _DIRECTORY.fullmatch(path.name) for path in self._directory.iterdir() if path.is_dir()
+        )
         return {(_TARGETS[match[1]], int(match[2])) for match in matches if match}
 
     def _remove_leftovers(self) -> None:
@@ -177,9 +200,13 @@ class Spool:
         if not path.is_file():
             return []
         try:
-            return [VersionSet(**one) for one in json.loads(path.read_text())["sets"]][-self._keep :]
+            return [VersionSet(**one) for one in json.loads(path.read_text())["sets"]][
+                -self._keep :
+            ]
         except (ValueError, KeyError, TypeError) as error:
-            raise DataLoss(f"{path} is not a list of version sets", seen=str(error)[:120]) from error
+            raise DataLoss(
+                f"{path} is not a list of version sets", seen=str(error)[:120]
+            ) from error
 
 
 def part_version(versions: VersionSet, target: int) -> int:

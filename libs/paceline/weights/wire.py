@@ -1,7 +1,8 @@
-"""PushRequest on the wire without protobuf's copies. Owns this one message; both ways are valid protobuf.
+"""PushRequest on the wire without protobuf's copies. Owns this one message; both ways are valid
+protobuf.
 
-The generated class parses what `encode_push` writes and the other way round; `decode_push` leaves the chunk where gRPC
-put it and hands out a view.
+The generated class parses what `encode_push` writes and the other way round; `decode_push` leaves
+the chunk where gRPC put it and hands out a view.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from google.protobuf.message import DecodeError
 from paceline.errors import DataLoss
 from paceline.v1.trajectory_pb2 import CommandContext
 
-_TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = 0x08, 0x10, 0x18, 0x20  # tag = field number << 3 | wire type
+_TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
+    0x08,
+    0x10,
+    0x18,
+    0x20,
+)  # tag = field number << 3 | wire type
 _CONTEXT, _DATA = 0x2A, 0x7A
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
@@ -54,7 +60,10 @@ def encode_push(chunk: PushChunk) -> bytes:
 
 
 def decode_push(message: bytes) -> PushChunk:
-    """Fields of a PushRequest; DataLoss when the bytes are no valid message. Unknown fields are skipped."""
+    """Fields of a PushRequest; DataLoss when the bytes are no valid message.
+
+    Unknown fields are skipped.
+    """
     view = memoryview(message)
     numbers = {_TARGET: 0, _VERSION: 0, _CHUNK_INDEX: 0, _CRC32: 0}
     data, context = view[:0], None
@@ -73,7 +82,9 @@ def decode_push(message: bytes) -> PushChunk:
             else:
                 position = _skip(view, tag, position)
     except (IndexError, ValueError, DecodeError) as error:
-        raise DataLoss("a pushed chunk is not a valid PushRequest", seen=f"{error} at byte {position}") from error
+        raise DataLoss(
+            "a pushed chunk is not a valid PushRequest", seen=f"{error} at byte {position}"
+        ) from error
     target = numbers[_TARGET] & _U32
     return PushChunk(
         target=target - (1 << 32) if target >> 31 else target,

@@ -1,4 +1,5 @@
-"""Samples per second of an EAGLE drafter's training: packed into one row, and padded to the longest of a batch.
+"""Samples per second of an EAGLE drafter's training: packed into one row, and padded to the longest
+of a batch.
 
 Run as `python -m drafter_trainer.bench.packing`. Owns the padded rival; packing is batcher.py's.
 """
@@ -24,14 +25,24 @@ from paceline.speculators.eagle import EagleNet
 from paceline.speculators.losses import eagle_loss
 
 DEMO = ModelConfig(
-    family="llama", vocab_size=320, hidden_size=128, intermediate_size=352, num_layers=12, num_heads=4, num_kv_heads=2,
-    head_dim=32, rms_norm_eps=1e-6, max_position_embeddings=512,
-)  # fmt: skip
+    family="llama",
+    vocab_size=320,
+    hidden_size=128,
+    intermediate_size=352,
+    num_layers=12,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=512,
+)
 """Shape of the demo's policy."""
 LOG_MEAN, LOG_DEVIATION, SHORTEST, LONGEST, PROMPT = 3.12, 0.66, 11, 231, 7
-"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and extremes.
+"""Tokens of the demo's sequences with their prompts: mean and deviation of the logarithm, and
+extremes.
 
-Of rollouts of its start policy at temperature 1 on 512 training tasks: median 21, mean 29, 90th percentile 56.
+Of rollouts of its start policy at temperature 1 on 512 training tasks: median 21, mean 29, 90th
+percentile 56.
 """
 
 
@@ -50,10 +61,19 @@ def draw_samples(count: int, seed: int) -> list[FeatureSample]:
     """Random states and tokens of sequences as long as the demo's."""
     random, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     samples = []
-    for tokens in random.lognormal(LOG_MEAN, LOG_DEVIATION, count).clip(SHORTEST, LONGEST).astype(int).tolist():
+    for tokens in (
+        random.lognormal(LOG_MEAN, LOG_DEVIATION, count)
+        .clip(SHORTEST, LONGEST)
+        .astype(int)
+        .tolist()
+    ):
         hidden = torch.randn(tokens - 1, DEMO.hidden_size, generator=generator)
         ids = torch.randint(0, DEMO.vocab_size, (tokens,), generator=generator)
-        samples.append(FeatureSample("", 0, 0, "0" * 16, hidden, ids, torch.arange(tokens) >= PROMPT, DEMO.hidden_size))
+        samples.append(
+            FeatureSample(
+                "", 0, 0, "0" * 16, hidden, ids, torch.arange(tokens) >= PROMPT, DEMO.hidden_size
+            )
+        )
     return samples
 
 
@@ -82,9 +102,14 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
 
 
 def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> Figures:
-    """Trains `batches` batches of `samples` sequences in both forms, in turn, the first of each pair changing."""
+    """Trains `batches` batches of `samples` sequences in both forms, in turn, the first of each
+    pair changing.
+    """
     generator = torch.Generator().manual_seed(seed)
-    forms: tuple[Callable[[EagleNet, Sequence[FeatureSample]], Objective], ...] = (packed_loss, padded_loss)
+    forms: tuple[Callable[[EagleNet, Sequence[FeatureSample]], Objective], ...] = (
+        packed_loss,
+        padded_loss,
+    )
     nets = [EagleNet(DEMO, seed=seed) for _ in forms]
     optimizers = [torch.optim.AdamW(net.parameters(), lr=1e-3) for net in nets]
     for net in nets:
@@ -116,7 +141,8 @@ def main() -> None:
     for size in (8, 32):
         found = compare(samples=size)
         print(
-            f"batches of {size:3}: packed {found.packed:.0f} samples/s, padded {found.padded:.0f} samples/s, "
+            f"batches of {size:3}: packed {found.packed:.0f} samples/s, padded {found.padded:.0f} "
+            f"samples/s, "
             f"{found.ratio:.2f}x (quartiles {found.quartiles[0]:.2f} to {found.quartiles[1]:.2f}), "
             f"{found.filled:.0%} of a padded batch is no padding"
         )

@@ -1,4 +1,6 @@
-"""Training a drafter from a file of conversations: `python -m drafter_trainer.offline`, `paceline train-drafter`.
+"""Training a drafter from a file of conversations: `python -m drafter_trainer.offline`, `paceline
+train-drafter`.
 
-The target's forward gives the hidden states; what learns is any DraftNet, stepped by the learner that the service uses.
+The target's forward gives the hidden states; what learns is any DraftNet, stepped by the learner
+that the service uses.
 """

@@ -1,4 +1,7 @@
-"""`python -m drafter_trainer.offline`: starts the ranks, prints what they tell, passes Ctrl-C on. Imports no torch."""
+"""`python -m drafter_trainer.offline`: starts the ranks, prints what they tell, passes Ctrl-C on.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,18 @@ from paceline.local.ranks import RankGroup
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0
-"""Longest wait for a word of the ranks: one step, or one batch of answers, of a large model on few cores."""
+"""Longest wait for a word of the ranks: one step, or one batch of answers, of a large model on few
+cores.
+"""
 
 HELP = """Train a drafter offline from conversations, for a warm start.
 
-FILE lines: {"messages": [...]} under the model's chat template, {"prompt": ..., "response": ...}, or
-{"input_ids": [...], "loss_mask": [...]}; .jsonl, or .parquet with pyarrow installed.
+FILE lines: {"messages": [...]} under the model's chat template, {"prompt": ..., "response": ...},
+or {"input_ids": [...], "loss_mask": [...]}; .jsonl, or .parquet with pyarrow installed.
 
-Leaves OUT/checkpoint/speculator/{config.json, model.safetensors}, OUT/checkpoint/base/ when the base model is trained
-too, and OUT/log.jsonl. Ctrl-C saves; the same command goes on where it stopped.
+Leaves OUT/checkpoint/speculator/{config.json, model.safetensors}, OUT/checkpoint/base/ when the
+base model is trained too, and OUT/log.jsonl. Ctrl-C saves; the same command goes on where it
+stopped.
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -39,30 +45,54 @@ console = Console(stderr=True)
 def train(
     data: Annotated[Path, typer.Option(help="a file, or a directory of files")],
     model: Annotated[Path, typer.Option(help="checkpoint directory of the target")],
-    speculator: Annotated[str, typer.Option(help="a name such as eagle, or package.module:KIND of your own")] = "eagle",
-    options: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the speculator")] = None,
+    speculator: Annotated[
+        str, typer.Option(help="a name such as eagle, or package.module:KIND of your own")
+    ] = "eagle",
+    options: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the speculator")
+    ] = None,
     out: Annotated[Path, typer.Option(help="directory of the run")] = Path("runs/drafter"),
-    start: Annotated[Path | None, typer.Option("--from", help="drafter to start from, instead of fresh")] = None,
-    steps: Annotated[int | None, typer.Option(help="optimiser steps; default: as many as --epochs need")] = None,
+    start: Annotated[
+        Path | None, typer.Option("--from", help="drafter to start from, instead of fresh")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="optimiser steps; default: as many as --epochs need")
+    ] = None,
     epochs: Annotated[int, typer.Option(help="passes over the data")] = 1,
-    batch_tokens: Annotated[int, typer.Option(help="tokens of one optimiser step, over all ranks")] = 8_192,
-    row_tokens: Annotated[int, typer.Option(help="tokens of one forward; longer sequences are cut")] = 2_048,
-    window: Annotated[int, typer.Option(help="positions of a sequence the drafter learns from, drawn anywhere")] = 512,
+    batch_tokens: Annotated[
+        int, typer.Option(help="tokens of one optimiser step, over all ranks")
+    ] = 8_192,
+    row_tokens: Annotated[
+        int, typer.Option(help="tokens of one forward; longer sequences are cut")
+    ] = 2_048,
+    window: Annotated[
+        int, typer.Option(help="positions of a sequence the drafter learns from, drawn anywhere")
+    ] = 512,
     lr: Annotated[float, typer.Option(help="learning rate of the speculator")] = 3e-4,
     warmup_steps: Annotated[int, typer.Option(help="steps of linear warm-up")] = 20,
-    freeze_base_model: Annotated[bool, typer.Option(help="or train the model jointly, on cross-entropy")] = True,
+    freeze_base_model: Annotated[
+        bool, typer.Option(help="or train the model jointly, on cross-entropy")
+    ] = True,
     base_lr: Annotated[float, typer.Option(help="learning rate of a model that is trained")] = 1e-5,
-    speculator_weight: Annotated[float, typer.Option(help="of its loss in what a trained model learns from")] = 1.0,
+    speculator_weight: Annotated[
+        float, typer.Option(help="of its loss in what a trained model learns from")
+    ] = 1.0,
     dtype: Annotated[str, typer.Option(help="of a frozen model: float32 | bfloat16")] = "float32",
-    regenerate: Annotated[bool, typer.Option(help="learn from the model's own answers to the prompts")] = False,
+    regenerate: Annotated[
+        bool, typer.Option(help="learn from the model's own answers to the prompts")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(help="of such an answer")] = 256,
     temperature: Annotated[float, typer.Option(help="of such an answer; 0 is greedy")] = 1.0,
-    heldout_share: Annotated[float, typer.Option(help="share of sequences kept to judge by")] = 0.05,
+    heldout_share: Annotated[
+        float, typer.Option(help="share of sequences kept to judge by")
+    ] = 0.05,
     draft_steps: Annotated[int, typer.Option(help="drafts judged per position")] = 5,
     eval_every: Annotated[int, typer.Option(help="steps between two judgements")] = 200,
     log_every: Annotated[int, typer.Option(help="steps between two lines on the terminal")] = 10,
     save_every: Annotated[int, typer.Option(help="steps between two checkpoints")] = 200,
-    ranks: Annotated[int, typer.Option(help="processes that share model, drafter and rows (FSDP2)")] = 1,
+    ranks: Annotated[
+        int, typer.Option(help="processes that share model, drafter and rows (FSDP2)")
+    ] = 1,
     threads_per_rank: Annotated[int, typer.Option(help="threads of each")] = 1,
     seed: Annotated[int, typer.Option(help="of weights, order, windows and answers")] = 0,
     resume: Annotated[bool, typer.Option(help="go on with the run in OUT")] = True,
@@ -75,7 +105,9 @@ def train(
         code = asyncio.run(follow(config, Progress(console, config.log_every)))
     except ValidationError as error:
         first = error.errors()[0]
-        _refuse(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}; seen: {first['input']}")
+        _refuse(
+            f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}; seen: {first['input']}"
+        )
     except PacelineError as error:
         _refuse(str(error))
     raise typer.Exit(code)
@@ -87,7 +119,10 @@ def _refuse(text: str) -> None:
 
 
 def parse_options(texts: list[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value is a TOML value, else text. Raises ConfigError for one without a key."""
+    """`key=value` pairs; a value is a TOML value, else text.
+
+    Raises ConfigError for one without a key.
+    """
     options: dict[str, Any] = {}
     for text in texts:
         key, equals, raw = text.partition("=")
@@ -101,7 +136,8 @@ def parse_options(texts: list[str]) -> dict[str, Any]:
 
 
 async def follow(config: OfflineConfig, progress: Progress) -> int:
-    """Runs the ranks to their end. Exit code: 0, or 130 after Ctrl-C, when a checkpoint has been written.
+    """Runs the ranks to their end. Exit code: 0, or 130 after Ctrl-C, when a checkpoint has been
+    written.
 
     Raises ConfigError with what the ranks refuse, RankLost when one dies.
     """

@@ -1,4 +1,7 @@
-"""Settings of one offline run. Imports no torch: the parent process checks them before any rank is started."""
+"""Settings of one offline run.
+
+Imports no torch: the parent process checks them before any rank is started.
+"""
 
 from __future__ import annotations
 
@@ -48,10 +51,22 @@ class OfflineConfig(Config):
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of one rank in one optimiser step: `batch_tokens` over all ranks, rounded up to whole rows."""
+        """Rows of one rank in one optimiser step: `batch_tokens` over all ranks, rounded up to
+        whole rows.
+        """
         return max(1, -(-self.batch_tokens // (self.row_tokens * self.ranks)))
 
     def settings(self, samples: str) -> dict[str, Any]:
-        """What must not change between two processes of one run; `samples` is a hash of the data."""
-        kept = ("speculator", "options", "batch_tokens", "row_tokens", "window", "freeze_base_model", "heldout_share")
+        """What must not change between two processes of one run; `samples` is a hash of the
+        data.
+        """
+        kept = (
+            "speculator",
+            "options",
+            "batch_tokens",
+            "row_tokens",
+            "window",
+            "freeze_base_model",
+            "heldout_share",
+        )
         return {**{key: getattr(self, key) for key in kept}, "seed": self.seed, "data": samples}

@@ -1,4 +1,5 @@
-"""Training data on disk: JSONL and Parquet records into token sequences with a mask. Owns the words of bad lines.
+"""Training data on disk: JSONL and Parquet records into token sequences with a mask. Owns the words
+of bad lines.
 
 A record is one of
     {"messages": [{"role": ..., "content": ...}, ...]}     under the model's chat template
@@ -34,7 +35,9 @@ class Sample:
 
     token_ids: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
-    """[n]: tokens the model said, which are what a drafter is to guess; False everywhere for a prompt alone."""
+    """[n]: tokens the model said, which are what a drafter is to guess; False everywhere for a
+    prompt alone.
+    """
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -59,7 +62,10 @@ class Sample:
 
 
 class TextEncoder(Protocol):
-    """Text into tokens; made only when a record needs it. Both raise InvalidInput for text that cannot be encoded."""
+    """Text into tokens; made only when a record needs it.
+
+    Both raise InvalidInput for text that cannot be encoded.
+    """
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
         """A conversation."""
@@ -73,10 +79,11 @@ class TextEncoder(Protocol):
 def read_samples(
     path: Path, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool = False
 ) -> list[Sample]:
-    """All records of a file, or of the .jsonl and .parquet files of a directory in the order of their names.
+    """All records of a file, or of the .jsonl and .parquet files of a directory in the order of
+    their names.
 
-    prompts: records without an answer are welcome. Raises InvalidInput naming file and line of a bad record,
-    ConfigError for a path without data.
+    prompts: records without an answer are welcome. Raises InvalidInput naming file and line of a
+    bad record, ConfigError for a path without data.
     """
     samples = []
     for file in data_files(path):
@@ -98,7 +105,9 @@ def data_files(path: Path) -> list[Path]:
     """The files of a path. Raises ConfigError when there are none."""
     files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES) if path.is_dir() else [path]
     if not files or not files[0].is_file() or files[0].suffix not in SUFFIXES:
-        raise ConfigError("no training data there", seen=path, allowed=f"a file or a directory of {SUFFIXES}")
+        raise ConfigError(
+            "no training data there", seen=path, allowed=f"a file or a directory of {SUFFIXES}"
+        )
     return files
 
 
@@ -120,25 +129,35 @@ def _records(file: Path) -> Iterator[tuple[int, Any]]:
                 try:
                     yield number, json.loads(line)
                 except ValueError as error:
-                    raise InvalidInput(f"{file}, line {number}: not JSON: {error}", seen=_short(line)) from error
+                    raise InvalidInput(
+                        f"{file}, line {number}: not JSON: {error}", seen=_short(line)
+                    ) from error
 
 
 def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet  # optional: only who has such files needs it
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow", seen=file, allowed="pip install pyarrow, or JSONL") from error
+        raise ConfigError(
+            "Parquet files need pyarrow", seen=file, allowed="pip install pyarrow, or JSONL"
+        ) from error
     try:
         for batch in parquet.ParquetFile(file).iter_batches():
             # A table has all columns in each row; those without a value are not part of its record.
-            yield from ({k: v for k, v in row.items() if v is not None} for row in batch.to_pylist())
+            yield from (
+                {k: v for k, v in row.items() if v is not None} for row in batch.to_pylist()
+            )
     except (ArrowException, OSError) as error:
         raise InvalidInput(f"{file} is no Parquet file: {error}") from error
 
 
-def _sample(record: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool) -> Sample:
+def _sample(
+    record: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool
+) -> Sample:
     if not isinstance(record, dict):
-        raise InvalidInput("a record must be an object", seen=_short(record), allowed=" or ".join(FORMS))
+        raise InvalidInput(
+            "a record must be an object", seen=_short(record), allowed=" or ".join(FORMS)
+        )
     if "messages" in record:
         sample = encoder().chat(_messages(record["messages"]))
     elif "input_ids" in record:
@@ -146,12 +165,21 @@ def _sample(record: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *,
     elif "prompt" in record:
         sample = encoder().completion(_text(record, "prompt"), _response(record, prompts=prompts))
     else:
-        raise InvalidInput("a record of no known form", seen=sorted(record), allowed=" or ".join(FORMS))
-    if len(sample) and not 0 <= int(sample.token_ids.min()) <= int(sample.token_ids.max()) < vocab_size:
+        raise InvalidInput(
+            "a record of no known form", seen=sorted(record), allowed=" or ".join(FORMS)
+        )
+    if (
+        len(sample)
+        and not 0 <= int(sample.token_ids.min()) <= int(sample.token_ids.max()) < vocab_size
+    ):
         seen = (int(sample.token_ids.min()), int(sample.token_ids.max()))
-        raise InvalidInput("tokens outside the model's vocabulary", seen=seen, allowed=f"0 to {vocab_size - 1}")
+        raise InvalidInput(
+            "tokens outside the model's vocabulary", seen=seen, allowed=f"0 to {vocab_size - 1}"
+        )
     if not prompts and not sample.mask.any():
-        raise InvalidInput("nothing to learn from: the model says nothing", allowed="an answer, or --regenerate")
+        raise InvalidInput(
+            "nothing to learn from: the model says nothing", allowed="an answer, or --regenerate"
+        )
     return sample
 
 
@@ -160,27 +188,45 @@ def _messages(value: object) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise InvalidInput("messages must be a list", seen=_short(value), allowed=allowed)
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or "content" not in message
+        ):
             raise InvalidInput("a message is not one", seen=_short(message), allowed=allowed)
     return value
 
 
 def _ready_made(record: Mapping[str, Any], *, prompts: bool) -> Sample:
     ids = _integers(record, "input_ids")
-    mask = np.zeros_like(ids) if prompts and "loss_mask" not in record else _integers(record, "loss_mask")
+    mask = (
+        np.zeros_like(ids)
+        if prompts and "loss_mask" not in record
+        else _integers(record, "loss_mask")
+    )
     if len(mask) != len(ids):
-        raise InvalidInput("loss_mask and input_ids differ in length", seen=len(mask), allowed=len(ids))
+        raise InvalidInput(
+            "loss_mask and input_ids differ in length", seen=len(mask), allowed=len(ids)
+        )
     if not np.isin(mask, (0, 1)).all():
         raise InvalidInput(
-            "loss_mask holds other numbers than 0 and 1", seen=_short(record["loss_mask"]), allowed="0, 1"
+            "loss_mask holds other numbers than 0 and 1",
+            seen=_short(record["loss_mask"]),
+            allowed="0, 1",
         )
     return Sample(ids, mask.astype(bool))
 
 
 def _integers(record: Mapping[str, Any], key: str) -> npt.NDArray[np.int64]:
     value = record.get(key, "(none)")
-    if not isinstance(value, list) or not value or any(type(one) not in (int, bool) for one in value):
-        raise InvalidInput(f"{key} must be a list of integers", seen=_short(value), allowed=FORMS[-1])
+    if (
+        not isinstance(value, list)
+        or not value
+        or any(type(one) not in (int, bool) for one in value)
+    ):
+        raise InvalidInput(
+            f"{key} must be a list of integers", seen=_short(value), allowed=FORMS[-1]
+        )
     try:
         return np.array(value, dtype=np.int64)
     except OverflowError as error:

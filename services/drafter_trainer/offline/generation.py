@@ -1,4 +1,5 @@
-"""Answers of the model itself to the prompts of the data, so that a drafter learns what it will be asked to guess.
+"""Answers of the model itself to the prompts of the data, so that a drafter learns what it will be
+asked to guess.
 
 Owns the draws and the file that keeps them; not what is done with them.
 """
@@ -24,26 +25,36 @@ BATCH = 16
 
 
 def answer_prompts(
-    lm: Any, samples: Sequence[Sample], config: OfflineConfig, limit: int, tell: Callable[[int, int], None]
+    lm: Any,
+    samples: Sequence[Sample],
+    config: OfflineConfig,
+    limit: int,
+    tell: Callable[[int, int], None],
 ) -> list[Sample]:
-    """A sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most likely token).
+    """A sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
+    likely token).
 
-    limit: tokens of prompt and answer at most; prompts that leave no room for two are left out. Each rank answers its
-    share; all ranks return all. tell(done, all) of this rank's share. Raises InvalidInput when no prompt is left.
+    limit: tokens of prompt and answer at most; prompts that leave no room for two are left out.
+    Each rank answers its share; all ranks return all. tell(done, all) of this rank's share. Raises
+    InvalidInput when no prompt is left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(config.seed + rank)
     prompts = [prompt for sample in samples if 1 <= len(prompt := sample.prompt) <= limit - 2]
     if not prompts:
         raise InvalidInput(
-            "no prompt can be answered", seen=f"{len(samples)} prompts", allowed=f"1 to {limit - 2} tokens"
+            "no prompt can be answered",
+            seen=f"{len(samples)} prompts",
+            allowed=f"1 to {limit - 2} tokens",
         )
     # Similar lengths together: a batch is padded to its longest.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))[rank::world]
     own: list[tuple[int, list[int]]] = []
     for chunk in _batches(order):
         room = min(config.max_tokens, limit - max(len(prompts[i]) for i in chunk))
-        for index, ids in zip(chunk, _generate(lm, [prompts[i] for i in chunk], room, config.temperature), strict=True):
+        for index, ids in zip(
+            chunk, _generate(lm, [prompts[i] for i in chunk], room, config.temperature), strict=True
+        ):
             own.append((index, ids))
         tell(len(own), len(order))
     shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(world)]
@@ -54,7 +65,10 @@ def answer_prompts(
 
 def answers_file(config: OfflineConfig, samples: Sequence[Sample]) -> Path:
     """Where the answers to these prompts under these settings are kept."""
-    drawn = f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} {fingerprint(samples)}"
+    drawn = (
+        f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
+        f"{fingerprint(samples)}"
+    )
     return config.out / f"answers-{hashlib.sha256(drawn.encode()).hexdigest()[:16]}.jsonl"
 
 
@@ -63,7 +77,10 @@ def write_answers(path: Path, samples: Sequence[Sample]) -> None:
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         for sample in samples:
-            record = {"input_ids": sample.token_ids.tolist(), "loss_mask": sample.mask.astype(int).tolist()}
+            record = {
+                "input_ids": sample.token_ids.tolist(),
+                "loss_mask": sample.mask.astype(int).tolist(),
+            }
             file.write(json.dumps(record) + "\n")
     temporary.rename(path)
 
@@ -80,19 +97,32 @@ def _generate(lm: Any, prompts: Sequence[Any], room: int, temperature: float) ->
     ends = lm.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
     width = max(map(len, prompts))
-    ids, seen = torch.zeros(len(prompts), width, dtype=torch.int64), torch.zeros(len(prompts), width, dtype=torch.int64)
+    ids, seen = (
+        torch.zeros(len(prompts), width, dtype=torch.int64),
+        torch.zeros(len(prompts), width, dtype=torch.int64),
+    )
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
         seen[row, width - len(prompt) :] = 1
-    drawn: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    drawn: dict[str, Any] = {
+        "do_sample": True,
+        "temperature": temperature,
+        "top_k": 0,
+        "top_p": 1.0,
+    }
     settings = GenerationConfig(
         max_new_tokens=room,
         eos_token_id=sorted(ends) or None,
         pad_token_id=min(ends, default=0),
         **(drawn if temperature > 0 else {"do_sample": False}),
     )
-    out = lm.generate(input_ids=ids, attention_mask=seen, generation_config=settings)[:, width:].tolist()
-    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in out]
+    out = lm.generate(input_ids=ids, attention_mask=seen, generation_config=settings)[
+        :, width:
+    ].tolist()
+    return [
+        row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
+        for row in out
+    ]
 
 
 def _joined(prompt: Any, answer: Sequence[int]) -> Sample:

@@ -1,4 +1,7 @@
-"""OUT/log.jsonl: a line per optimiser step and per judgement. Owns the file, not what a line holds."""
+"""OUT/log.jsonl: a line per optimiser step and per judgement.
+
+Owns the file, not what a line holds.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which sequence stands in which row of which step. Pure integers; owns no tensor.
 
-Everything follows from the seed and the step, so that a run resumed at step s reads on where it stopped, on any number
-of ranks that leaves a step's rows the same.
+Everything follows from the seed and the step, so that a run resumed at step s reads on where it
+stopped, on any number of ranks that leaves a step's rows the same.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ class Document:
 
 
 def split(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples; with a share above 0 at least one is held out, and at least one is not."""
+    """(training, held-out) samples; with a share above 0 at least one is held out, and at least one
+    is not.
+    """
     held = min(max(1, round(share * len(samples))), len(samples) - 1) if share > 0 else 0
     order = np.random.default_rng([seed, 1]).permutation(len(samples))
     return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
 
 
-def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int] | npt.NDArray[np.int64]) -> list[list[int]]:
-    """Sequence numbers of each row, first fit among the rows still open; no row holds more than `row_tokens`."""
+def pack(
+    lengths: Sequence[int], row_tokens: int, order: Sequence[int] | npt.NDArray[np.int64]
+) -> list[list[int]]:
+    """Sequence numbers of each row, first fit among the rows still open; no row holds more than
+    `row_tokens`.
+    """
     rows: list[list[int]] = []
     free: dict[int, int] = {}
     for index in map(int, order):
@@ -60,17 +66,27 @@ def pack(lengths: Sequence[int], row_tokens: int, order: Sequence[int] | npt.NDA
 
 def epoch_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Rows of one pass over the data, in an order of its own."""
-    return pack(lengths, row_tokens, np.random.default_rng([seed, 2, epoch]).permutation(len(lengths)))
+    return pack(
+        lengths, row_tokens, np.random.default_rng([seed, 2, epoch]).permutation(len(lengths))
+    )
 
 
-def steps_of(lengths: Sequence[int], row_tokens: int, seed: int, *, epochs: int, rows_per_step: int) -> int:
+def steps_of(
+    lengths: Sequence[int], row_tokens: int, seed: int, *, epochs: int, rows_per_step: int
+) -> int:
     """Optimiser steps of `epochs` passes, the last one filled up from the next pass."""
     rows = sum(len(epoch_rows(lengths, row_tokens, seed, epoch)) for epoch in range(epochs))
     return -(-rows // rows_per_step)
 
 
 def steps_from(
-    samples: Sequence[Sample], row_tokens: int, window: int, seed: int, *, rows_per_step: int, first: int
+    samples: Sequence[Sample],
+    row_tokens: int,
+    window: int,
+    seed: int,
+    *,
+    rows_per_step: int,
+    first: int,
 ) -> Iterator[list[list[Document]]]:
     """Rows of step `first`, `first` + 1, ...: without end, pass after pass."""
     lengths = [len(sample) for sample in samples]
@@ -78,11 +94,15 @@ def steps_from(
     rows = islice(every, first * rows_per_step, None)
     for step in count(first):
         random = np.random.default_rng([seed, 3, step])
-        yield [[place(samples[i], window, random) for i in row] for row in islice(rows, rows_per_step)]
+        yield [
+            [place(samples[i], window, random) for i in row] for row in islice(rows, rows_per_step)
+        ]
 
 
 def place(sample: Sample, window: int, random: np.random.Generator) -> Document:
-    """A window anywhere in the sequence that holds a drafting target: around one of them, drawn evenly."""
+    """A window anywhere in the sequence that holds a drafting target: around one of them, drawn
+    evenly.
+    """
     positions = len(sample) - 2
     if positions <= window:
         return Document(sample, 0, positions)

@@ -22,7 +22,10 @@ class Progress:
         """A message as a line, or nothing."""
         match message["kind"]:
             case "step":
-                if message["step"] % self._log_every == 0 or message["step"] in (1, message["steps"]):
+                if message["step"] % self._log_every == 0 or message["step"] in (
+                    1,
+                    message["steps"],
+                ):
                     self.say(_step(message))
             case "heldout":
                 self.say(_heldout(message))
@@ -31,9 +34,13 @@ class Progress:
             case "resumed":
                 self.say(f"goes on after step {message['step']}")
             case "answers":
-                self.say(f"answers of the model itself: {message['done']} of {message['of']} (rank 0)")
+                self.say(
+                    f"answers of the model itself: {message['done']} of {message['of']} (rank 0)"
+                )
             case "data":
-                rest = ", ".join(f"{message[n]} {n.replace('_', ' ')}" for n in ("cut", "left_out") if message[n])
+                rest = ", ".join(
+                    f"{message[n]} {n.replace('_', ' ')}" for n in ("cut", "left_out") if message[n]
+                )
                 self.say(f"{message['sequences']} sequences{f' ({rest})' if rest else ''}")
             case other:
                 raise ValueError(f"no such message: {other}")
@@ -44,13 +51,15 @@ def _step(message: dict[str, Any]) -> str:
     base = f"  base {message['base_loss']:.4f}" if "base_loss" in message else ""
     rate = message["positions"] / max(message["seconds"], 1e-9)
     return (
-        f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {terms}{base}  {rate:.0f} positions/s"
+        f"step {message['step']}/{message['steps']}  loss {message['loss']:.4f}  {terms}{base} "
+        f" {rate:.0f} positions/s"
     )
 
 
 def _heldout(message: dict[str, Any]) -> str:
     return (
-        f"step {message['step']}: held-out E[len] {message['length']:.3f} of {message['positions']} positions; "
+        f"step {message['step']}: held-out E[len] {message['length']:.3f} of "
+        f"{message['positions']} positions; "
         f"draft 1, 2, ... right: {_shares(message['conditional'])} if those before are, "
         f"{_shares(message['survival'])} with those before"
     )

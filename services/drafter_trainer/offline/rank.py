@@ -1,4 +1,7 @@
-"""`python -m drafter_trainer.offline.rank`: one rank of an offline run. Owns its set-up and signals."""
+"""`python -m drafter_trainer.offline.rank`: one rank of an offline run.
+
+Owns its set-up and signals.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,15 @@ FAREWELL_S = 10.0
 
 
 def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bool:
-    """The whole run on this rank; a collective of all ranks, which hold a gloo process group. True: to its end.
+    """The whole run on this rank; a collective of all ranks, which hold a gloo process group. True:
+    to its end.
 
     Raises ConfigError, InvalidInput, WeightsError or DataLoss for what cannot work.
     """
     if not config.freeze_base_model and config.dtype != "float32":
-        raise ConfigError("a base model that is trained needs float32", seen=config.dtype, allowed="float32")
+        raise ConfigError(
+            "a base model that is trained needs float32", seen=config.dtype, allowed="float32"
+        )
     target = read_config(config.model)
     net = make_net(config, target)  # before the data: a wrong option is told at once
     encoder = _once(lambda: ModelText(config.model, target.eos_token_ids))
@@ -51,12 +57,21 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     if config.start is None:
         _choose_tokens(net, samples, target)
     members = on_cpu(dist.get_world_size())
-    base = Target(lm, config.model, net.capture, members.mesh, lr=None if config.freeze_base_model else config.base_lr)
+    base = Target(
+        lm,
+        config.model,
+        net.capture,
+        members.mesh,
+        lr=None if config.freeze_base_model else config.base_lr,
+    )
     return OfflineTrainer(config, net, base, samples, tell, members).run(stopping)
 
 
 def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
-    """The network to train: fresh, or the checkpoint to start from. Raises ConfigError, InvalidInput, WeightsError."""
+    """The network to train: fresh, or the checkpoint to start from.
+
+    Raises ConfigError, InvalidInput, WeightsError.
+    """
     kind = trained_net(config.speculator)
     options = kind.read_options(config.options)
     if config.start is not None:
@@ -65,7 +80,9 @@ def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
 
 
 def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) -> None:
-    """Tells a fresh network with a vocabulary of its own, how often each token is a drafting target."""
+    """Tells a fresh network with a vocabulary of its own, how often each token is a drafting
+    target.
+    """
     choose = getattr(net, "choose_tokens", None)
     if choose is not None:
         drafted = np.concatenate([sample.token_ids[2:][sample.mask[2:]] for sample in samples])
@@ -73,7 +90,12 @@ def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) ->
 
 
 def _answers(
-    lm: Any, prompts: list[Sample], config: OfflineConfig, target: ModelConfig, limit: int, tell: Tell
+    lm: Any,
+    prompts: list[Sample],
+    config: OfflineConfig,
+    target: ModelConfig,
+    limit: int,
+    tell: Tell,
 ) -> list[Sample]:
     """The model's own answers, drawn once per output directory."""
     path = answers_file(config, prompts)
@@ -82,7 +104,11 @@ def _answers(
     if drawn:
         return read_samples(path, _once(lambda: ModelText(config.model, ())), target.vocab_size)
     samples = answer_prompts(
-        lm, prompts, config, limit, lambda done, whole: tell({"kind": "answers", "done": done, "of": whole})
+        lm,
+        prompts,
+        config,
+        limit,
+        lambda done, whole: tell({"kind": "answers", "done": done, "of": whole}),
     )
     if dist.get_rank() == 0:
         write_answers(path, samples)

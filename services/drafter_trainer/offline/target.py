@@ -1,6 +1,8 @@
-"""The model a drafter drafts for: forward over packed rows, sharded, frozen or trained along. Owns no drafter.
+"""The model a drafter drafts for: forward over packed rows, sharded, frozen or trained along. Owns
+no drafter.
 
-Its forward is transformers', the states are named as in CaptureSpec: a number is what enters that decoder layer.
+Its forward is transformers', the states are named as in CaptureSpec: a number is what enters that
+decoder layer.
 """
 
 from __future__ import annotations
@@ -36,21 +38,29 @@ def load_causal_lm(directory: Path, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
 
     try:
-        lm = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype], attn_implementation="sdpa")
+        lm = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype], attn_implementation="sdpa"
+        )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"no model can be loaded from {directory}: {error}", seen=directory) from error
+        raise ConfigError(
+            f"no model can be loaded from {directory}: {error}", seen=directory
+        ) from error
     return lm
 
 
 class TargetForward(nn.Module):
-    """A causal language model whose forward ends in captured states and the cross-entropy of given tokens."""
+    """A causal language model whose forward ends in captured states and the cross-entropy of given
+    tokens.
+    """
 
     def __init__(self, lm: Any, capture: CaptureSpec) -> None:
         super().__init__()
         layers = len(lm.model.layers)
         if not capture.last or any(not 0 <= i < layers for i in capture.inner):
             raise InvalidInput(
-                "this speculator reads layers the model lacks", seen=capture.layers, allowed=f"0 to {layers - 1}, last"
+                "this speculator reads layers the model lacks",
+                seen=capture.layers,
+                allowed=f"0 to {layers - 1}, last",
             )
         self.lm = lm
         self._inner = capture.inner
@@ -64,14 +74,21 @@ class TargetForward(nn.Module):
 
         return hook
 
-    def forward(self, token_ids: Tensor, positions: Tensor, said_at: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-        """States fp32 [N, W], and the summed cross-entropy of the tokens said [M] that follow positions said_at [M].
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, said_at: Tensor, said: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """States fp32 [N, W], and the summed cross-entropy of the tokens said [M] that follow
+        positions said_at [M].
 
-        token_ids, positions int64 [N]: documents one after another; a position that does not follow its left neighbour
-        begins a document, across which transformers masks attention.
+        token_ids, positions int64 [N]: documents one after another; a position that does not follow
+        its left neighbour begins a document, across which transformers masks attention.
         """
-        last = self.lm.model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False).last_hidden_state
-        states = torch.cat([*(self._entering.pop(i)[0] for i in self._inner), last[0]], dim=-1).float()
+        last = self.lm.model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+        ).last_hidden_state
+        states = torch.cat(
+            [*(self._entering.pop(i)[0] for i in self._inner), last[0]], dim=-1
+        ).float()
         if not len(said):
             return states, states.new_zeros(())
         logits = self.lm.lm_head(last[0, said_at]).float()
@@ -79,23 +96,35 @@ class TargetForward(nn.Module):
 
 
 class Target:
-    """The base model sharded by FSDP2 (each layer, then the rest), with an optimiser when it is trained along."""
+    """The base model sharded by FSDP2 (each layer, then the rest), with an optimiser when it is
+    trained along.
+    """
 
     def __init__(
-        self, lm: Any, directory: Path, capture: CaptureSpec, mesh: DeviceMesh | None, *, lr: float | None
+        self,
+        lm: Any,
+        directory: Path,
+        capture: CaptureSpec,
+        mesh: DeviceMesh | None,
+        *,
+        lr: float | None,
     ) -> None:
         self._directory, self._layers = directory, capture.layers
         self._hidden: int = lm.config.hidden_size
         self._tied = bool(lm.config.tie_word_embeddings)
         self._module = TargetForward(lm, capture)
-        self._module.requires_grad_(lr is not None).eval()  # no dropout: states are those the engine computes
+        self._module.requires_grad_(
+            lr is not None
+        ).eval()  # no dropout: states are those the engine computes
         self._head: PolicyHead | None = load_policy_head(directory, 0)
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)
         self._optimizer: torch.optim.AdamW | None = None
         if lr is not None:
             self._parameters = dict(self._module.named_parameters())
-            self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+            self._optimizer = torch.optim.AdamW(
+                self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
+            )
             for parameter in self._parameters.values():
                 moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
                 self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
@@ -106,12 +135,16 @@ class Target:
         return self._optimizer is not None
 
     def forward(self, row: Sequence[Document]) -> tuple[Tensor, Tensor]:
-        """States [N, W] at all tokens of the row but each document's last, and the summed cross-entropy of the tokens
-        the model said, both with a graph when the model is trained. A collective."""
+        """States [N, W] at all tokens of the row but each document's last, and the summed
+        cross-entropy of the tokens the model said, both with a graph when the model is trained. A
+        collective.
+        """
         inputs, positions, said_at, said = [], [], [], []
         begin = 0
         for document in row:
-            ids, mask = (torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask))
+            ids, mask = (
+                torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask)
+            )
             inputs.append(ids[:-1])
             positions.append(torch.arange(len(ids) - 1))
             if self.trained:
@@ -122,7 +155,10 @@ class Target:
         none = torch.zeros(0, dtype=torch.int64)
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
             result: tuple[Tensor, Tensor] = self._module(
-                torch.cat(inputs), torch.cat(positions), torch.cat([none, *said_at]), torch.cat([none, *said])
+                torch.cat(inputs),
+                torch.cat(positions),
+                torch.cat([none, *said_at]),
+                torch.cat([none, *said]),
             )
         return result
 
@@ -144,7 +180,10 @@ class Target:
         self._module.reshard()
 
     def step(self) -> None:
-        """One step of the base model's optimiser along the gradient gathered since the last. A collective."""
+        """One step of the base model's optimiser along the gradient gathered since the last.
+
+        A collective.
+        """
         assert self._optimizer is not None
         self._reshard()
         torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP_NORM)
@@ -157,10 +196,17 @@ class Target:
         if self._optimizer is None:
             return {}
         self._reshard()
-        moments = {name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()}
+        moments = {
+            name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()
+        }
         return {
-            "model": {name: parameter.detach().clone() for name, parameter in self._parameters.items()},
-            "optimizer": {name: {key: part.clone() for key, part in one.items()} for name, one in moments.items()},
+            "model": {
+                name: parameter.detach().clone() for name, parameter in self._parameters.items()
+            },
+            "optimizer": {
+                name: {key: part.clone() for key, part in one.items()}
+                for name, one in moments.items()
+            },
         }
 
     @torch.no_grad()
@@ -175,31 +221,41 @@ class Target:
         self._head = None
 
     def write(self, weights: Mapping[str, Tensor], directory: Path) -> None:
-        """A state's whole weights as a Hugging Face directory: fp32, and the start model's other files."""
+        """A state's whole weights as a Hugging Face directory: fp32, and the start model's other
+        files.
+        """
         directory.mkdir(parents=True)
         for path in self._directory.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
                 shutil.copyfile(path, directory / path.name)
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         config.pop("torch_dtype", None)
-        (directory / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8")
-        tensors = {name.removeprefix("lm."): tensor.contiguous() for name, tensor in weights.items()}
+        (directory / "config.json").write_text(
+            json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8"
+        )
+        tensors = {
+            name.removeprefix("lm."): tensor.contiguous() for name, tensor in weights.items()
+        }
         if self._tied:
             tensors.pop("lm_head.weight", None)
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def packed_row(row: Sequence[Document], states: Tensor, hidden: int, layers: str, head_hash: str) -> PackedRow:
+def packed_row(
+    row: Sequence[Document], states: Tensor, hidden: int, layers: str, head_hash: str
+) -> PackedRow:
     """The windows of a row's documents as one PackedRow.
 
-    states [N, W] stand at every token but the last of each document, one document after another. Gradients flow into
-    `states` of the row; its `next_states`, a target, carry none.
+    states [N, W] stand at every token but the last of each document, one document after another.
+    Gradients flow into `states` of the row; its `next_states`, a target, carry none.
     """
     parts: dict[str, list[Tensor]] = {}
     begin = count = 0
     for number, document in enumerate(row):
         start, length = document.start, document.length
-        ids, mask = (torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask))
+        ids, mask = (
+            torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask)
+        )
         before = torch.arange(count - 1, count - 1 + length)
         before[:1] = -1
         at = begin + start
@@ -216,7 +272,11 @@ def packed_row(row: Sequence[Document], states: Tensor, hidden: int, layers: str
             parts.setdefault(name, []).append(part)
         begin += len(ids) - 1
         count += length
-    return PackedRow(**{name: torch.cat(part) for name, part in parts.items()}, lm_head_hash=head_hash, layers=layers)
+    return PackedRow(
+        **{name: torch.cat(part) for name, part in parts.items()},
+        lm_head_hash=head_hash,
+        layers=layers,
+    )
 
 
 def _whole(parameter: Tensor) -> Tensor:

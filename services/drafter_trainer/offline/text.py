@@ -1,7 +1,8 @@
-"""Text records into tokens under a model's tokenizer and chat template. Owns which tokens count as the model's own.
+"""Text records into tokens under a model's tokenizer and chat template. Owns which tokens count as
+the model's own.
 
-A conversation is rendered once and cut where each answer begins, and the parts are tokenised apart: an answer is then
-tokenised as it was generated, after the end of its prompt.
+A conversation is rendered once and cut where each answer begins, and the parts are tokenised apart:
+an answer is then tokenised as it was generated, after the end of its prompt.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class ModelText:
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"no tokenizer can be loaded from {directory}: {reason}", allowed='records with "input_ids"'
+                f"no tokenizer can be loaded from {directory}: {reason}",
+                allowed='records with "input_ids"',
             ) from error
         self._eos = set(eos_token_ids)
         self._front = self._tokenizer("", add_special_tokens=True)["input_ids"][:1]
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
-        """Every answer counts whose beginning the template renders the same whatever follows, at least the last."""
+        """Every answer counts whose beginning the template renders the same whatever follows, at
+        least the last.
+        """
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if messages[-1]["role"] != "assistant":
             whole = self._render(messages, answer=True)
@@ -45,10 +49,15 @@ class ModelText:
         for i in answers:
             before, after = self._render(messages[:i], answer=True), self._render(messages[: i + 1])
             if whole.startswith(after) and after.startswith(before) and len(before) >= done:
-                parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
+                parts += [
+                    (whole[done : len(before)], False),
+                    (whole[len(before) : len(after)], True),
+                ]
                 done = len(after)
         if answers and not parts:
-            raise InvalidInput("the chat template does not begin an answer as it ends a prompt", seen=whole[-80:])
+            raise InvalidInput(
+                "the chat template does not begin an answer as it ends a prompt", seen=whole[-80:]
+            )
         parts.append((whole[done:], False))
         encoded = [(self._encode(text), said) for text, said in parts]
         first = encoded[0][0][:1]
@@ -67,7 +76,11 @@ class ModelText:
     def _render(self, messages: Sequence[Mapping[str, Any]], *, answer: bool = False) -> str:
         try:
             plain = [dict(message) for message in messages]
-            return str(self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=answer))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    plain, tokenize=False, add_generation_prompt=answer
+                )
+            )
         except (jinja2.TemplateError, ValueError, TypeError, KeyError) as error:
             raise InvalidInput(f"the chat template refused the messages: {error}") from error
 

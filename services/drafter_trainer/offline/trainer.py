@@ -1,9 +1,12 @@
-"""The offline run on one rank: rows in, optimiser steps, held-out figures, checkpoints. Owns the order of things.
+"""The offline run on one rank: rows in, optimiser steps, held-out figures, checkpoints. Owns the
+order of things.
 
 With a frozen base model the loss is the speculator's. Otherwise the base model learns
-    sum over its tokens of -log p(token) / tokens  +  speculator_weight * (speculator's loss / its positions)
-where the speculator's gradient reaches the base through the states it reads; its targets (next states, embedding, head)
-are constants to it, or both would agree on predicting nothing. The speculator itself learns as it does alone.
+    sum over its tokens of -log p(token) / tokens  +  speculator_weight * (speculator's loss / its
+    positions)
+where the speculator's gradient reaches the base through the states it reads; its targets (next
+states, embedding, head) are constants to it, or both would agree on predicting nothing. The
+speculator itself learns as it does alone.
 """
 
 from __future__ import annotations
@@ -22,7 +25,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.checkpoint import STATE, CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
+from drafter_trainer.checkpoint import (
+    STATE,
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
+)
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.evaluate import chain_matches
 from drafter_trainer.gate import accepted_tokens
@@ -85,13 +94,20 @@ class OfflineTrainer:
         self._train, self._heldout = split(samples, config.heldout_share, config.seed)
         self._settings = config.settings(fingerprint(samples))
         self._whole = net.twin()
-        # The base model is sharded already: what is shared of it stays outside the drafter's shards.
+        # The base model is sharded already: what is shared of it stays outside the drafter's
+        # shards.
         optimizer = OptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
         self._rows_per_step = config.rows_per_rank * self._world
-        self._learner = DrafterLearner(net, optimizer, micro_batches=self._rows_per_step, members=members)
+        self._learner = DrafterLearner(
+            net, optimizer, micro_batches=self._rows_per_step, members=members
+        )
         lengths = [len(sample) for sample in self._train]
         self.steps = config.steps or steps_of(
-            lengths, config.row_tokens, config.seed, epochs=config.epochs, rows_per_step=self._rows_per_step
+            lengths,
+            config.row_tokens,
+            config.seed,
+            epochs=config.epochs,
+            rows_per_step=self._rows_per_step,
         )
         self._members = members
         self._states = config.out / STATES
@@ -144,8 +160,12 @@ class OfflineTrainer:
             if self._target.trained:
                 # FSDP2 averages gradients over ranks; sums are wanted.
                 gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                gradient = gradient * (self._config.speculator_weight * self._world / max(positions, 1))
-                torch.autograd.backward((cross_entropy * (self._world / max(tokens, 1)), states), (None, gradient))
+                gradient = gradient * (
+                    self._config.speculator_weight * self._world / max(positions, 1)
+                )
+                torch.autograd.backward(
+                    (cross_entropy * (self._world / max(tokens, 1)), states), (None, gradient)
+                )
                 sums["base_loss"] += float(cross_entropy.detach()) / max(tokens, 1)
             sums["loss"] += result.loss * result.positions
             sums["positions"] += result.positions
@@ -162,8 +182,14 @@ class OfflineTrainer:
             dist.all_reduce(values)
         whole = dict(zip(sorted(sums), values.tolist(), strict=True))
         count = max(whole["positions"], 1.0)
-        line: dict[str, Any] = {"step": self.step, "loss": whole["loss"] / count, "positions": int(whole["positions"])}
-        line["terms"] = {n.removeprefix("term/"): v / count for n, v in whole.items() if n.startswith("term/")}
+        line: dict[str, Any] = {
+            "step": self.step,
+            "loss": whole["loss"] / count,
+            "positions": int(whole["positions"]),
+        }
+        line["terms"] = {
+            n.removeprefix("term/"): v / count for n, v in whole.items() if n.startswith("term/")
+        }
         if self._target.trained:
             line["base_loss"] = whole["base_loss"]
         line["seconds"] = round(whole["seconds"], 4)
@@ -171,7 +197,9 @@ class OfflineTrainer:
         self._tell({"kind": "step", "steps": self.steps, **line})
 
     def _evaluate(self) -> None:
-        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole drafter."""
+        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole
+        drafter.
+        """
         if not self._heldout:
             return
         net = self._learner.snapshot()
@@ -200,18 +228,26 @@ class OfflineTrainer:
         return bool(flag)
 
     def _state(self) -> dict[str, Any]:
-        return {"learner": self._learner.state(), "base": self._target.state(), "settings": self._settings}
+        return {
+            "learner": self._learner.state(),
+            "base": self._target.state(),
+            "settings": self._settings,
+        }
 
     def _save(self) -> None:
         """Starts a checkpoint of this step, unless it is there."""
         if self._saved == self.step:
             return
         self._writer.write(self._state(), self.step, self._members)
-        self._tell({"kind": "saved", "step": self.step, "directory": str(self._config.out / CHECKPOINT)})
+        self._tell(
+            {"kind": "saved", "step": self.step, "directory": str(self._config.out / CHECKPOINT)}
+        )
         self._saved = self.step
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:
-        """Puts drafter and base model of the shards in `directory` where they are looked for, all at once."""
+        """Puts drafter and base model of the shards in `directory` where they are looked for, all
+        at once.
+        """
         net, out = self._whole.twin(), self._config.out
         fresh, old = out / f".{CHECKPOINT}.tmp", out / f".{CHECKPOINT}.old"
         for left_behind in (fresh, old):
@@ -226,13 +262,19 @@ class OfflineTrainer:
         shutil.rmtree(old, ignore_errors=True)
 
     def _resume(self) -> None:
-        """Goes on from the newest state in the output directory, or clears them. ConfigError: another run's."""
+        """Goes on from the newest state in the output directory, or clears them.
+
+        ConfigError: another run's.
+        """
         newest = newest_checkpoint(self._states)
         if newest is not None and self._config.resume:
             seen = json.loads((newest / STATE).read_text(encoding="utf-8"))["settings"]
-            if other := next((key for key in self._settings if seen.get(key) != self._settings[key]), None):
+            if other := next(
+                (key for key in self._settings if seen.get(key) != self._settings[key]), None
+            ):
                 raise ConfigError(
-                    f"{self._config.out} holds a run with another {other}; --no-resume or another --out starts afresh",
+                    f"{self._config.out} holds a run with another {other}; --no-resume or another "
+                    f"--out starts afresh",
                     seen=self._settings[other],
                     allowed=seen.get(other),
                 )
@@ -249,7 +291,8 @@ class OfflineTrainer:
 
 
 def usable(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], dict[str, int]]:
-    """Samples cut to `limit` tokens that leave something to learn, and how many were cut or left out.
+    """Samples cut to `limit` tokens that leave something to learn, and how many were cut or left
+    out.
 
     Raises InvalidInput when fewer than two are left: one to learn from, one to judge by.
     """

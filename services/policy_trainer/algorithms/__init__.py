@@ -1,4 +1,7 @@
-"""The algorithms, by the name used in `algorithm.name`. A new one is a file here and a line in the table."""
+"""The algorithms, by the name used in `algorithm.name`.
+
+A new one is a file here and a line in the table.
+"""
 
 from __future__ import annotations
 

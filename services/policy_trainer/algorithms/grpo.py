@@ -1,4 +1,7 @@
-"""GRPO: group-relative advantages and the clipped surrogate. Owns how the formulas are put together."""
+"""GRPO: group-relative advantages and the clipped surrogate.
+
+Owns how the formulas are put together.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,12 @@ from policy_trainer.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class Grpo:
-    """GRPO (arXiv 2402.03300) without a KL term; the token mean over the global batch is the caller's.
+    """GRPO (arXiv 2402.03300) without a KL term; the token mean over the global batch is the
+    caller's.
 
-    In the group's statistics a session counts once, however many branches it has. In the loss every generated token
-    counts once: tokens that branches share are masked in all but one, and a session weighs by the tokens it generated,
-    the same in one branch or in several.
+    In the group's statistics a session counts once, however many branches it has. In the loss every
+    generated token counts once: tokens that branches share are masked in all but one, and a session
+    weighs by the tokens it generated, the same in one branch or in several.
     """
 
     settings: AlgorithmConfig
@@ -32,7 +36,9 @@ class Grpo:
         return group_relative(rewards, groups, weights, normalize_std=self.settings.normalize_std)
 
     def loss(self, tokens: TokenBatch) -> TokenLoss:
-        """Summed clipped surrogate; each token weighed by the truncated behavior ratio when a cap is set."""
+        """Summed clipped surrogate; each token weighed by the truncated behavior ratio when a cap
+        is set.
+        """
         losses, clipped = clipped_surrogate(
             tokens.policy_logprobs,
             tokens.proximal_logprobs,
@@ -42,5 +48,7 @@ class Grpo:
         )
         if self.settings.behavior_cap > 0:
             cap = self.settings.behavior_cap
-            losses = losses * truncated_importance(tokens.proximal_logprobs, tokens.behavior_logprobs, cap=cap)
+            losses = losses * truncated_importance(
+                tokens.proximal_logprobs, tokens.behavior_logprobs, cap=cap
+            )
         return TokenLoss(losses.sum(), clipped.sum())

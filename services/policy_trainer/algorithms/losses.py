@@ -1,4 +1,5 @@
-"""Token losses as pure functions. Owns formulas; not advantages, not the division by the global token count.
+"""Token losses as pure functions. Owns formulas; not advantages, not the division by the global
+token count.
 
 Shape letters: N trained tokens, V vocabulary.
 """
@@ -29,10 +30,12 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    """L_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t), u_t = exp(policy - proximal).
+    """L_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t), u_t = exp(policy -
+    proximal).
 
-    PPO (arXiv 1707.06347, eq. 7) with the proximal policy of decoupled PPO (arXiv 2110.00641, eq. 6) and DAPO's
-    separate bounds (arXiv 2503.14476, eq. 10). Returns the losses and a 0/1 mark of the tokens where the clip holds.
+    PPO (arXiv 1707.06347, eq. 7) with the proximal policy of decoupled PPO (arXiv 2110.00641, eq.
+    6) and DAPO's separate bounds (arXiv 2503.14476, eq. 10). Returns the losses and a 0/1 mark of
+    the tokens where the clip holds.
     """
     ratio = torch.exp(policy_logprobs - proximal_logprobs)
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

@@ -31,7 +31,10 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
 
 
 def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> SelectiveBandit:
-    """The bandit that settings name, under the watchdog unless it is switched off. Raises ConfigError."""
+    """The bandit that settings name, under the watchdog unless it is switched off.
+
+    Raises ConfigError.
+    """
     if settings.kind not in BANDITS:
         raise ConfigError("unknown bandit", seen=settings.kind, allowed=sorted(BANDITS))
     bandit = BANDITS[settings.kind](settings, arms, seed)

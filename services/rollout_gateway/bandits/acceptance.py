@@ -1,18 +1,21 @@
-"""How many tokens a round of each arm is expected to give, from which drafts were accepted. Knows no seconds.
+"""How many tokens a round of each arm is expected to give, from which drafts were accepted. Knows
+no seconds.
 
-An arm `<speculator>:<steps>_<topk>_<draft tokens>` drafts at positions 1 .. steps. Chains (topk 1) of one speculator
-share their positions: the first three drafts of a chain of seven are those of a chain of three. A tree is a family of
-its own, because what stands at a level depends on its width and its nodes; so is every chain where drafts are left out
-before they are verified (`share_positions` off), since more of a longer one is. With a_p the chance that the draft at
-position p is accepted once those before it were (Leviathan et al. 2023, without assuming the a_p equal),
+An arm `<speculator>:<steps>_<topk>_<draft tokens>` drafts at positions 1 .. steps. Chains (topk 1)
+of one speculator share their positions: the first three drafts of a chain of seven are those of a
+chain of three. A tree is a family of its own, because what stands at a level depends on its width
+and its nodes; so is every chain where drafts are left out before they are verified
+(`share_positions` off), since more of a longer one is. With a_p the chance that the draft at
+position p is accepted once those before it were (Leviathan et al. 2023, without assuming the a_p
+equal),
 
     E[tokens | steps] = 1 + sum over k = 1 .. steps of a_1 ... a_k.
 
-A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it drafted no further
-or the response reached its limit there). Evidence is kept per batch-size group, at most a window of trials a position,
-and fades while none comes. What a group does not know it takes from all groups together, and what nobody knows of a
-position from the position before it. A request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH
-trials.
+A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it
+drafted no further or the response reached its limit there). Evidence is kept per batch-size group,
+at most a window of trials a position, and fades while none comes. What a group does not know it
+takes from all groups together, and what nobody knows of a position from the position before it. A
+request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH trials.
 """
 
 from __future__ import annotations
@@ -65,11 +68,16 @@ class Span:
 
 
 def family_and_steps(arm: str, *, shared: bool = True) -> tuple[str, int]:
-    """("eagle:1", 3) of "eagle:3_1_4"; the arm's own name for a tree, or if not shared. Raises ConfigError."""
+    """("eagle:1", 3) of "eagle:3_1_4"; the arm's own name for a tree, or if not shared.
+
+    Raises ConfigError.
+    """
     found = read_arm(arm)
     if found is None:
         raise ConfigError(
-            "cost_model reads steps from arms", seen=arm, allowed="off or <speculator>:<steps>_<topk>_<n>"
+            "cost_model reads steps from arms",
+            seen=arm,
+            allowed="off or <speculator>:<steps>_<topk>_<n>",
         )
     family = f"{found.speculator}:1" if shared and found.topk == 1 else arm
     return family, found.steps
@@ -85,12 +93,16 @@ def lay_out(arms: Sequence[str], *, shared: bool = True) -> tuple[dict[str, Span
     for family, steps in longest.items():
         families[family] = Span(family, first, steps)
         first += steps
-    return {arm: Span(name, families[name].first, steps) for arm, (name, steps) in shapes.items()}, families
+    return {
+        arm: Span(name, families[name].first, steps) for arm, (name, steps) in shapes.items()
+    }, families
 
 
 @dataclass(frozen=True, slots=True)
 class Beliefs:
-    """What is expected in one batch-size group; tables by position have one place for each of all families."""
+    """What is expected in one batch-size group; tables by position have one place for each of all
+    families.
+    """
 
     chances: Floats  # [P] of a draft to be accepted once those before it were
     tokens: Sequence[float]  # [A] expected of a row in a round of each arm
@@ -100,20 +112,28 @@ class Beliefs:
 class Acceptance:
     """Chances of every position in every batch-size group, and of every running request."""
 
-    def __init__(self, arms: Sequence[str], groups: Sequence[int], window: int, *, shared: bool = True) -> None:
+    def __init__(
+        self, arms: Sequence[str], groups: Sequence[int], window: int, *, shared: bool = True
+    ) -> None:
         spans, self._families = lay_out(arms, shared=shared)
         self._spans = [spans.get(arm) for arm in arms]
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._groups = {smallest: index for index, smallest in enumerate(groups)}
         positions = sum(span.steps for span in self._families.values())
         # By source (this engine's rounds, other engines'), group and position.
-        self._accepted, self._trials = np.zeros((2, len(groups), positions)), np.zeros((2, len(groups), positions))
+        self._accepted, self._trials = (
+            np.zeros((2, len(groups), positions)),
+            np.zeros((2, len(groups), positions)),
+        )
         self._idle_keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
         self._window = float(window)
         self._beliefs: list[Beliefs | None] = [None] * len(groups)
         self._stale_rows = self._stale_rounds = 0  # since beliefs were made
-        self._pool = np.zeros((2, positions))  # accepted and trials of all groups; fades with the rounds of every group
-        # Rows of rounds by group and family, since the start, the last new drafter or the last `doubt`.
+        self._pool = np.zeros(
+            (2, positions)
+        )  # accepted and trials of all groups; fades with the rounds of every group
+        # Rows of rounds by group and family, since the start, the last new drafter or the last
+        # `doubt`.
         self._seen = [dict.fromkeys(self._families, 0) for _ in groups]
         self.rows = RowAcceptance(positions, self._spans)
 
@@ -130,27 +150,38 @@ class Acceptance:
         return span.family if span is not None else ""
 
     def is_new(self, group: int, arm: int) -> bool:
-        """True while hardly any row of the group's rounds has shown what this arm's drafter is worth."""
+        """True while hardly any row of the group's rounds has shown what this arm's drafter is
+        worth.
+        """
         span = self._spans[arm]
         return span is not None and self._seen[group][span.family] < TRIAL_ROWS
 
     def doubt(self, group: int, family: str) -> None:
-        """What was known of a family is old: it is new to this group again, and a few rows outweigh the past of all."""
+        """What was known of a family is old: it is new to this group again, and a few rows outweigh
+        the past of all.
+        """
         self._seen[group][family] = 0
         span = self._families[family]
         for trials, accepted in ((self._trials, self._accepted), (self._pool[1], self._pool[0])):
-            trials, accepted = trials[..., span.first : span.end], accepted[..., span.first : span.end]
+            trials, accepted = (
+                trials[..., span.first : span.end],
+                accepted[..., span.first : span.end],
+            )
             scale = OLD_TRIALS / np.maximum(trials, OLD_TRIALS)
             trials *= scale
             accepted *= scale
         self._changed()
 
     def follow(self, rows: Sequence[RowFacts], group: int) -> tuple[Counts, list[int]]:
-        """Slots [B] of the requests that run now, and the lengths of those that do not any more: these are dropped."""
+        """Slots [B] of the requests that run now, and the lengths of those that do not any more:
+        these are dropped.
+        """
         return self.rows.follow(rows, self.beliefs(group).tokens)
 
     def observe(self, group: int, arm: str, slots: Counts, accepted: Counts, more: Flags) -> None:
-        """A round: drafts accepted of each row [B]; more: the row's response goes on, so a draft was refused."""
+        """A round: drafts accepted of each row [B]; more: the row's response goes on, so a draft
+        was refused.
+        """
         span = self._spans[self._index[arm]]
         keep = np.full_like(self._trials, self._idle_keep)
         if span is not None:
@@ -170,7 +201,9 @@ class Acceptance:
             self._pool[1, span.first : end] += fresh
             if own.max() > SLACK * self._window:
                 self._cap(group, self._window)
-        self._age(len(slots), self._window if span is None else float(self._trials[0, group, span.first]))
+        self._age(
+            len(slots), self._window if span is None else float(self._trials[0, group, span.first])
+        )
         if span is not None:
             self.rows.observe(slots, span, accepted, more, self.beliefs(group).chances)
 
@@ -183,7 +216,10 @@ class Acceptance:
 
     def _believe(self, group: int) -> Beliefs:
         pool_accepted, pool_trials = self._pool.tolist()
-        accepted, trials = self._accepted[:, group].sum(axis=0).tolist(), self._trials[:, group].sum(axis=0).tolist()
+        accepted, trials = (
+            self._accepted[:, group].sum(axis=0).tolist(),
+            self._trials[:, group].sum(axis=0).tolist(),
+        )
         chances: list[float] = []
         tokens, bounds = [1.0] * (len(trials) + 1), [1.0] * (len(trials) + 1)
         for span in self._families.values():
@@ -196,12 +232,16 @@ class Acceptance:
                 chance = (accepted[at] + strength * pool) / weight
                 chances.append(chance)
                 path *= chance
-                best_path *= min(chance + BOUND_Z * math.sqrt(chance * (1.0 - chance) / (weight + 1.0)), 1.0)
+                best_path *= min(
+                    chance + BOUND_Z * math.sqrt(chance * (1.0 - chance) / (weight + 1.0)), 1.0
+                )
                 total += path
                 best += best_path
                 tokens[at + 1], bounds[at + 1] = total, best
         ends = [0 if span is None else span.end for span in self._spans]
-        return Beliefs(np.array(chances), [tokens[end] for end in ends], [bounds[end] for end in ends])
+        return Beliefs(
+            np.array(chances), [tokens[end] for end in ends], [bounds[end] for end in ends]
+        )
 
     def _cap(self, groups: int | slice, most: float) -> None:
         scale = most / np.maximum(self._trials[:, groups], most)
@@ -214,14 +254,21 @@ class Acceptance:
         self._beliefs = [None] * len(self._beliefs)
 
     def forget(self, arms: Set[str], changed: Target) -> None:
-        """New drafter: nothing is known of its positions. New policy: what is known weighs little."""
+        """New drafter: nothing is known of its positions.
+
+        New policy: what is known weighs little.
+        """
         if changed is Target.POLICY:
             self._cap(slice(None), POLICY_TRIALS)
         else:
-            touched = {span.family for arm in arms if (span := self._spans[self._index[arm]]) is not None}
+            touched = {
+                span.family for arm in arms if (span := self._spans[self._index[arm]]) is not None
+            }
             spans = [self._families[family] for family in sorted(touched)]
             for span in spans:
-                self._trials[:, :, span.first : span.end] = self._accepted[:, :, span.first : span.end] = 0.0
+                self._trials[:, :, span.first : span.end] = self._accepted[
+                    :, :, span.first : span.end
+                ] = 0.0
                 self._pool[:, span.first : span.end] = 0.0
                 for seen in self._seen:
                     seen[span.family] = 0
@@ -245,7 +292,9 @@ class Acceptance:
         )
 
     def merge(self, evidence: Sequence[AcceptanceEvidence]) -> None:
-        """What other engines' rounds have shown; families and groups that are not served here are left out."""
+        """What other engines' rounds have shown; families and groups that are not served here are
+        left out.
+        """
         self._accepted[1], self._trials[1] = 0.0, 0.0
         self._pool[:] = self._accepted[0].sum(axis=0), self._trials[0].sum(axis=0)
         for one in evidence:
@@ -263,20 +312,37 @@ class Acceptance:
 
 
 class RowAcceptance:
-    """Drafts accepted of each running request, by slot; a slot is a row of the tables here, not of the engine."""
+    """Drafts accepted of each running request, by slot; a slot is a row of the tables here, not of
+    the engine.
+    """
 
     def __init__(self, positions: int, spans: Sequence[Span | None]) -> None:
-        self._accepted, self._trials = np.zeros((FIRST_SLOTS, positions)), np.zeros((FIRST_SLOTS, positions))
-        self.tokens: Floats = np.ones((FIRST_SLOTS, len(spans)))  # [slots, A] expected in a round of each arm
-        self.generated, self.limits = np.zeros(FIRST_SLOTS), np.zeros(FIRST_SLOTS)  # response tokens: so far, at most
+        self._accepted, self._trials = (
+            np.zeros((FIRST_SLOTS, positions)),
+            np.zeros((FIRST_SLOTS, positions)),
+        )
+        self.tokens: Floats = np.ones(
+            (FIRST_SLOTS, len(spans))
+        )  # [slots, A] expected in a round of each arm
+        self.generated, self.limits = (
+            np.zeros(FIRST_SLOTS),
+            np.zeros(FIRST_SLOTS),
+        )  # response tokens: so far, at most
         self._free = list(range(FIRST_SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
         counts, places = np.arange(positions + 1)[:, None], np.arange(positions)
         # By drafts accepted and position; a draft was tried when the one before it was accepted.
-        self._hits, self._tried = (places < counts).astype(np.float64), (places <= counts).astype(np.float64)
+        self._hits, self._tried = (
+            (places < counts).astype(np.float64),
+            (places <= counts).astype(np.float64),
+        )
         families = {span.family for span in spans if span is not None}
         self._arms = {
-            family: [index for index, span in enumerate(spans) if span is not None and span.family == family]
+            family: [
+                index
+                for index, span in enumerate(spans)
+                if span is not None and span.family == family
+            ]
             for family in families
         }  # by family: its arms, and the last drafts of each
         self._lasts = {
@@ -289,7 +355,10 @@ class RowAcceptance:
         known, ended = self._slots, []
         slots = [known.get(row[0], -1) for row in rows]
         if -1 in slots:
-            slots = [self._begin(row, tokens) if slot < 0 else slot for row, slot in zip(rows, slots, strict=True)]
+            slots = [
+                self._begin(row, tokens) if slot < 0 else slot
+                for row, slot in zip(rows, slots, strict=True)
+            ]
         if len(known) > len(rows):
             for request_id in known.keys() - {row[0] for row in rows}:
                 slot = known.pop(request_id)
@@ -298,11 +367,17 @@ class RowAcceptance:
         return np.array(slots), ended
 
     def _begin(self, row: RowFacts, tokens: Sequence[float]) -> int:
-        slot = self._slots.get(row.request_id)  # requests that are not ours share an id, hence a slot
+        slot = self._slots.get(
+            row.request_id
+        )  # requests that are not ours share an id, hence a slot
         if slot is None:
             slot = self._slots[row.request_id] = self._take()
         self._accepted[slot] = self._trials[slot] = 0.0
-        self.tokens[slot], self.generated[slot], self.limits[slot] = tokens, row.generated, row.limit
+        self.tokens[slot], self.generated[slot], self.limits[slot] = (
+            tokens,
+            row.generated,
+            row.limit,
+        )
         return slot
 
     def advance(self, slots: Counts, taken: Counts) -> Flags:
@@ -315,13 +390,19 @@ class RowAcceptance:
         if not self._free:
             size = len(self._trials)
             tables = (self._accepted, self._trials, self.tokens)
-            self._accepted, self._trials, self.tokens = (np.concatenate((one, one)) for one in tables)
+            self._accepted, self._trials, self.tokens = (
+                np.concatenate((one, one)) for one in tables
+            )
             self.generated, self.limits = np.tile(self.generated, 2), np.tile(self.limits, 2)
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
 
-    def observe(self, slots: Counts, span: Span, accepted: Counts, more: Flags, group: Floats) -> None:
-        """Count a round's drafts for the requests in `slots` [B]; group: chances of the group's positions [P]."""
+    def observe(
+        self, slots: Counts, span: Span, accepted: Counts, more: Flags, group: Floats
+    ) -> None:
+        """Count a round's drafts for the requests in `slots` [B]; group: chances of the group's
+        positions [P].
+        """
         hits, tried = self._hits[accepted, : span.steps], self._tried[accepted, : span.steps]
         if not more.all():
             tried = np.where(more[:, None], tried, hits)
@@ -338,7 +419,9 @@ class RowAcceptance:
         self.tokens[slots[:, None], arms] = 1.0 + sums[:, lasts]
 
     def forget(self, span: Span, tokens: Sequence[float]) -> None:
-        """A family drafts otherwise from now on: it is expected to give every request as much, `tokens` [A]."""
+        """A family drafts otherwise from now on: it is expected to give every request as much,
+        `tokens` [A].
+        """
         self._accepted[:, span.first : span.end] = self._trials[:, span.first : span.end] = 0.0
         arms = self._arms[span.family]
         self.tokens[:, arms] = [tokens[arm] for arm in arms]

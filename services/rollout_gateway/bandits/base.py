@@ -1,4 +1,7 @@
-"""Who chooses the arm of a round. Owns the protocols and the grouping by batch size, no rule of choice."""
+"""Who chooses the arm of a round.
+
+Owns the protocols and the grouping by batch size, no rule of choice.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,12 @@ class BanditSettings(BaseModel):
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
-    share_positions: bool = True  # cost_model: chains of one drafter are one chain, cut at different lengths
-    watchdog_rounds: int = Field(default=20, ge=0)  # without acceptance, then a drafter is dead; 0: never
+    share_positions: bool = (
+        True  # cost_model: chains of one drafter are one chain, cut at different lengths
+    )
+    watchdog_rounds: int = Field(
+        default=20, ge=0
+    )  # without acceptance, then a drafter is dead; 0: never
 
 
 class RowFacts(NamedTuple):
@@ -54,7 +61,9 @@ class Outcome:
 
     arm: str
     situation: Situation
-    taken: Sequence[int]  # tokens emitted per row, the bonus token included; in the order of situation.rows
+    taken: Sequence[
+        int
+    ]  # tokens emitted per row, the bonus token included; in the order of situation.rows
     seconds: float  # of draft and verification
     explored: bool  # as the choice said
 
@@ -90,7 +99,9 @@ class Bandit(Protocol):
     """Chooses an arm per round, separately in each batch-size group."""
 
     def prime(self, costs: Sequence[CostSample]) -> None:
-        """Seconds that rounds took at the engine's start; a kind that learns of rounds alone ignores them."""
+        """Seconds that rounds took at the engine's start; a kind that learns of rounds alone
+        ignores them.
+        """
         ...
 
     def choose(self, situation: Situation) -> Choice:
@@ -102,7 +113,8 @@ class Bandit(Protocol):
         ...
 
     def forget(self, arms: Set[str], changed: Target) -> None:
-        """These arms draft with, or for, new weights: how much of them is accepted is not known; seconds stay as known.
+        """These arms draft with, or for, new weights: how much of them is accepted is not known;
+        seconds stay as known.
 
         changed: DRAFTER (the arms of the new drafter) or POLICY (the target of all arms).
         """
@@ -113,11 +125,15 @@ class Bandit(Protocol):
         ...
 
     def snapshot(self) -> Evidence:
-        """What this bandit's own rounds have shown, for other engines; empty for a kind that does not share."""
+        """What this bandit's own rounds have shown, for other engines; empty for a kind that does
+        not share.
+        """
         ...
 
     def merge(self, evidence: Evidence) -> None:
-        """What the rounds of all other engines have shown; takes the place of what was merged before."""
+        """What the rounds of all other engines have shown; takes the place of what was merged
+        before.
+        """
         ...
 
 

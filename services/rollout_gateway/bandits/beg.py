@@ -1,13 +1,15 @@
-"""Bucketed epsilon-greedy, the tuner of FastRL (Hu et al. 2025, arXiv 2511.16665), as a baseline. Own code.
+"""Bucketed epsilon-greedy, the tuner of FastRL (Hu et al. 2025, arXiv 2511.16665), as a baseline.
+Own code.
 
-A table decides how much is verified: the arms' numbers of draft tokens, in descending order, belong to the batch-size
-groups in ascending order, so that one row verifies the most and a full batch the least; there have to be as many
-numbers as groups. Among the arms that share a number, epsilon-greedy over the median rate in the window; one that has
-not been seen counts as infinitely fast. With one arm per number, FastRL's default, nothing is ever explored.
+A table decides how much is verified: the arms' numbers of draft tokens, in descending order, belong
+to the batch-size groups in ascending order, so that one row verifies the most and a full batch the
+least; there have to be as many numbers as groups. Among the arms that share a number,
+epsilon-greedy over the median rate in the window; one that has not been seen counts as infinitely
+fast. With one arm per number, FastRL's default, nothing is ever explored.
 
-FastRL has no way to switch speculation off between rounds, so `off` is in no bucket: it is taken when nothing else may
-be. Rewards are the protocol's tokens per second; FastRL puts the arm's median acceptance length over all groups in the
-place of the round's own.
+FastRL has no way to switch speculation off between rounds, so `off` is in no bucket: it is taken
+when nothing else may be. Rewards are the protocol's tokens per second; FastRL puts the arm's median
+acceptance length over all groups in the place of the round's own.
 """
 
 from __future__ import annotations
@@ -25,12 +27,19 @@ def draft_tokens_of(arm: str) -> int:
     """Tokens that an arm that drafts verifies per row, the root included. Raises ConfigError."""
     count = arm.rpartition("_")[2]
     if not count.isdecimal():
-        raise ConfigError("beg needs the draft tokens of each arm", seen=arm, allowed="<speculator>:..._<draft tokens>")
+        raise ConfigError(
+            "beg needs the draft tokens of each arm",
+            seen=arm,
+            allowed="<speculator>:..._<draft tokens>",
+        )
     return int(count)
 
 
 def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[str, ...]]:
-    """The arms of each batch-size group; none when no arm drafts. Raises ConfigError when the numbers do not fit."""
+    """The arms of each batch-size group; none when no arm drafts.
+
+    Raises ConfigError when the numbers do not fit.
+    """
     budgets = {arm: draft_tokens_of(arm) for arm in arms if speculator_of(arm)}
     descending = sorted(set(budgets.values()), reverse=True)
     if not descending:
@@ -98,5 +107,7 @@ class BucketedEpsilonGreedy(WindowedBandit[MedianWindow]):
     def _bucket(self, batch_size: int, names: Sequence[str]) -> Sequence[str]:
         arms = self._buckets[group_of(self._settings.groups, batch_size)]
         return (
-            [arm for arm in arms if arm in names] or [name for name in names if not speculator_of(name)] or list(names)
+            [arm for arm in arms if arm in names]
+            or [name for name in names if not speculator_of(name)]
+            or list(names)
         )

@@ -1,20 +1,26 @@
-"""The cost-model bandit: expected tokens of an arm over its expected seconds, in place of past tokens per second.
+"""The cost-model bandit: expected tokens of an arm over its expected seconds, in place of past
+tokens per second.
 
-Tokens come from acceptance.py (by position, group and request), seconds from costs.py (table and correction), so that a
-round of one arm teaches about others: a chain of five shows what one of three would have given.
+Tokens come from acceptance.py (by position, group and request), seconds from costs.py (table and
+correction), so that a round of one arm teaches about others: a chain of five shows what one of
+three would have given.
 
-Full batch: the arm of the most tokens per second. Draining batch (nothing waits): a round costs F + m x rows seconds, F
-until the last row ends, m until the row's own end. A token of row r spares 1 / E_r of a round of that row, hence
+Full batch: the arm of the most tokens per second. Draining batch (nothing waits): a round costs F +
+m x rows seconds, F until the last row ends, m until the row's own end. A token of row r spares 1 /
+E_r of a round of that row, hence
 
-    value of a token of row r  =  ((1 - f) / rows  +  f x share_r) / E_r,      f = seconds(1 row) / seconds(all rows),
+    value of a token of row r  =  ((1 - f) / rows  +  f x share_r) / E_r,      f = seconds(1 row) /
+    seconds(all rows),
 
-with share_r the weight of row r among those that may be the last, (expected rounds left) ** LAST_POWER normalised. With
-one row left this is tokens per second again; with many, the rows that will last count most.
+with share_r the weight of row r among those that may be the last, (expected rounds left) **
+LAST_POWER normalised. With one row left this is tokens per second again; with many, the rows that
+will last count most.
 
-Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of its acceptance and
-of its seconds. Evidence that is not renewed fades, so that arms that may have become better are looked at again; an arm
-that seems worse by a factor x is, without any hope, tried once in x windows, and the best arm of a drafter that is not
-in use five times as often. A new drafter is tried at once.
+Exploring is optimism, not chance: each arm counts as well as it may be at best, by what is known of
+its acceptance and of its seconds. Evidence that is not renewed fades, so that arms that may have
+become better are looked at again; an arm that seems worse by a factor x is, without any hope, tried
+once in x windows, and the best arm of a drafter that is not in use five times as often. A new
+drafter is tried at once.
 """
 
 from __future__ import annotations
@@ -25,7 +31,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_gateway.bandits.acceptance import Acceptance
-from rollout_gateway.bandits.base import BanditSettings, Choice, CostSample, Outcome, RowFacts, Situation, group_of
+from rollout_gateway.bandits.base import (
+    BanditSettings,
+    Choice,
+    CostSample,
+    Outcome,
+    RowFacts,
+    Situation,
+    group_of,
+)
 from rollout_gateway.bandits.costs import CostTable
 from rollout_gateway.bandits.lengths import ResponseLengths
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
@@ -34,9 +48,13 @@ from rollout_gateway.engines.evidence import Evidence
 
 LAST_POWER = 4.0
 RETEST_SHARE = 0.2
-"""Of the window: rounds without a drafter after which it is tried anew, times how much better the best arm seems."""
+"""Of the window: rounds without a drafter after which it is tried anew, times how much better the
+best arm seems.
+"""
 OLD_SHARE = 0.05
-"""Of the window: rounds without a drafter after which a group that is new to it trusts its own rounds more."""
+"""Of the window: rounds without a drafter after which a group that is new to it trusts its own
+rounds more.
+"""
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,12 +66,18 @@ class CostModel(WindowedBandit[GroupWindow]):
         super().__init__(settings, arms, seed, GroupWindow)
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._group_index = {smallest: index for index, smallest in enumerate(settings.groups)}
-        self._acceptance = Acceptance(arms, settings.groups, settings.window, shared=settings.share_positions)
+        self._acceptance = Acceptance(
+            arms, settings.groups, settings.window, shared=settings.share_positions
+        )
         self._costs = CostTable(arms, settings.groups, settings.window)
         self._lengths = ResponseLengths()
         self._rounds = [0] * len(settings.groups)
-        self._used = [[0] * len(arms) for _ in settings.groups]  # round in which an arm was used last
-        self._met = {self._acceptance.family(index): 0 for index in range(len(arms))}  # round, of all, of the last use
+        self._used = [
+            [0] * len(arms) for _ in settings.groups
+        ]  # round in which an arm was used last
+        self._met = {
+            self._acceptance.family(index): 0 for index in range(len(arms))
+        }  # round, of all, of the last use
         self._ids: list[int] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._allowed: dict[tuple[str, ...], list[int]] = {}
@@ -63,7 +87,9 @@ class CostModel(WindowedBandit[GroupWindow]):
         self._costs.prime(costs)
 
     def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
-        """The arm of the next round, one of `names`; it explores when it is not the one believed best."""
+        """The arm of the next round, one of `names`; it explores when it is not the one believed
+        best.
+        """
         if len(names) == 1:
             return Choice(names[0], explored=False)
         group = self._at(situation.batch_size)
@@ -85,13 +111,21 @@ class CostModel(WindowedBandit[GroupWindow]):
             chosen = hoped.index(max(hoped))
         return Choice(self._names[allowed[chosen]], explored=believed[chosen] < best)
 
-    def _due(self, group: int, allowed: list[int], believed: list[float], best: float) -> int | None:
+    def _due(
+        self, group: int, allowed: list[int], believed: list[float], best: float
+    ) -> int | None:
         """Place in `allowed` of an arm to be tried whatever is believed of it.
 
-        The best one of new drafters; else one that its group has not used for a window of rounds. A drafter that no
-        group has used for a part of a window is new again. The worse an arm is thought to be the longer it waits.
+        The best one of new drafters; else one that its group has not used for a window of rounds. A
+        drafter that no group has used for a part of a window is new again. The worse an arm is
+        thought to be the longer it waits.
         """
-        acceptance, window, now, used = self._acceptance, self._settings.window, self._rounds[group], self._used[group]
+        acceptance, window, now, used = (
+            self._acceptance,
+            self._settings.window,
+            self._rounds[group],
+            self._used[group],
+        )
         new = [place for place, index in enumerate(allowed) if acceptance.is_new(group, index)]
         if new:
             place = max(new, key=believed.__getitem__)
@@ -117,13 +151,20 @@ class CostModel(WindowedBandit[GroupWindow]):
         rates = [count / each for count, each in zip(sums, seconds, strict=True)]
         usual = rates.index(max(rates))
         one_row = self._costs.seconds(group, 1, situation.context)[usual]
-        weighed: list[float] = (self._worth(tokens[:, usual], one_row / seconds[usual]) @ tokens).tolist()
+        weighed: list[float] = (
+            self._worth(tokens[:, usual], one_row / seconds[usual]) @ tokens
+        ).tolist()
         return weighed
 
     def _worth(self, each: Floats, fixed: float) -> Floats:
-        """Value [B] of a token of each row; see the module. each: tokens [B] that the rows are given in a round."""
+        """Value [B] of a token of each row; see the module. each: tokens [B] that the rows are
+        given in a round.
+        """
         running = self._acceptance.rows
-        rounds = self._lengths.remaining(running.generated[self._slots], running.limits[self._slots]) / each
+        rounds = (
+            self._lengths.remaining(running.generated[self._slots], running.limits[self._slots])
+            / each
+        )
         share = (rounds / rounds.max()) ** LAST_POWER
         fixed = min(fixed, 1.0)
         worth: Floats = ((1.0 - fixed) / len(each) + fixed / share.sum() * share) / each
@@ -138,7 +179,9 @@ class CostModel(WindowedBandit[GroupWindow]):
         self._used[group][self._index[outcome.arm]] = self._rounds[group]
         self._met[self._acceptance.family(self._index[outcome.arm])] = sum(self._rounds)
         self._follow(situation.rows, group)
-        self._costs.observe(group, outcome.arm, situation.batch_size, situation.context, outcome.seconds)
+        self._costs.observe(
+            group, outcome.arm, situation.batch_size, situation.context, outcome.seconds
+        )
         taken, slots = np.array(outcome.taken), self._slots
         more = self._acceptance.rows.advance(slots, taken)
         if not taken.all():  # a row that took nothing had ended before the round
@@ -157,7 +200,9 @@ class CostModel(WindowedBandit[GroupWindow]):
         self._ids = ids
 
     def forget(self, arms: Set[str], changed: Target) -> None:
-        """Acceptance of these arms is not known any more (drafter) or less well (policy); seconds stay."""
+        """Acceptance of these arms is not known any more (drafter) or less well (policy); seconds
+        stay.
+        """
         super().forget(arms, changed)
         self._acceptance.forget(arms, changed)
 

@@ -1,14 +1,18 @@
-"""How long a round of each arm takes: the table measured at start, corrected by rounds. Knows no tokens.
+"""How long a round of each arm takes: the table measured at start, corrected by rounds. Knows no
+tokens.
 
-    seconds(arm, batch, context) = table(arm, batch, context) x exp(factor(arm, batch-size group) + pace)
+    seconds(arm, batch, context) = table(arm, batch, context) x exp(factor(arm, batch-size group) +
+    pace)
 
-The pace is the machine's (pace.py); a factor holds what is the arm's own, and it alone is told to other engines.
+The pace is the machine's (pace.py); a factor holds what is the arm's own, and it alone is told to
+other engines.
 
-The table is linear between its batch sizes and contexts and goes on beyond its largest batch size as it ends. An arm
-that was not measured has the table 1 + slope x batch, whose slope is fitted to its rounds (shape.py) and whose level is
-a factor like the others. Factor and pace together follow the log of measured over expected seconds by a clipped moving
-average, so that a round that took ten times as long moves them by one clip's share; three in a row on one side beyond
-the clip are no outliers, and they go there at once.
+The table is linear between its batch sizes and contexts and goes on beyond its largest batch size
+as it ends. An arm that was not measured has the table 1 + slope x batch, whose slope is fitted to
+its rounds (shape.py) and whose level is a factor like the others. Factor and pace together follow
+the log of measured over expected seconds by a clipped moving average, so that a round that took ten
+times as long moves them by one clip's share; three in a row on one side beyond the clip are no
+outliers, and they go there at once.
 """
 
 from __future__ import annotations
@@ -103,20 +107,29 @@ class CostTable:
         self._kin = [
             [other for other, name in enumerate(speculators) if name == own and other != arm]
             for arm, own in enumerate(speculators)
-        ]  # arms of the same speculator: what slows one slows the others, as a share of their tables
+            # arms of the same speculator: what slows one slows the others, as a share of their
+            # tables
+        ]
         self._keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
-        self._measured: dict[int, dict[int, tuple[list[int], list[float]]]] = {}  # arm -> context -> sizes, seconds
+        self._measured: dict[
+            int, dict[int, tuple[list[int], list[float]]]
+        ] = {}  # arm -> context -> sizes, seconds
         self._tables: dict[tuple[int, int], list[float]] = {}
         self._estimates: list[list[Estimate] | None] = [None] * len(groups)
         self._shapes = [Shape() for _ in arms]  # of arms that were not measured
         self._pace = Pace()
 
     def prime(self, samples: Sequence[CostSample]) -> None:
-        """Take a table; of several samples of one place the median counts. Arms not served are left out."""
+        """Take a table; of several samples of one place the median counts.
+
+        Arms not served are left out.
+        """
         places: dict[tuple[int, int, int], list[float]] = {}
         for one in samples:
             if one.arm in self._arms and one.seconds > 0:
-                places.setdefault((self._arms[one.arm], one.context, one.batch_size), []).append(one.seconds)
+                places.setdefault((self._arms[one.arm], one.context, one.batch_size), []).append(
+                    one.seconds
+                )
         self._measured = {}
         for (arm, context, size), seconds in sorted(places.items()):
             sizes, values = self._measured.setdefault(arm, {}).setdefault(context, ([], []))
@@ -129,18 +142,28 @@ class CostTable:
         """Expected seconds [A] of a round of each arm; NaN for one that was never seen."""
         table = self._table(batch, context)
         if len(self._measured) < len(table):
-            table = [one if arm in self._measured else self._shapes[arm].at(batch) for arm, one in enumerate(table)]
+            table = [
+                one if arm in self._measured else self._shapes[arm].at(batch)
+                for arm, one in enumerate(table)
+            ]
         pace = math.exp(self._pace.log)
-        return [one * estimate.scale * pace for one, estimate in zip(table, self._estimate(group), strict=True)]
+        return [
+            one * estimate.scale * pace
+            for one, estimate in zip(table, self._estimate(group), strict=True)
+        ]
 
     def doubts(self, group: int) -> list[float]:
-        """By what factor, at least 1, each arm's rounds [A] may be faster than expected, for all that is known."""
+        """By what factor, at least 1, each arm's rounds [A] may be faster than expected, for all
+        that is known.
+        """
         return [estimate.doubt for estimate in self._estimate(group)]
 
     def _estimate(self, group: int) -> list[Estimate]:
         known = self._estimates[group]
         if known is None:
-            known = self._estimates[group] = [self._believe(group, arm) for arm in range(len(self._arms))]
+            known = self._estimates[group] = [
+                self._believe(group, arm) for arm in range(len(self._arms))
+            ]
         return known
 
     def _believe(self, group: int, arm: int) -> Estimate:
@@ -167,7 +190,9 @@ class CostTable:
             if len(self._tables) >= CACHED_AT_MOST:
                 self._tables.clear()
             middle = (key[1] + 0.5) * CONTEXT_STEP
-            table = self._tables[key] = [self._interpolated(arm, batch, middle) for arm in range(len(self._arms))]
+            table = self._tables[key] = [
+                self._interpolated(arm, batch, middle) for arm in range(len(self._arms))
+            ]
         return table
 
     def _interpolated(self, arm: int, batch: int, context: float) -> float:
@@ -189,8 +214,13 @@ class CostTable:
         if here.weight < 1.0:
             here.factor = level if math.isnan(known) else known
         off = level - here.factor
-        # Nothing was known; or what was known is past; or, of the first rounds, a slow one was a warm-up.
-        young = not primed and not here.told_weight and (not here.weight or (here.weight < JUMP_ROUNDS and off < -CLIP))
+        # Nothing was known; or what was known is past; or, of the first rounds, a slow one was a
+        # warm-up.
+        young = (
+            not primed
+            and not here.told_weight
+            and (not here.weight or (here.weight < JUMP_ROUNDS and off < -CLIP))
+        )
         jumps = here.count(off) >= JUMP_ROUNDS
         part = here.take(off, replaces=jumps or young)
         here.factor += part * off - self._pace.learn(here.measured, 0.0 if young else off, part)
@@ -204,7 +234,9 @@ class CostTable:
         self._refresh(group, index, jumps=jumps)
 
     def _fit(self, arm: int, batch: int, seconds: float) -> None:
-        """Bend an arm's shape; factors move so that nothing changes at the batch sizes where its rounds were."""
+        """Bend an arm's shape; factors move so that nothing changes at the batch sizes where its
+        rounds were.
+        """
         shape, corrections = self._shapes[arm], [row[arm] for row in self._corrections]
         before = [shape.at(one.size) for one in corrections]
         if shape.learn(batch, seconds):
@@ -222,17 +254,24 @@ class CostTable:
     def snapshot(self) -> tuple[CostEvidence, ...]:
         """What this engine's rounds have shown."""
         return tuple(
-            CostEvidence(arm, smallest, self._corrections[group][index].factor, self._corrections[group][index].weight)
+            CostEvidence(
+                arm,
+                smallest,
+                self._corrections[group][index].factor,
+                self._corrections[group][index].weight,
+            )
             for smallest, group in self._groups.items()
             for arm, index in self._arms.items()
             if self._corrections[group][index].weight > 0
         )
 
     def merge(self, evidence: Sequence[CostEvidence]) -> None:
-        """What other engines' rounds have shown; arms and groups that are not served here are left out.
+        """What other engines' rounds have shown; arms and groups that are not served here are left
+        out.
 
-        Factors are known up to a number that is common to an engine's arms and belongs to its pace. Where both engines
-        have rounds it is chosen so that they agree on average; how the arms stand to each other is what is learned.
+        Factors are known up to a number that is common to an engine's arms and belongs to its pace.
+        Where both engines have rounds it is chosen so that they agree on average; how the arms
+        stand to each other is what is learned.
         """
         for one in (one for row in self._corrections for one in row):
             one.told_factor = one.told_weight = 0.0
@@ -242,10 +281,15 @@ class CostTable:
             if one.arm in self._arms and one.batch_group in self._groups
         ]
         weights = [min(here.weight, new.weight) for here, new in told]
-        apart = sum(w * (new.log_factor - here.factor) for w, (here, new) in zip(weights, told, strict=True))
+        apart = sum(
+            w * (new.log_factor - here.factor) for w, (here, new) in zip(weights, told, strict=True)
+        )
         apart /= sum(weights) or 1.0
         for here, new in told:
-            here.told_factor, here.told_weight = new.log_factor - apart, min(new.weight, MOST_ROUNDS)
+            here.told_factor, here.told_weight = (
+                new.log_factor - apart,
+                min(new.weight, MOST_ROUNDS),
+            )
         self._estimates = [None] * len(self._estimates)
 
 

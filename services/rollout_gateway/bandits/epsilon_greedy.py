@@ -1,4 +1,6 @@
-"""Epsilon-greedy over a sliding window (Sutton and Barto 2018, section 2.4, with a window for a moving world)."""
+"""Epsilon-greedy over a sliding window (Sutton and Barto 2018, section 2.4, with a window for a
+moving world).
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,15 @@ from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
 
 TRIAL_PULLS = 4
-"""Rounds of an arm that a group's window has to hold before the best is exploited; one of them may be a warm-up."""
+"""Rounds of an arm that a group's window has to hold before the best is exploited; one of them may
+be a warm-up.
+"""
 
 
 class EpsilonGreedy(WindowedBandit[GroupWindow]):
-    """Explores with probability epsilon, else takes the arm of the highest rate in the batch's group."""
+    """Explores with probability epsilon, else takes the arm of the highest rate in the batch's
+    group.
+    """
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, GroupWindow)

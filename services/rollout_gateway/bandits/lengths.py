@@ -17,7 +17,9 @@ Floats = npt.NDArray[np.float64]
 
 
 class ResponseLengths:
-    """The empirical mean residual life: of the remembered responses longer than g, the mean of length - g."""
+    """The empirical mean residual life: of the remembered responses longer than g, the mean of
+    length - g.
+    """
 
     def __init__(self) -> None:
         self._ended: deque[int] = deque(maxlen=REMEMBERED)
@@ -33,8 +35,8 @@ class ResponseLengths:
     def remaining(self, generated: Floats, limit: Floats) -> Floats:
         """Tokens [B] still to come of responses with `generated` of at most `limit` tokens.
 
-        The limit counts as one response that went on to it, so that a response longer than all remembered ones is
-        expected to reach it, and the others hardly feel it.
+        The limit counts as one response that went on to it, so that a response longer than all
+        remembered ones is expected to reach it, and the others hardly feel it.
         """
         if self._news > len(self._sorted) // NEWS_SHARE:
             self._sorted = np.sort(np.array(self._ended, dtype=np.float64))

@@ -26,12 +26,14 @@ class Pulled(Protocol):
 
 
 def regret(arms: Iterable[Pulled]) -> float:
-    """Share of tokens per second lost to arms other than the best one in hindsight; 0 to 1, 0 without rounds.
+    """Share of tokens per second lost to arms other than the best one in hindsight; 0 to 1, 0
+    without rounds.
 
-    Of group g with arms a, n_a rounds and mean m_a tokens/s: sum_a n_a (max m - m_a) / max m, summed over the groups
-    and divided by all their rounds. An estimate: each arm is judged by the mean of its own rounds, though those had
-    other batch sizes and contexts than the others', and the mean covers the window while rounds count since the start.
-    An arm that the window holds no round of is left out.
+    Of group g with arms a, n_a rounds and mean m_a tokens/s: sum_a n_a (max m - m_a) / max m,
+    summed over the groups and divided by all their rounds. An estimate: each arm is judged by the
+    mean of its own rounds, though those had other batch sizes and contexts than the others', and
+    the mean covers the window while rounds count since the start. An arm that the window holds no
+    round of is left out.
     """
     groups: dict[int, list[Pulled]] = {}
     for one in arms:

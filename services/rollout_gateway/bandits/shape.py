@@ -1,4 +1,7 @@
-"""How an arm's seconds grow with the batch, learned from its rounds. Owns the slope, not the level."""
+"""How an arm's seconds grow with the batch, learned from its rounds.
+
+Owns the slope, not the level.
+"""
 
 from __future__ import annotations
 

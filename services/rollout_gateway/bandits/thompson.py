@@ -1,17 +1,21 @@
-"""Thompson sampling (Thompson 1933) of the mean reward rate, with a conjugate model and discounted evidence.
+"""Thompson sampling (Thompson 1933) of the mean reward rate, with a conjugate model and discounted
+evidence.
 
-Model, per arm of a group: a round's tokens per second are Normal(mu, s2), with the Normal-inverse-gamma prior
+Model, per arm of a group: a round's tokens per second are Normal(mu, s2), with the
+Normal-inverse-gamma prior
 
     s2 ~ InverseGamma(alpha0, beta0),   mu | s2 ~ Normal(mu0, s2 / kappa0).
 
-After rounds of total weight n, mean m and sum of squared deviations S the posterior is of the same form, with
+After rounds of total weight n, mean m and sum of squared deviations S the posterior is of the same
+form, with
 
     kappa = kappa0 + n,   mu = (kappa0 mu0 + n m) / kappa,   alpha = alpha0 + n / 2,
     beta = beta0 + S / 2 + kappa0 n (m - mu0)^2 / (2 kappa)        (Murphy 2007, section 6).
 
-The prior knows no scale of its own: mu0 is the mean rate of the group's rounds, and beta0 makes the expected s2 the
-square of PRIOR_SPREAD of it. Each round of a group multiplies the weights of the rounds before it, of all arms, by
-1 - 1 / window: an arm that is not used sinks back to the prior, and is drawn again. Arms without a round come first.
+The prior knows no scale of its own: mu0 is the mean rate of the group's rounds, and beta0 makes the
+expected s2 the square of PRIOR_SPREAD of it. Each round of a group multiplies the weights of the
+rounds before it, of all arms, by 1 - 1 / window: an arm that is not used sinks back to the prior,
+and is drawn again. Arms without a round come first.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
 ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1
-PRIOR_SPREAD = 0.2  # standard deviation of a round's rate that the prior expects, as a share of the group's mean
+# standard deviation of a round's rate that the prior expects, as a share of the group's mean
+PRIOR_SPREAD = 0.2
 
 
 class Posterior(NamedTuple):
@@ -97,13 +102,17 @@ class EvidenceWindow(GroupWindow):
 
 
 class Thompson(WindowedBandit[EvidenceWindow]):
-    """Draws a mean rate from each arm's posterior in the batch's group and takes the arm of the highest draw."""
+    """Draws a mean rate from each arm's posterior in the batch's group and takes the arm of the
+    highest draw.
+    """
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, EvidenceWindow)
 
     def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
-        """The arm of the next round, one of `names`; it explores when it is not the one believed best."""
+        """The arm of the next round, one of `names`; it explores when it is not the one believed
+        best.
+        """
         if len(names) == 1:
             return Choice(names[0], explored=False)
         group = self._group(situation.batch_size)
@@ -113,7 +122,9 @@ class Thompson(WindowedBandit[EvidenceWindow]):
         prior_mean = group.mean_rate
         beliefs = {name: group.evidence[name].posterior(prior_mean) for name in names}
         chosen = max(names, key=lambda name: self._draw(beliefs[name]))
-        return Choice(chosen, explored=beliefs[chosen].mu < max(belief.mu for belief in beliefs.values()))
+        return Choice(
+            chosen, explored=beliefs[chosen].mu < max(belief.mu for belief in beliefs.values())
+        )
 
     def _draw(self, belief: Posterior) -> float:
         variance = belief.beta / self._random.gammavariate(belief.alpha, 1.0)

@@ -1,12 +1,13 @@
 """UCB1 (Auer, Cesa-Bianchi and Fischer 2002, figure 1) over a sliding window.
 
-Every arm is played once, then the one of the largest x + sqrt(2 ln n / n_j): x its mean reward, n_j its rounds and n
-those of all arms it is chosen among. Mean and counts are those of the group's window, so an arm that has left it is
-played once again.
+Every arm is played once, then the one of the largest x + sqrt(2 ln n / n_j): x its mean reward, n_j
+its rounds and n those of all arms it is chosen among. Mean and counts are those of the group's
+window, so an arm that has left it is played once again.
 
-The rule wants rewards in [0, 1]. A round's reward is its tokens per second over the running maximum of the group: the
-highest rate of any round, of any arm, that the window holds at the moment of the choice. Past rewards are thus rescaled
-when the maximum moves, and one round that seemed very fast weighs no longer than the window.
+The rule wants rewards in [0, 1]. A round's reward is its tokens per second over the running maximum
+of the group: the highest rate of any round, of any arm, that the window holds at the moment of the
+choice. Past rewards are thus rescaled when the maximum moves, and one round that seemed very fast
+weighs no longer than the window.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
 
 
 def ucb1_index(mean: float, rounds: int, total: int) -> float:
-    """Upper confidence bound of an arm: mean reward in [0, 1], its rounds (>= 1), rounds of all arms."""
+    """Upper confidence bound of an arm: mean reward in [0, 1], its rounds (>= 1), rounds of all
+    arms.
+    """
     return mean + math.sqrt(2.0 * math.log(total) / rounds)
 
 
@@ -58,7 +61,9 @@ class RateWindow(GroupWindow):
 
 
 class UCB1(WindowedBandit[RateWindow]):
-    """Takes the arm of the largest upper confidence bound in the batch's group; draws nothing at random."""
+    """Takes the arm of the largest upper confidence bound in the batch's group; draws nothing at
+    random.
+    """
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, RateWindow)
@@ -74,5 +79,7 @@ class UCB1(WindowedBandit[RateWindow]):
         total = sum(group.arms[name].rounds for name in names)
         scale = group.highest or 1.0
         means = {name: group.arms[name].mean_rate / scale for name in names}
-        chosen = max(names, key=lambda name: ucb1_index(means[name], group.arms[name].rounds, total))
+        chosen = max(
+            names, key=lambda name: ucb1_index(means[name], group.arms[name].rounds, total)
+        )
         return Choice(chosen, explored=means[chosen] < max(means.values()))

@@ -1,17 +1,24 @@
-"""Leaves the arms of a drafter that is dead: one whose drafts are not accepted. Owns the verdict, not the choice.
+"""Leaves the arms of a drafter that is dead: one whose drafts are not accepted. Owns the verdict,
+not the choice.
 
-A round of a drafter is its acceptance length less 1, the token that the target gives anyway; the rounds of all its arms
-in a batch-size group count together. With `limit` = BanditSettings.watchdog_rounds:
+A round of a drafter is its acceptance length less 1, the token that the target gives anyway; the
+rounds of all its arms in a batch-size group count together. With `limit` =
+BanditSettings.watchdog_rounds:
 
-- The first `limit` rounds, after the start and after `forget`: the drafter is dead when their mean is not above 0 by
-  more than noise, that is NOISE_Z standard errors of the mean or NOISE_FLOOR tokens, whichever is more.
-- Later, a drafter that worked dies when nothing is accepted (NOISE_FLOOR at most) in so many rounds on end that it is
-  as improbable as `limit` heads in a row, by the share q of its rounds in which something was: `limit` rounds for q of
-  a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom proposes, as n-grams, is so not taken for dead.
+- The first `limit` rounds, after the start and after `forget`: the drafter is dead when their mean
+  is not above 0 by
+  more than noise, that is NOISE_Z standard errors of the mean or NOISE_FLOOR tokens, whichever is
+  more.
+- Later, a drafter that worked dies when nothing is accepted (NOISE_FLOOR at most) in so many rounds
+  on end that it is
+  as improbable as `limit` heads in a row, by the share q of its rounds in which something was:
+  `limit` rounds for q of a half or more, limit ln 2 / -ln(1 - q) below. A drafter that seldom
+  proposes, as n-grams, is so not taken for dead.
 
-A dead drafter's arms are not chosen in that group until `forget` names one of them, or until a whole window of rounds
-has passed (two, then four, when it is dead each time it is tried): a verdict is forgotten as other rounds are, and a
-drafter without weights is never named. `off` drafts nothing and stays. When no arm would be left, all are.
+A dead drafter's arms are not chosen in that group until `forget` names one of them, or until a
+whole window of rounds has passed (two, then four, when it is dead each time it is tried): a verdict
+is forgotten as other rounds are, and a drafter without weights is never named. `off` drafts nothing
+and stays. When no arm would be left, all are.
 """
 
 from __future__ import annotations
@@ -37,9 +44,13 @@ from rollout_gateway.engines.evidence import Evidence
 
 log = get_logger(__name__)
 
-NOISE_Z = 1.28  # one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+NOISE_Z = (
+    1.28  # one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+)
 LONGEST_REST = 4  # windows; each trial in a row that shows no life doubles the rest
-NOISE_FLOOR = 0.05  # tokens per row; a fresh drafter of a small vocabulary is right this often by chance
+NOISE_FLOOR = (
+    0.05  # tokens per row; a fresh drafter of a small vocabulary is right this often by chance
+)
 
 
 @dataclass(slots=True)
@@ -87,7 +98,9 @@ class Pulse:
 class AcceptanceWatchdog:
     """A bandit that keeps another one from the arms of dead drafters."""
 
-    def __init__(self, inner: SelectiveBandit, settings: BanditSettings, arms: Sequence[str]) -> None:
+    def __init__(
+        self, inner: SelectiveBandit, settings: BanditSettings, arms: Sequence[str]
+    ) -> None:
         self._inner = inner
         self._groups = settings.groups
         self._limit = settings.watchdog_rounds
@@ -119,7 +132,10 @@ class AcceptanceWatchdog:
     def observe(self, outcome: Outcome) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""
         self._inner.observe(outcome)
-        speculator, group = speculator_of(outcome.arm), group_of(self._groups, outcome.situation.batch_size)
+        speculator, group = (
+            speculator_of(outcome.arm),
+            group_of(self._groups, outcome.situation.batch_size),
+        )
         self._rounds[group] += 1
         self._wake(group)
         if speculator:
@@ -134,14 +150,20 @@ class AcceptanceWatchdog:
             return
         revived = {speculator_of(arm) for arm in arms}
         self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
-        self._rests_until = {key: until for key, until in self._rests_until.items() if key[1] not in revived}
-        self._deaths_at_once = {key: count for key, count in self._deaths_at_once.items() if key[1] not in revived}
+        self._rests_until = {
+            key: until for key, until in self._rests_until.items() if key[1] not in revived
+        }
+        self._deaths_at_once = {
+            key: count for key, count in self._deaths_at_once.items() if key[1] not in revived
+        }
         self._warned -= revived
         for group in self._groups:
             self._admit(group)
 
     def reports(self) -> Sequence[ArmReport]:
-        """Statistics of every arm and group that was pulled, dead or not, and how often its drafter died there."""
+        """Statistics of every arm and group that was pulled, dead or not, and how often its drafter
+        died there.
+        """
         return [
             replace(one, drafter_deaths=self._deaths[one.batch_group, speculator_of(one.arm)])
             for one in self._inner.reports()
@@ -157,16 +179,26 @@ class AcceptanceWatchdog:
 
     def _wake(self, group: int) -> None:
         """Drafters whose rest is over are tried again."""
-        rested = [key for key, until in self._rests_until.items() if key[0] == group and self._rounds[group] > until]
+        rested = [
+            key
+            for key, until in self._rests_until.items()
+            if key[0] == group and self._rounds[group] > until
+        ]
         for key in rested:
             del self._rests_until[key], self._pulses[key]
         if rested:
             self._admit(group)
 
     def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
-        again = self._deaths_at_once.get((group, speculator), 0) + 1 if pulse.rounds == self._limit else 1
+        again = (
+            self._deaths_at_once.get((group, speculator), 0) + 1
+            if pulse.rounds == self._limit
+            else 1
+        )
         self._deaths_at_once[group, speculator] = again
-        self._rests_until[group, speculator] = self._rounds[group] + self._window * min(2 ** (again - 1), LONGEST_REST)
+        self._rests_until[group, speculator] = self._rounds[group] + self._window * min(
+            2 ** (again - 1), LONGEST_REST
+        )
         self._admit(group)
         self._deaths[group, speculator] += 1
         if speculator not in self._warned:
@@ -180,5 +212,11 @@ class AcceptanceWatchdog:
             )
 
     def _admit(self, group: int) -> None:
-        dead = {speculator for (where, speculator), pulse in self._pulses.items() if where == group and pulse.dead}
-        self._alive[group] = tuple(name for name in self._names if speculator_of(name) not in dead) or self._names
+        dead = {
+            speculator
+            for (where, speculator), pulse in self._pulses.items()
+            if where == group and pulse.dead
+        }
+        self._alive[group] = (
+            tuple(name for name in self._names if speculator_of(name) not in dead) or self._names
+        )

@@ -1,4 +1,7 @@
-"""What a bandit remembers: the last rounds of each batch-size group, and who holds them. Owns no rule of choice."""
+"""What a bandit remembers: the last rounds of each batch-size group, and who holds them.
+
+Owns no rule of choice.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,14 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from rollout_gateway.bandits.base import BanditSettings, Choice, CostSample, Outcome, Situation, group_of
+from rollout_gateway.bandits.base import (
+    BanditSettings,
+    Choice,
+    CostSample,
+    Outcome,
+    Situation,
+    group_of,
+)
 from rollout_gateway.engines.base import ArmReport, Target
 from rollout_gateway.engines.evidence import Evidence
 
@@ -62,8 +72,9 @@ class ArmWindow:
 class GroupWindow:
     """The last `window` rounds of one batch-size group, whichever arms they used.
 
-    The window spans the rounds of all arms together, so that what was learned of an arm long ago leaves it even when
-    the arm is hardly used, and the arm is tried again. A kind that needs more than sums overrides `add` and `forget`.
+    The window spans the rounds of all arms together, so that what was learned of an arm long ago
+    leaves it even when the arm is hardly used, and the arm is tried again. A kind that needs more
+    than sums overrides `add` and `forget`.
     """
 
     def __init__(self, names: Sequence[str], window: int) -> None:
@@ -93,10 +104,16 @@ G = TypeVar("G", bound=GroupWindow)
 
 
 class WindowedBandit(ABC, Generic[G]):
-    """A bandit whose memory is a GroupWindow per batch-size group; a kind adds the rule of choice."""
+    """A bandit whose memory is a GroupWindow per batch-size group; a kind adds the rule of
+    choice.
+    """
 
     def __init__(
-        self, settings: BanditSettings, arms: Sequence[str], seed: int, group: Callable[[Sequence[str], int], G]
+        self,
+        settings: BanditSettings,
+        arms: Sequence[str],
+        seed: int,
+        group: Callable[[Sequence[str], int], G],
     ) -> None:
         self._settings = settings
         self._names = tuple(arms)
@@ -122,7 +139,10 @@ class WindowedBandit(ABC, Generic[G]):
         group.arms[outcome.arm].explorations += outcome.explored
 
     def forget(self, arms: Set[str], changed: Target) -> None:
-        """A new drafter: its arms are tried again. A new policy moves all arms a little; the window follows."""
+        """A new drafter: its arms are tried again.
+
+        A new policy moves all arms a little; the window follows.
+        """
         if changed is Target.DRAFTER:
             for group in self._groups.values():
                 group.forget(arms)
@@ -137,7 +157,14 @@ class WindowedBandit(ABC, Generic[G]):
     def reports(self) -> list[ArmReport]:
         """Statistics of every arm and group that was pulled."""
         return [
-            ArmReport(name, smallest, arm.pulls, arm.explorations, arm.rate, arm.accepted / max(arm.rounds, 1))
+            ArmReport(
+                name,
+                smallest,
+                arm.pulls,
+                arm.explorations,
+                arm.rate,
+                arm.accepted / max(arm.rounds, 1),
+            )
             for smallest, group in self._groups.items()
             for name, arm in group.arms.items()
             if arm.pulls

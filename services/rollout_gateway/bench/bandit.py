@@ -1,8 +1,10 @@
-"""Bandits over recorded and synthetic rollouts: time of each trace over that of the best schedule in hindsight.
+"""Bandits over recorded and synthetic rollouts: time of each trace over that of the best schedule
+in hindsight.
 
-A schedule in hindsight knows every request's true chances, the cost table and the lengths; it takes the arm of the most
-tokens per second, or the one that the last row needs, whichever gives the trace the shorter time. Every chooser meets
-the same luck (bandit_world.py). Bandits run as served, under their watchdog; time is simulated, choices are timed.
+A schedule in hindsight knows every request's true chances, the cost table and the lengths; it takes
+the arm of the most tokens per second, or the one that the last row needs, whichever gives the trace
+the shorter time. Every chooser meets the same luck (bandit_world.py). Bandits run as served, under
+their watchdog; time is simulated, choices are timed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ QUICK_TRACES, QUICK_STEPS, QUICK_RESPONSES = 3, 2, 24
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One trace: regret of each chooser in percent, mean over seeds; median seconds of a choice and of a lesson."""
+    """One trace: regret of each chooser in percent, mean over seeds; median seconds of a choice and
+    of a lesson.
+    """
 
     trace: Trace
     regret: Mapping[str, float]
@@ -39,14 +43,24 @@ class Score:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument("--seeds", type=int, default=2, help="draws of luck and noise of each trace")
-    parser.add_argument("--trace", action="append", help="only traces whose name begins so; may be repeated")
-    parser.add_argument("--quick", action="store_true", help="the beginning of three traces, one seed")
+    parser.add_argument(
+        "--seeds", type=int, default=2, help="draws of luck and noise of each trace"
+    )
+    parser.add_argument(
+        "--trace", action="append", help="only traces whose name begins so; may be repeated"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="the beginning of three traces, one seed"
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
     """Play all traces. Raises NotFound or InvalidInput for missing or broken ones."""
-    traces = [one for one in read_traces() if not options.trace or one.name.startswith(tuple(options.trace))]
+    traces = [
+        one
+        for one in read_traces()
+        if not options.trace or one.name.startswith(tuple(options.trace))
+    ]
     if options.quick:
         traces = [shortened(one) for one in traces[:QUICK_TRACES]]
     with quiet():
@@ -106,18 +120,29 @@ def report(scores: Sequence[Score]) -> BenchResult:
     names = [BEST_FIXED, *RIVALS, *OURS]
     means = {name: statistics.mean(one.regret[name] for one in scores) for name in names}
     timed = names[1:]
-    choice_us = {name: 1e6 * statistics.median(one.choice_s[name] for one in scores) for name in timed}
-    lesson_us = {name: 1e6 * statistics.median(one.lesson_s[name] for one in scores) for name in timed}
+    choice_us = {
+        name: 1e6 * statistics.median(one.choice_s[name] for one in scores) for name in timed
+    }
+    lesson_us = {
+        name: 1e6 * statistics.median(one.lesson_s[name] for one in scores) for name in timed
+    }
     rows: list[Row] = [{"trace": one.trace.name, **_rounded(one.regret, names)} for one in scores]
     rows.append({"trace": "mean regret, %", **_rounded(means, names)})
     rows.append({"trace": "choice p50, us", **_rounded(choice_us, names)})
     rows.append({"trace": "observe p50, us", **_rounded(lesson_us, names)})
-    return BenchResult("Time over the best schedule in hindsight, %", rows, goals_of(scores, means, choice_us[OUR]))
+    return BenchResult(
+        "Time over the best schedule in hindsight, %", rows, goals_of(scores, means, choice_us[OUR])
+    )
 
 
 def goals_of(scores: Sequence[Score], means: Mapping[str, float], choice_us: float) -> list[Goal]:
-    """Regret, the margin to each rival (negative: behind), and what a choice costs. All are `at least`, hence signs."""
-    goals = [Goal(f"{OUR}: minus mean regret, %", -REGRET_GOAL, -means[OUR], means[OUR] <= REGRET_GOAL)]
+    """Regret, the margin to each rival (negative: behind), and what a choice costs.
+
+    All are `at least`, hence signs.
+    """
+    goals = [
+        Goal(f"{OUR}: minus mean regret, %", -REGRET_GOAL, -means[OUR], means[OUR] <= REGRET_GOAL)
+    ]
     for rival in RIVALS:
         worst = min(scores, key=lambda one: one.regret[rival] - one.regret[OUR])
         margin = 100 * ((100 + worst.regret[rival]) / (100 + worst.regret[OUR]) - 1)
@@ -125,7 +150,11 @@ def goals_of(scores: Sequence[Score], means: Mapping[str, float], choice_us: flo
         goals.append(Goal(name, -BEHIND_GOAL, margin, margin >= -BEHIND_GOAL))
         ahead = means[rival] - means[OUR]
         goals.append(Goal(f"{OUR} before {rival} in the mean, %", 0.0, ahead, ahead > 0))
-    goals.append(Goal(f"{OUR}: minus choice p50, us", -CHOICE_GOAL_US, -choice_us, choice_us <= CHOICE_GOAL_US))
+    goals.append(
+        Goal(
+            f"{OUR}: minus choice p50, us", -CHOICE_GOAL_US, -choice_us, choice_us <= CHOICE_GOAL_US
+        )
+    )
     return goals
 
 

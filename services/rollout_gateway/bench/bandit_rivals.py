@@ -1,4 +1,6 @@
-"""Who plays the traces: bandits as served, fixed arms, SGLang's adaptive rule, schedules that know the truth."""
+"""Who plays the traces: bandits as served, fixed arms, SGLang's adaptive rule, schedules that know
+the truth.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from rollout_gateway.bench.bandit_world import Floats, Moment, World, outcome_of
 from rollout_gateway.engines.base import Target
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}
-"""SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the traces have."""
+"""SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the
+traces have.
+"""
 DOWN_HYSTERESIS = {1: -0.25}
 EMA_SHARE, WARM_UP, INTERVAL = 0.2, 10, 5
 
@@ -59,7 +63,9 @@ class Fixed:
 
 
 class Truth(Fixed):
-    """Knows true chances, costs and lengths: the most tokens per second, or the rows that will last."""
+    """Knows true chances, costs and lengths: the most tokens per second, or the rows that will
+    last.
+    """
 
     def __init__(self, *, stragglers: bool) -> None:
         super().__init__("")
@@ -86,19 +92,27 @@ class Truth(Fixed):
 
 
 class AdaptiveSteps:
-    """SGLang's adaptive speculation (0.5.21, adaptive_spec_params.py): chain steps follow how many drafts are accepted.
+    """SGLang's adaptive speculation (0.5.21, adaptive_spec_params.py): chain steps follow how many
+    drafts are accepted.
 
-    Each batch-size slot has candidate steps and an exponential average (share 0.2) of drafts accepted per row, which
-    starts at its steps - 1. It is looked at every fifth batch after ten. It goes down while the average is at most the
-    next smaller candidate less half a token (0.5 for candidate 0) plus the slot's hysteresis, else up while it exceeds
-    the present candidate less half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried
-    at the next look. It measures no seconds and knows no n-grams. Written from what the rule does.
+    Each batch-size slot has candidate steps and an exponential average (share 0.2) of drafts
+    accepted per row, which starts at its steps - 1. It is looked at every fifth batch after ten. It
+    goes down while the average is at most the next smaller candidate less half a token (0.5 for
+    candidate 0) plus the slot's hysteresis, else up while it exceeds the present candidate less
+    half a token. At 0 steps nothing is averaged and the smallest positive candidate is tried at the
+    next look. It measures no seconds and knows no n-grams. Written from what the rule does.
     """
 
     def __init__(self, arms: Sequence[str]) -> None:
-        self._arms = {int(arm.split(":")[1].split("_")[0]): arm for arm in arms if speculator_of(arm) == "eagle"}
+        self._arms = {
+            int(arm.split(":")[1].split("_")[0]): arm
+            for arm in arms
+            if speculator_of(arm) == "eagle"
+        }
         self._arms[0] = "off"
-        self._steps = {slot: candidates[len(candidates) // 2] for slot, candidates in CANDIDATES.items()}
+        self._steps = {
+            slot: candidates[len(candidates) // 2] for slot, candidates in CANDIDATES.items()
+        }
         self._average = {slot: steps - 1.0 for slot, steps in self._steps.items()}
         self._batches = dict.fromkeys(CANDIDATES, 0)
 
@@ -124,7 +138,9 @@ class AdaptiveSteps:
             if average < 0:
                 self._average[slot] = candidates[at] - 1.0
         else:
-            while at and average <= max(candidates[at - 1] - 0.5, 0.5) + DOWN_HYSTERESIS.get(slot, 0.0):
+            while at and average <= max(candidates[at - 1] - 0.5, 0.5) + DOWN_HYSTERESIS.get(
+                slot, 0.0
+            ):
                 at -= 1
             while at >= before and at + 1 < len(candidates) and average > candidates[at] - 0.5:
                 at += 1
@@ -141,7 +157,9 @@ class AdaptiveSteps:
 def _bandit(kind: str, world: World, seed: int, *, primed: bool = False) -> Served:
     arms = world.trace.arms
     settings = BanditSettings(kind=kind)
-    if kind == "beg":  # as many numbers of draft tokens as groups, and no n-grams among EAGLE's budgets
+    if (
+        kind == "beg"
+    ):  # as many numbers of draft tokens as groups, and no n-grams among EAGLE's budgets
         arms = tuple(arm for arm in arms if speculator_of(arm) != "ngram")
         settings = BanditSettings(kind=kind, groups=(1, 5, 21))
     bandit = build_bandit(settings, arms, seed)

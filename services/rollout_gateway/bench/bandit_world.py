@@ -1,7 +1,9 @@
-"""Replays a trace to a chooser of arms: who decodes, what each arm would be given, what a round costs. Owns the clock.
+"""Replays a trace to a chooser of arms: who decodes, what each arm would be given, what a round
+costs. Owns the clock.
 
-Every chooser meets the same luck: whether the draft for a token is right depends on the request, the token and its
-position in the chain, not on who drafts; a round's noise depends on its number. Time is counted without the noise.
+Every chooser meets the same luck: whether the draft for a token is right depends on the request,
+the token and its position in the chain, not on who drafts; a round's noise depends on its number.
+Time is counted without the noise.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ class Moment:
     def expected(self, arm: str) -> Floats:
         """True E[tokens] [B] of a round."""
         tokens = self.rollout.chances.get(speculator_of(arm))
-        return tokens[self.rows, self.world.steps[arm]] if tokens is not None else np.ones(len(self.rows))
+        return (
+            tokens[self.rows, self.world.steps[arm]]
+            if tokens is not None
+            else np.ones(len(self.rows))
+        )
 
     def cost(self, arm: str, rows: int) -> float:
         """True seconds of a round of so many rows."""
@@ -106,11 +112,15 @@ class World:
         return self._costs[key]
 
     def primer(self, seed: int) -> list[CostSample]:
-        """What an engine would measure at its start: three noisy rounds of each arm at a few batch sizes."""
+        """What an engine would measure at its start: three noisy rounds of each arm at a few batch
+        sizes.
+        """
         source = np.random.default_rng([self.trace.seed, seed, 7])
         sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= self.trace.max_batch]
         return [
-            CostSample(arm, size, PROMPT_TOKENS, self.cost(arm, size) * math.exp(self.trace.noise * draw))
+            CostSample(
+                arm, size, PROMPT_TOKENS, self.cost(arm, size) * math.exp(self.trace.noise * draw)
+            )
             for arm in self.trace.arms
             for size in sizes
             for draw in source.standard_normal(3)
@@ -170,7 +180,9 @@ class World:
         return taken
 
 
-def outcome_of(moment: Moment, arm: str, taken: Sequence[int], seconds: float, *, explored: bool) -> Outcome:
+def outcome_of(
+    moment: Moment, arm: str, taken: Sequence[int], seconds: float, *, explored: bool
+) -> Outcome:
     """As the engine would tell it."""
     return Outcome(arm, moment.situation, taken, seconds, explored)
 
@@ -191,13 +203,20 @@ def _rolled(step: Step, steps: Mapping[str, int], source: np.random.Generator) -
         each = 1 / (1 + np.exp(-(np.log(positions / (1 - positions)) + shift[:, None])))
         luck = source.random((len(lengths), int(lengths.max()) + POSITIONS))
         runs[name] = _runs(luck, each, int(lengths.max()) + 1)
-        chances[name] = np.concatenate((np.ones((len(lengths), 1)), 1 + each.cumprod(axis=1).cumsum(axis=1)), axis=1)
+        chances[name] = np.concatenate(
+            (np.ones((len(lengths), 1)), 1 + each.cumprod(axis=1).cumsum(axis=1)), axis=1
+        )
     return Rollout(lengths, runs, chances, step.seconds)
 
 
 def _runs(luck: Floats, chances: Floats, tokens: int) -> Counts:
-    """Right drafts in a row [N, tokens]: the draft for token t at position p is right when luck[t] < chances[p]."""
-    runs, alive = np.zeros((len(luck), tokens), dtype=np.int64), np.ones((len(luck), tokens), dtype=bool)
+    """Right drafts in a row [N, tokens]: the draft for token t at position p is right when luck[t]
+    < chances[p].
+    """
+    runs, alive = (
+        np.zeros((len(luck), tokens), dtype=np.int64),
+        np.ones((len(luck), tokens), dtype=bool),
+    )
     for position in range(chances.shape[1]):
         alive &= luck[:, position : position + tokens] < chances[:, position, None]
         runs += alive
@@ -209,7 +228,10 @@ def _means(runs: Counts, lengths: Counts) -> Floats:
     longest = int(runs.max())
     return np.array(
         [
-            [1 + np.minimum(row[:length], steps).mean() for steps in range(max(longest, POSITIONS) + 1)]
+            [
+                1 + np.minimum(row[:length], steps).mean()
+                for steps in range(max(longest, POSITIONS) + 1)
+            ]
             for row, length in zip(runs, lengths, strict=True)
         ]
     )

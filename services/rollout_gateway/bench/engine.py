@@ -1,7 +1,9 @@
-"""The embedded engine beside transformers: arms, bandits, rollouts, bf16, memory, and where the time goes.
+"""The embedded engine beside transformers: arms, bandits, rollouts, bf16, memory, and where the
+time goes.
 
-One process; ways that are compared take turns, and a pair's runs have equal prompts and seeds, hence equal tokens. Owns
-the options and the order of the sections (engine_sections.py, engine_compared.py).
+One process; ways that are compared take turns, and a pair's runs have equal prompts and seeds,
+hence equal tokens. Owns the options and the order of the sections (engine_sections.py,
+engine_compared.py).
 """
 
 from __future__ import annotations
@@ -17,7 +19,17 @@ from rollout_gateway.bench.sglang import demo_folder
 if TYPE_CHECKING:
     from rollout_gateway.bench.engine_sections import Plan
 
-SECTIONS = ("memory", "trained", "transformers", "start", "injected", "rollout", "bf16", "threads", "profile")
+SECTIONS = (
+    "memory",
+    "trained",
+    "transformers",
+    "start",
+    "injected",
+    "rollout",
+    "bf16",
+    "threads",
+    "profile",
+)
 """In the order in which they run; memory comes first, while nothing else is resident."""
 
 BATCHES = (1, 4, 8, 16, 32)
@@ -25,19 +37,33 @@ BATCHES = (1, 4, 8, 16, 32)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument("--pairs", type=int, default=9, help="runs of each way; a third of it without a goal")
+    parser.add_argument(
+        "--pairs", type=int, default=9, help="runs of each way; a third of it without a goal"
+    )
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batch sizes")
     parser.add_argument("--threads", type=int, default=1, help="torch threads of both sides")
-    parser.add_argument("--bandits", default="", help="kinds, e.g. epsilon_greedy,ucb; goals are the first one's")
-    parser.add_argument("--only", default="", metavar="SECTION", help=f"some of {', '.join(SECTIONS)}")
-    parser.add_argument("--quick", action="store_true", help="one pair, batch 2, short: shows the form, not the speed")
+    parser.add_argument(
+        "--bandits", default="", help="kinds, e.g. epsilon_greedy,ucb; goals are the first one's"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="SECTION", help=f"some of {', '.join(SECTIONS)}"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one pair, batch 2, short: shows the form, not the speed",
+    )
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
-    """The sections one after the other. Raises InvalidInput for options, NotFound outside a clone."""
+    """The sections one after the other.
+
+    Raises InvalidInput for options, NotFound outside a clone.
+    """
     wanted = chosen_sections(options.only)
     plan = plan_of(options)
-    # torch and transformers load here, so that the other benches of this package start without them.
+    # torch and transformers load here, so that the other benches of this package start without
+    # them.
     import torch
 
     from rollout_gateway.bench import engine_compared, engine_sections
@@ -64,11 +90,16 @@ async def run(options: argparse.Namespace) -> BenchResult:
     finally:
         torch.set_num_threads(before)
     threads = f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
-    return BenchResult(f"embedded engine, CPU, {threads}, medians of {plan.pairs} pairs", rows, goals)
+    return BenchResult(
+        f"embedded engine, CPU, {threads}, medians of {plan.pairs} pairs", rows, goals
+    )
 
 
 def chosen_sections(text: str) -> list[str]:
-    """Sections of a comma-separated list in the order in which they run; empty: all. Raises InvalidInput."""
+    """Sections of a comma-separated list in the order in which they run; empty: all.
+
+    Raises InvalidInput.
+    """
     named = set(text.split(",")) if text else set(SECTIONS)
     if not named <= set(SECTIONS):
         raise InvalidInput("no such section", seen=text, allowed=", ".join(SECTIONS))
@@ -81,11 +112,17 @@ def plan_of(options: argparse.Namespace) -> Plan:
 
     for name in ("pairs", "threads"):
         if getattr(options, name) < 1:
-            raise InvalidInput(f"--{name} is too small", seen=getattr(options, name), allowed=">= 1")
+            raise InvalidInput(
+                f"--{name} is too small", seen=getattr(options, name), allowed=">= 1"
+            )
     plan = Plan(demo_folder(), options.threads, options.pairs, batch_sizes(options.batches))
     if options.bandits:
         plan = dataclasses.replace(plan, bandits=tuple(options.bandits.split(",")))
-    return dataclasses.replace(plan, pairs=1, batches=(2,), max_tokens=12, quick=True) if options.quick else plan
+    return (
+        dataclasses.replace(plan, pairs=1, batches=(2,), max_tokens=12, quick=True)
+        if options.quick
+        else plan
+    )
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:

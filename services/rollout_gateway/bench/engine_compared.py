@@ -1,4 +1,5 @@
-"""Sections of the embedded engine's bench that need more than arms: transformers, injected acceptance, bf16, profile.
+"""Sections of the embedded engine's bench that need more than arms: transformers, injected
+acceptance, bf16, profile.
 
 Each returns rows and goals, as those of engine_sections.py do.
 """
@@ -78,39 +79,55 @@ async def beside_transformers(plan: Plan) -> Findings:
         if batch == 1:  # transformers speculates for one sequence at a time
             hows |= {"transformers prompt lookup": dict(PROMPT_LOOKUP)}
             hows |= {"transformers assisted by policy_start": {"assistant_model": assistant}}
-        ways: dict[str, Way] = {name: partial(model.generate, work, plan.threads, how) for name, how in hows.items()}
+        ways: dict[str, Way] = {
+            name: partial(model.generate, work, plan.threads, how) for name, how in hows.items()
+        }
         ways |= forced(engine, work, plan.threads, (OFF,)) | chosen(bandits, work, plan.threads)
         runs = await take_turns(ways, plan.pairs, f"transformers, batch {batch}")
         rows += speed_rows("beside transformers, greedy, fp32", batch, runs, GENERATE)
         if batch in PLAIN_GOALS:
             ratio = rate_ratio(runs[OFF], runs[GENERATE])
-            goals.append(at_least(f"batch {batch}: off / transformers generate", PLAIN_GOALS[batch], ratio))
+            goals.append(
+                at_least(f"batch {batch}: off / transformers generate", PLAIN_GOALS[batch], ratio)
+            )
     return Findings(rows, [*goals, equality_goal("beside transformers", rows)])
 
 
 async def injected_acceptance(plan: Plan) -> Findings:
-    """A model of random weights whose drafts are right with a chosen probability and cost nothing."""
+    """A model of random weights whose drafts are right with a chosen probability and cost
+    nothing.
+    """
     arms = {steps: f"{injected.NAME}:{steps}_1_{steps + 1}" for steps in STEPS}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         sizes = injected.RANDOM_TINY if plan.quick else injected.RANDOM_56M
         count = injected.write_random_model(Path(folder), sizes, seed=0)
-        spec = plan.spec(folder, drafter="ngram", max_batch=max(INJECTED_BATCHES), arms=tuple(arms.values()))
+        spec = plan.spec(
+            folder, drafter="ngram", max_batch=max(INJECTED_BATCHES), arms=tuple(arms.values())
+        )
         engine, known = injected.build_injected(spec)
     rows: list[Row] = []
     for batch in plan.batches_of(INJECTED_BATCHES):
         work = random_prompts(batch, sizes["vocab_size"])
         answers = decode(engine, work, OFF, plan.threads).answers
-        right = {request.prompt: answer.tokens for request, answer in zip(work.requests, answers, strict=True)}
+        right = {
+            request.prompt: answer.tokens
+            for request, answer in zip(work.requests, answers, strict=True)
+        }
         ways = forced(engine, work, plan.threads, (OFF,))
         expected: dict[str, float | None] = {OFF: None}
         for acceptance in ACCEPTANCES:
             for steps, arm in arms.items():
                 name = f"right with {acceptance}, {steps} drafts"
-                ways[name] = partial(_injected_run, engine, known, right, acceptance, work, arm, plan.threads)
+                ways[name] = partial(
+                    _injected_run, engine, known, right, acceptance, work, arm, plan.threads
+                )
                 expected[name] = injected.expected_accept_length(acceptance, steps)
         runs = await take_turns(ways, plan.few, f"random weights, batch {batch}")
         section = f"{count / 1e6:.1f}M random weights, injected acceptance, fp32"
-        rows += [{**row, "expected": expected[str(row["way"])]} for row in speed_rows(section, batch, runs)]
+        rows += [
+            {**row, "expected": expected[str(row["way"])]}
+            for row in speed_rows(section, batch, runs)
+        ]
     return Findings(rows, [equality_goal("injected acceptance", rows)])
 
 
@@ -139,7 +156,9 @@ async def in_bf16(plan: Plan) -> Findings:
     flipping: list[Row] = []
     goals: list[Goal] = []
     for dtype in ITEM_BYTES:
-        engine = plan.engine("policy_trained", dtype=dtype, max_batch=max(FLIP_BATCH, *plan.batches))
+        engine = plan.engine(
+            "policy_trained", dtype=dtype, max_batch=max(FLIP_BATCH, *plan.batches)
+        )
         best = await _fastest_arm(engine, plan)
         if dtype == "bfloat16":
             for batch in plan.batches_of((1, 8)):
@@ -149,7 +168,10 @@ async def in_bf16(plan: Plan) -> Findings:
         found = _flips_of(engine, best, plan)
         flipping += [_flip_row(dtype, name, one) for name, one in found.items()]
         say(
-            f"{dtype}: " + ", ".join(f"{name}: {one.flipped} of {one.sequences} flipped" for name, one in found.items())
+            f"{dtype}: "
+            + ", ".join(
+                f"{name}: {one.flipped} of {one.sequences} flipped" for name, one in found.items()
+            )
         )
         if dtype == "float32":
             wrong = sum(one.unexplained for one in found.values())
@@ -162,12 +184,16 @@ async def in_bf16(plan: Plan) -> Findings:
 async def _fastest_arm(engine: Engine, plan: Plan) -> str:
     """By the median of a few runs at the middle batch size."""
     work = plan.work(plan.batches[len(plan.batches) // 2])
-    runs = await take_turns(forced(engine, work, plan.threads, ARMS), 1 if plan.quick else 2, "which arm is best")
+    runs = await take_turns(
+        forced(engine, work, plan.threads, ARMS), 1 if plan.quick else 2, "which arm is best"
+    )
     return max(runs, key=lambda arm: sum(one.rate for one in runs[arm]))
 
 
 def _flips_of(engine: Engine, best: str, plan: Plan) -> dict[str, Flips]:
-    """Off against an arm on many sequences, and one sequence at a time against eight on a quarter of them."""
+    """Off against an arm on many sequences, and one sequence at a time against eight on a quarter
+    of them.
+    """
     prompts = held_out_prompts(plan.demo, 8 if plan.quick else FLIP_SEQUENCES)
     few = prompts[: max(8, len(prompts) // 4)]
 
@@ -175,7 +201,9 @@ def _flips_of(engine: Engine, best: str, plan: Plan) -> dict[str, Flips]:
         return decode(engine, workload(some, batch, plan.max_tokens), arm, plan.threads).answers
 
     return {
-        f"off and {best}": flips(answers(prompts, FLIP_BATCH, OFF), answers(prompts, FLIP_BATCH, best)),
+        f"off and {best}": flips(
+            answers(prompts, FLIP_BATCH, OFF), answers(prompts, FLIP_BATCH, best)
+        ),
         "off, batch 1 and 8": flips(answers(few, 1, OFF), answers(few, 8, OFF)),
     }
 
@@ -195,7 +223,9 @@ def _flip_row(dtype: str, name: str, found: Flips) -> Row:
 
 
 async def memory(plan: Plan) -> Findings:
-    """Peak resident memory of this process, before anything else is loaded, beside what the caches hold by size."""
+    """Peak resident memory of this process, before anything else is loaded, beside what the caches
+    hold by size.
+    """
     several = 4 if plan.quick else 64
     spec = plan.spec("policy_trained", max_batch=several)
     meter = Meter(os.getpid())
@@ -206,15 +236,23 @@ async def memory(plan: Plan) -> Findings:
     for arm in (OFF, ARMS[0], ""):
         decode(engine, work, arm, plan.threads)
         peaks[f"after {several} requests at once, {arm or 'bandit'}"] = meter.read().peak_rss_mib
-    rows: list[Row] = [{"section": "memory", "when": when, "peak MiB": round(peak, 1)} for when, peak in peaks.items()]
+    rows: list[Row] = [
+        {"section": "memory", "when": when, "peak MiB": round(peak, 1)}
+        for when, peak in peaks.items()
+    ]
     parts = cache_mib(read_config(plan.demo / "policy_trained"), spec)
-    rows += [{"section": "memory", "when": f"of it {name}, computed", "peak MiB": mib} for name, mib in parts.items()]
+    rows += [
+        {"section": "memory", "when": f"of it {name}, computed", "peak MiB": mib}
+        for name, mib in parts.items()
+    ]
     say(f"memory: {peaks['engine loaded']:.0f} MiB loaded")
     return Findings(rows, [])
 
 
 def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
-    """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never resident."""
+    """MiB of the tensors an engine allocates at once; pages that no sequence reaches are never
+    resident.
+    """
     item = ITEM_BYTES[spec.dtype]
     arms = engine_arms(spec, engine_kinds(spec)).values()
     cells = spec.max_batch * (spec.max_sequence_tokens + slack(arms))
@@ -238,7 +276,10 @@ async def profile(plan: Plan) -> Findings:
             before = engine.load.split
             run = decode(engine, work, arm, plan.threads)
             rows.append(_profile_row(batch, arm, run, engine.load.split - before, config))
-    say("profile: " + ", ".join(f"{row['way']} at {row['batch']}: {row['ms']:.2f} ms" for row in rows))
+    say(
+        "profile: "
+        + ", ".join(f"{row['way']} at {row['batch']}: {row['ms']:.2f} ms" for row in rows)
+    )
     gflops, flops = matmul_gflops(), flops_per_token(config)
     limit: Row = {
         "section": "arithmetic limit, fp32",

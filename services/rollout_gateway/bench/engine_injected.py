@@ -1,7 +1,8 @@
-"""A model of random weights and a speculator that knows its answers: speculation with a chosen acceptance.
+"""A model of random weights and a speculator that knows its answers: speculation with a chosen
+acceptance.
 
-Owns both. The speculator drafts at no cost, so what is measured is verification alone: the most that any drafter of
-this acceptance could give.
+Owns both. The speculator drafts at no cost, so what is measured is verification alone: the most
+that any drafter of this acceptance could give.
 """
 
 from __future__ import annotations
@@ -42,14 +43,21 @@ RANDOM_56M: Mapping[str, int] = {
     "vocab_size": 8192,
 }
 """55.6M parameters with an untied head."""
-RANDOM_TINY: Mapping[str, int] = {**RANDOM_56M, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+RANDOM_TINY: Mapping[str, int] = {
+    **RANDOM_56M,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+}
 
 WEIGHT_STD = 0.02
 NAME = "ngram"  # the arms' speculator whose place is taken
 
 
 def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> int:
-    """A Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of parameters."""
+    """A Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of
+    parameters.
+    """
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "max_position_embeddings": 512,
@@ -61,7 +69,9 @@ def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> 
     (directory / "config.json").write_text(json.dumps(raw))
     source = torch.Generator().manual_seed(seed)
     tensors = {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=source) * WEIGHT_STD
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=source) * WEIGHT_STD
         for name, shape in model_shapes(parse_config(raw)).items()
     }
     save_file(tensors, directory / "model.safetensors")
@@ -72,7 +82,9 @@ NOTHING = np.empty(0, dtype=np.int64)
 
 
 class KnownTokens:
-    """Speculator (speculators/base.py) that proposes each next token right with a given probability, else wrong."""
+    """Speculator (speculators/base.py) that proposes each next token right with a given
+    probability, else wrong.
+    """
 
     name = NAME
     trainable = False
@@ -83,8 +95,12 @@ class KnownTokens:
         self._width = 0
         self._proposals: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
 
-    def know(self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, seed: int) -> None:
-        """Propose for these prompts, all different and of one length, their answers: each token with `acceptance`."""
+    def know(
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, seed: int
+    ) -> None:
+        """Propose for these prompts, all different and of one length, their answers: each token
+        with `acceptance`.
+        """
         draws = np.random.default_rng(seed)
         self._width = len(next(iter(answers)))
         self._proposals = {}
@@ -147,7 +163,9 @@ def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
 
 @contextmanager
 def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterator[None]:
-    """While an engine is built, the table of speculators names another one; the engine itself is untouched."""
+    """While an engine is built, the table of speculators names another one; the engine itself is
+    untouched.
+    """
     usual = SPECULATORS[NAME]
     SPECULATORS[NAME] = SpeculatorKind(make)
     try:
@@ -157,5 +175,8 @@ def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterato
 
 
 def expected_accept_length(acceptance: float, steps: int) -> float:
-    """Mean tokens of a round with `steps` drafts, each right with `acceptance` (Leviathan et al. 2023, equation 1)."""
+    """Mean tokens of a round with `steps` drafts, each right with `acceptance` (Leviathan et al.
+
+    2023, equation 1).
+    """
     return sum(acceptance**i for i in range(steps + 1))

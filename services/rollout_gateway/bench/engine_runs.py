@@ -1,4 +1,5 @@
-"""Runs of an engine in this process, timed from the first round to the last, and runs that take turns.
+"""Runs of an engine in this process, timed from the first round to the last, and runs that take
+turns.
 
 Owns requests, runs, pairs and what differs between two runs; not which models or arms are compared.
 """
@@ -25,7 +26,9 @@ from rollout_gateway.text import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of one run: waves of `batch` at once, the next one when the last request of a wave has ended."""
+    """Requests of one run: waves of `batch` at once, the next one when the last request of a wave
+    has ended.
+    """
 
     requests: tuple[Request, ...]
     batch: int
@@ -51,7 +54,9 @@ class Run:
     seconds: float
     answers: tuple[Answer, ...]  # in the order of the requests
     rounds: int = 0
-    accept_length: float | None = None  # tokens per drafted round of a sequence; None when nothing was drafted
+    accept_length: float | None = (
+        None  # tokens per drafted round of a sequence; None when nothing was drafted
+    )
 
     @property
     def tokens(self) -> int:
@@ -91,17 +96,31 @@ def held_out_prompts(demo: Path, count: int) -> list[tuple[int, ...]]:
     """Token ids of the demo's first held-out prompts."""
     codec = TextCodec(demo / "policy_trained")
     with (demo / "tasks_heldout.jsonl").open(encoding="utf-8") as lines:
-        return [codec.encode(json.loads(line)["prompt"]) for line, _ in zip(lines, range(count), strict=False)]
+        return [
+            codec.encode(json.loads(line)["prompt"])
+            for line, _ in zip(lines, range(count), strict=False)
+        ]
 
 
 def workload(
-    prompts: Sequence[tuple[int, ...]], batch: int, max_tokens: int, *, greedy: bool = False, ignore_eos: bool = False
+    prompts: Sequence[tuple[int, ...]],
+    batch: int,
+    max_tokens: int,
+    *,
+    greedy: bool = False,
+    ignore_eos: bool = False,
 ) -> Workload:
     """One request per prompt; a request's number is its seed."""
     temperature = 0.0 if greedy else 1.0
     return Workload(
         tuple(
-            Request(i, prompt, Sampling(seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos))
+            Request(
+                i,
+                prompt,
+                Sampling(
+                    seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos
+                ),
+            )
             for i, prompt in enumerate(prompts)
         ),
         batch,
@@ -109,24 +128,36 @@ def workload(
 
 
 def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -> Workload:
-    """Waves of requests whose responses are about equally long, so that a batch stays full almost to its end.
+    """Waves of requests whose responses are about equally long, so that a batch stays full almost
+    to its end.
 
-    lengths: response tokens of the pool's requests. The waves stand at even quantiles of length, (w + 1/2) / waves;
-    requests keep their numbers and seeds. Raises InvalidInput when the pool is too small.
+    lengths: response tokens of the pool's requests. The waves stand at even quantiles of length, (w
+    + 1/2) / waves; requests keep their numbers and seeds. Raises InvalidInput when the pool is too
+    small.
     """
     if batch * waves > len(lengths):
-        raise InvalidInput("the pool is too small for these waves", seen=batch * waves, allowed=f"<= {len(lengths)}")
-    ascending = [request for _, request in sorted(zip(lengths, pool.requests, strict=True), key=lambda pair: pair[0])]
+        raise InvalidInput(
+            "the pool is too small for these waves",
+            seen=batch * waves,
+            allowed=f"<= {len(lengths)}",
+        )
+    ascending = [
+        request
+        for _, request in sorted(zip(lengths, pool.requests, strict=True), key=lambda pair: pair[0])
+    ]
     share = len(ascending) / waves
     starts = [int(share * wave + (share - batch) / 2) for wave in range(waves)]
-    return Workload(tuple(request for start in starts for request in ascending[start : start + batch]), batch)
+    return Workload(
+        tuple(request for start in starts for request in ascending[start : start + batch]), batch
+    )
 
 
 def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
     """All waves with one arm; "" lets the engine's bandit choose."""
     torch.set_num_threads(threads)
     engine.force_arm(arm)
-    engine.flush_cache()  # runs repeat requests: none may be drafted or prefilled from the run before
+    # runs repeat requests: none may be drafted or prefilled from the run before
+    engine.flush_cache()
     ended: dict[int, Chunk] = {}
     rounds = 0
     began = time.perf_counter()
@@ -145,7 +176,10 @@ def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
 
 
 async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str, list[Run]]:
-    """Every way once per pair; the first to run changes from pair to pair. One more pair before them warms up."""
+    """Every way once per pair; the first to run changes from pair to pair.
+
+    One more pair before them warms up.
+    """
     names = list(ways)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for number in range(pairs + 1):
@@ -155,7 +189,11 @@ async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str
             if number:
                 runs[name].append(one)
             await asyncio.sleep(0)  # a run blocks the loop: here Ctrl-C gets through
-    say(f"{what}: " + ", ".join(f"{name} {median_rate(several):,.0f}" for name, several in runs.items()) + " tokens/s")
+    say(
+        f"{what}: "
+        + ", ".join(f"{name} {median_rate(several):,.0f}" for name, several in runs.items())
+        + " tokens/s"
+    )
     return runs
 
 
@@ -171,7 +209,9 @@ def rate_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
 
 def flips(reference: Sequence[Answer], other: Sequence[Answer]) -> Flips:
     """Compares answers to the same requests."""
-    pairs = [(one, two) for one, two in zip(reference, other, strict=True) if one.tokens != two.tokens]
+    pairs = [
+        (one, two) for one, two in zip(reference, other, strict=True) if one.tokens != two.tokens
+    ]
     return Flips(
         sequences=len(reference),
         flipped=len(pairs),
@@ -183,7 +223,10 @@ def flips(reference: Sequence[Answer], other: Sequence[Answer]) -> Flips:
 
 def _equal_tokens(one: Sequence[int], two: Sequence[int]) -> int:
     """Tokens before the first difference."""
-    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
+        min(len(one), len(two)),
+    )
 
 
 def say(text: str) -> None:

@@ -1,6 +1,8 @@
-"""Sections of the embedded engine's bench on the demo's policies: arms and bandits, drafters of little use, rollouts.
+"""Sections of the embedded engine's bench on the demo's policies: arms and bandits, drafters of
+little use, rollouts.
 
-Each section returns rows and goals. Owns which runs stand beside each other; how a run is made is engine_runs.py's.
+Each section returns rows and goals. Owns which runs stand beside each other; how a run is made is
+engine_runs.py's.
 """
 
 from __future__ import annotations
@@ -71,9 +73,16 @@ class Plan:
         return [batch for batch in wanted if batch in self.batches] or list(self.batches)
 
     def work(
-        self, batch: int, *, policy: str = "policy_trained", greedy: bool = False, waves: int | None = None
+        self,
+        batch: int,
+        *,
+        policy: str = "policy_trained",
+        greedy: bool = False,
+        waves: int | None = None,
     ) -> Workload:
-        """Even waves for a policy of the demo (engine_runs.even_waves); waves None: those of WAVES."""
+        """Even waves for a policy of the demo (engine_runs.even_waves); waves None: those of
+        WAVES.
+        """
         count, waves = (QUICK_POOL, 1) if self.quick else (POOL, waves or WAVES.get(batch, 1))
         pool, lengths = measured_pool(self.demo, policy, count, self.max_tokens, greedy)
         return even_waves(pool, lengths, batch, waves)
@@ -99,9 +108,12 @@ class Plan:
         return build_embedded(self.spec(policy, **changes))
 
     def bandit_engines(self, policy: str, **changes: object) -> dict[str, Engine]:
-        """One engine per kind, so that a bandit learns from its own rounds alone, not from those of forced arms."""
+        """One engine per kind, so that a bandit learns from its own rounds alone, not from those of
+        forced arms.
+        """
         return {
-            f"bandit {kind}": self.engine(policy, bandit=BanditSettings(kind=kind), **changes) for kind in self.bandits
+            f"bandit {kind}": self.engine(policy, bandit=BanditSettings(kind=kind), **changes)
+            for kind in self.bandits
         }
 
 
@@ -111,7 +123,9 @@ def measured_pool(
 ) -> tuple[Workload, tuple[int, ...]]:
     """The first held-out prompts and how many tokens each gets; without drafts, fp32."""
     batch = min(count, 64)
-    spec = EmbeddedSpec.model_validate({"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch})
+    spec = EmbeddedSpec.model_validate(
+        {"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch}
+    )
     pool = workload(held_out_prompts(demo, count), batch, max_tokens, greedy=greedy)
     answers = decode(build_embedded(spec), pool, OFF, 1).answers
     return pool, tuple(len(answer.tokens) for answer in answers)
@@ -131,7 +145,9 @@ def at_least(name: str, goal: float, ratio: Ratio) -> Goal:
     return Goal(f"{name} {ratio}", goal, ratio.value, met)
 
 
-def speed_rows(section: str, batch: int, runs: Mapping[str, Sequence[Run]], base: str = OFF) -> list[Row]:
+def speed_rows(
+    section: str, batch: int, runs: Mapping[str, Sequence[Run]], base: str = OFF
+) -> list[Row]:
     """One row per way, each over the base in the same pairs."""
     rows: list[Row] = []
     for name, several in runs.items():
@@ -159,10 +175,14 @@ def equality_goal(section: str, rows: Sequence[Row]) -> Goal:
     compared = sum(int(row["sequences"] or 0) for row in rows)
     wrong = sum(int(row["flipped"] or 0) - int(row["near-ties"] or 0) for row in rows)
     share = 1 - wrong / compared
-    return Goal(f"{section}: sequences with equal tokens (near-ties left out)", 1.0, share, wrong == 0)
+    return Goal(
+        f"{section}: sequences with equal tokens (near-ties left out)", 1.0, share, wrong == 0
+    )
 
 
-def forced(engine: Engine, work: Workload, threads: int, arms: Sequence[str] = (OFF, *ARMS)) -> dict[str, Way]:
+def forced(
+    engine: Engine, work: Workload, threads: int, arms: Sequence[str] = (OFF, *ARMS)
+) -> dict[str, Way]:
     """A way per arm."""
     return {arm: partial(decode, engine, work, arm, threads) for arm in arms}
 
@@ -187,16 +207,24 @@ async def arms_and_bandits(plan: Plan) -> Findings:
         if batch in PROTOTYPE_RATES and plan.threads == 1:
             rate, floor = median_rate(runs[OFF]), PROTOTYPE_RATES[batch]
             met = rate >= floor if plan.pairs >= FEWEST_PAIRS else None
-            goals.append(Goal(f"batch {batch}: tokens/s without drafts (prototype's rate)", floor, rate, met))
-        goals.append(at_least(f"batch {batch}: bandit / off", SPEEDUP_GOALS.get(batch, NEVER_BELOW), speedup))
+            goals.append(
+                Goal(f"batch {batch}: tokens/s without drafts (prototype's rate)", floor, rate, met)
+            )
+        goals.append(
+            at_least(f"batch {batch}: bandit / off", SPEEDUP_GOALS.get(batch, NEVER_BELOW), speedup)
+        )
         best = max((OFF, *ARMS), key=lambda arm: median_rate(runs[arm]))
         ratio = rate_ratio(runs[judged], runs[best])
-        goals.append(at_least(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio))
+        goals.append(
+            at_least(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio)
+        )
     return Findings(rows, [*goals, equality_goal("policy_trained", rows)])
 
 
 async def drafters_of_little_use(plan: Plan) -> Findings:
-    """The start policy with its trained drafter and with one of random weights: what speculation costs at worst."""
+    """The start policy with its trained drafter and with one of random weights: what speculation
+    costs at worst.
+    """
     engine = plan.engine("policy_start", drafter="off", arms=())
     bandit = BanditSettings(kind=plan.bandits[0])
     alive = {"bandit, trained drafter": plan.engine("policy_start", bandit=bandit)}
@@ -210,7 +238,11 @@ async def drafters_of_little_use(plan: Plan) -> Findings:
         rows += speed_rows("policy_start, fp32", batch, runs)
         for name in (*alive, *dead):
             goals.append(
-                at_least(f"policy_start, batch {batch}: {name} / off", NEVER_BELOW, rate_ratio(runs[name], runs[OFF]))
+                at_least(
+                    f"policy_start, batch {batch}: {name} / off",
+                    NEVER_BELOW,
+                    rate_ratio(runs[name], runs[OFF]),
+                )
             )
     return Findings(rows, [*goals, equality_goal("policy_start", rows)])
 
@@ -223,9 +255,15 @@ async def rollouts(plan: Plan) -> Findings:
     judged = next(iter(bandits))
     distinct = plan.at_once(several)
     arms = forced(engine, distinct, plan.threads)
-    runs = await take_turns(arms | chosen(bandits, distinct, plan.threads), plan.pairs, f"rollout, {several} prompts")
+    runs = await take_turns(
+        arms | chosen(bandits, distinct, plan.threads), plan.pairs, f"rollout, {several} prompts"
+    )
     rows = rollout_rows(f"rollout of {several} prompts, fp32", runs)
-    goal = at_least(f"rollout of {several} prompts: bandit / off", ROLLOUT_GOAL, rate_ratio(runs[judged], runs[OFF]))
+    goal = at_least(
+        f"rollout of {several} prompts: bandit / off",
+        ROLLOUT_GOAL,
+        rate_ratio(runs[judged], runs[OFF]),
+    )
     grouped = grouped_work(distinct, runs[OFF][0], max(2, several // 8))
     ways = forced(engine, grouped, plan.threads, (OFF,)) | chosen(bandits, grouped, plan.threads)
     runs = await take_turns(ways, plan.few, "rollout, groups of samples")
@@ -240,11 +278,16 @@ def rollout_rows(section: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
     shown = f"{lengths[len(lengths) // 2]} / {lengths[len(lengths) * 9 // 10]} / {lengths[-1]}"
     rows = speed_rows(section, len(answers), runs)
     tokens = runs[OFF][0].tokens
-    return [{**row, "s": tokens / float(row["tokens/s"] or 1), "length median / p90 / max": shown} for row in rows]
+    return [
+        {**row, "s": tokens / float(row["tokens/s"] or 1), "length median / p90 / max": shown}
+        for row in rows
+    ]
 
 
 def grouped_work(work: Workload, run: Run, groups: int) -> Workload:
-    """As many requests, but `groups` prompts with equally many samples: every n-th by length, the longest included."""
+    """As many requests, but `groups` prompts with equally many samples: every n-th by length, the
+    longest included.
+    """
     by_length = sorted(range(len(run.answers)), key=lambda i: len(run.answers[i].tokens))
     size = len(by_length) // groups
     prompts = [work.requests[i].prompt for i in by_length[size - 1 :: size]]
@@ -261,7 +304,9 @@ async def more_threads(plan: Plan) -> Findings:
         ways: dict[str, Way] = {}
         for threads in (1, 2):
             suffix = "" if threads == 1 else ", 2 threads"
-            both = forced(engine, work, threads, (OFF,)) | chosen(dict([*bandit.items()][:1]), work, threads)
+            both = forced(engine, work, threads, (OFF,)) | chosen(
+                dict([*bandit.items()][:1]), work, threads
+            )
             ways |= {name + suffix: way for name, way in both.items()}
         runs = await take_turns(ways, plan.few, f"threads, batch {batch}")
         rows += speed_rows("1 and 2 threads, fp32", batch, runs)

@@ -1,7 +1,7 @@
 """The other side of the comparison: transformers' generate, greedy, on the engine's requests.
 
-Owns padding and what transformers is told; its own speculation is prompt lookup (Saxena 2023) and assisted generation
-(Leviathan et al. 2023), both with the library's settings.
+Owns padding and what transformers is told; its own speculation is prompt lookup (Saxena 2023) and
+assisted generation (Leviathan et al. 2023), both with the library's settings.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class TransformersModel:
     def __init__(self, directory: Path, dtype: str = "float32") -> None:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[dtype]).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype]
+        ).eval()
         config = self.model.generation_config
         ends = config.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [ends])
@@ -37,7 +39,10 @@ class TransformersModel:
 
     @torch.inference_mode()
     def generate(self, work: Workload, threads: int, how: Mapping[str, Any] | None = None) -> Run:
-        """Each wave as one left-padded batch. Raises InvalidInput for requests that are not greedy."""
+        """Each wave as one left-padded batch.
+
+        Raises InvalidInput for requests that are not greedy.
+        """
         for request in work.requests:
             if request.sampling.temperature:
                 raise InvalidInput(
@@ -55,7 +60,10 @@ class TransformersModel:
     def _wave(self, wave: Sequence[Request], how: dict[str, Any]) -> list[Answer]:
         width = max(len(request.prompt) for request in wave)
         padding = [width - len(request.prompt) for request in wave]
-        rows = [[self._pad] * pad + list(request.prompt) for pad, request in zip(padding, wave, strict=True)]
+        rows = [
+            [self._pad] * pad + list(request.prompt)
+            for pad, request in zip(padding, wave, strict=True)
+        ]
         seen = [[0] * pad + [1] * (width - pad) for pad in padding]
         out = self.model.generate(
             torch.tensor(rows),

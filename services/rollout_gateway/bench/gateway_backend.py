@@ -1,7 +1,9 @@
-"""The scripted responses behind OpenAI's streamed chat completions, for a proxy that wants an HTTP backend.
+"""The scripted responses behind OpenAI's streamed chat completions, for a proxy that wants an HTTP
+backend.
 
-A process of its own: reads a Pace as JSON from its arguments, prints its port, ends when standard input closes. Rounds
-run as in the scripted engine: one for all streams, each `round_s` long, each giving every stream its next piece.
+A process of its own: reads a Pace as JSON from its arguments, prints its port, ends when standard
+input closes. Rounds run as in the scripted engine: one for all streams, each `round_s` long, each
+giving every stream its next piece.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Backend:
 
     def __init__(self, pace: Pace) -> None:
         self._rounds = Rounds(pace.round_s)
-        self._events = [[_event(delta={"content": one}) for one in pieces(text, pace)] for text in texts(pace)]
+        self._events = [
+            [_event(delta={"content": one}) for one in pieces(text, pace)] for text in texts(pace)
+        ]
         self._tokens_per_round = pace.tokens_per_round
         self._lengths = lengths(pace)
 
@@ -83,15 +87,24 @@ class Backend:
                 await self._rounds.end_of_round()
                 first = _event(delta={"role": "assistant", "content": ""}) if number == 0 else b""
                 await send({"type": "http.response.body", "body": first + event, "more_body": True})
-            if self._lengths[which] % self._tokens_per_round == 0:  # the end token has a round of its own
+            if (
+                self._lengths[which] % self._tokens_per_round == 0
+            ):  # the end token has a round of its own
                 await self._rounds.end_of_round()
-        await send({"type": "http.response.body", "body": _event(delta={}, finish="stop") + b"data: [DONE]\n\n"})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": _event(delta={}, finish="stop") + b"data: [DONE]\n\n",
+            }
+        )
 
 
 def _event(*, delta: dict[str, str], finish: str | None = None) -> bytes:
     choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
     head = {"id": "chatcmpl-bench", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
-    return b"data: " + json.dumps({**head, "choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+    return (
+        b"data: " + json.dumps({**head, "choices": [choice]}, ensure_ascii=False).encode() + b"\n\n"
+    )
 
 
 async def _body(receive: Receive) -> bytes:
@@ -105,7 +118,9 @@ async def _body(receive: Receive) -> bytes:
 
 async def serve(pace: Pace) -> None:
     """Serve until standard input closes."""
-    config = uvicorn.Config(Backend(pace), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off")
+    config = uvicorn.Config(
+        Backend(pace), host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off"
+    )
     server = uvicorn.Server(config)
     listening = config.bind_socket()
     listening.listen(config.backlog)  # whoever reads the port may connect at once
@@ -113,12 +128,16 @@ async def serve(pace: Pace) -> None:
     sys.stdout.write(json.dumps({"port": listening.getsockname()[1]}) + "\n")
     sys.stdout.flush()
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     await reader.read()
     server.should_exit = server.force_exit = True
     await serving
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may reach the whole group; closed input ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # it may reach the whole group; closed input ends this process
     uvloop.run(serve(Pace(**json.loads(sys.argv[1]))))

@@ -1,6 +1,8 @@
-"""One keep-alive connection of the bench's load: HTTP/1.1 by hand. Owns when a stream's content and its end came.
+"""One keep-alive connection of the bench's load: HTTP/1.1 by hand. Owns when a stream's content and
+its end came.
 
-While a stream runs it only looks for the first content and for the last chunk; the events are read after the end.
+While a stream runs it only looks for the first content and for the last chunk; the events are read
+after the end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The scripted engine called without a gateway: the worker protocol from the bench's own process. Owns that one worker.
+"""The scripted engine called without a gateway: the worker protocol from the bench's own process.
+Owns that one worker.
 
 What a stream takes here is what a front in front of the same engine cannot undercut.
 """
@@ -39,7 +40,10 @@ class DirectWorker:
         self._live: dict[int, _Stream] = {}
 
     async def run(self, order: Order) -> Mapping[str, Any]:
-        """`order.streams` loops for `order.seconds`; latencies in milliseconds. Raises InternalError for wrong text."""
+        """`order.streams` loops for `order.seconds`; latencies in milliseconds.
+
+        Raises InternalError for wrong text.
+        """
         ended: list[_Stream] = []
         seeds, think = itertools.count(order.first_seed), random.Random(order.first_seed)
         until = time.perf_counter() + order.seconds
@@ -110,12 +114,16 @@ class _Stream:
 
 
 @asynccontextmanager
-async def direct_worker(folder: Path, model: Path, settings: Mapping[str, Any]) -> AsyncIterator[DirectWorker]:
+async def direct_worker(
+    folder: Path, model: Path, settings: Mapping[str, Any]
+) -> AsyncIterator[DirectWorker]:
     """A worker of its own with the same script as the gateway's."""
     engine = {**settings, "tokenizer": str(model / "tokenizer.json")}
     found: list[DirectWorker] = []
     spec = WorkerSpec(worker_index=0, kind="scripted", engine=engine)
-    process = WorkerProcess(spec, None, folder, lambda tokens, rows: found[0].on_tokens(tokens, rows))
+    process = WorkerProcess(
+        spec, None, folder, lambda tokens, rows: found[0].on_tokens(tokens, rows)
+    )
     found.append(DirectWorker(process, TextCodec(model)))
     context = zmq.asyncio.Context()
     try:

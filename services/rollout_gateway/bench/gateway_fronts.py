@@ -1,4 +1,7 @@
-"""What the gateway's bench measures: our gateway and LiteLLM's proxy, each a process. Owns their start and end."""
+"""What the gateway's bench measures: our gateway and LiteLLM's proxy, each a process.
+
+Owns their start and end.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,10 @@ DYING_EXEC = (
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """A front that serves. `pid` is the process whose CPU and memory count; its backend is another one."""
+    """A front that serves.
+
+    `pid` is the process whose CPU and memory count; its backend is another one.
+    """
 
     name: str
     port: int
@@ -49,7 +55,9 @@ class Front:
 
 
 @asynccontextmanager
-async def gateway(folder: Path, model: Path, script: Path, settings: Sequence[str]) -> AsyncIterator[Front]:
+async def gateway(
+    folder: Path, model: Path, script: Path, settings: Sequence[str]
+) -> AsyncIterator[Front]:
     """Our gateway with one scripted engine worker; further settings as on the command line."""
     own = {
         "model": str(model),
@@ -68,7 +76,8 @@ async def gateway(folder: Path, model: Path, script: Path, settings: Sequence[st
 async def gateway_with(
     folder: Path, name: str, own: Mapping[str, Any], settings: Sequence[str]
 ) -> AsyncIterator[Front]:
-    """Our gateway with the bench's own settings, addresses aside; further ones as on the command line, the last holds.
+    """Our gateway with the bench's own settings, addresses aside; further ones as on the command
+    line, the last holds.
 
     The log is called `name` and lies in the folder.
     """
@@ -82,22 +91,37 @@ async def gateway_with(
 
 @asynccontextmanager
 async def litellm(folder: Path, python: Path, backend_port: int) -> AsyncIterator[Front]:
-    """LiteLLM's proxy before an OpenAI-compatible backend: one worker, no database, no keys, no retries."""
+    """LiteLLM's proxy before an OpenAI-compatible backend: one worker, no database, no keys, no
+    retries.
+    """
     port = free_port()
-    to = {"model": f"openai/{MODEL}", "api_base": f"http://127.0.0.1:{backend_port}/v1", "api_key": "none"}
+    to = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"http://127.0.0.1:{backend_port}/v1",
+        "api_key": "none",
+    }
     config = {
         "model_list": [{"model_name": MODEL, "litellm_params": to}],
         "litellm_settings": {"num_retries": 0, "telemetry": False},
     }
     path = folder / "litellm.json"  # YAML holds JSON
     path.write_text(json.dumps(config))
-    command = [str(python.with_name("litellm")), "--config", str(path), "--host", "127.0.0.1", "--port", str(port)]
+    command = [
+        str(python.with_name("litellm")),
+        "--config",
+        str(path),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     command = [sys.executable, "-c", DYING_EXEC, str(python), *command]
     environment = {
         "LITELLM_LOG": "ERROR",
         "LITELLM_MODE": "PRODUCTION",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download
-        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # on loopback; ours has no token either
+        # on loopback; ours has no token either
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
     }
     async with _serving(LITELLM, command, port, "/health/liveliness", folder, environment) as front:
         yield front
@@ -105,9 +129,17 @@ async def litellm(folder: Path, python: Path, backend_port: int) -> AsyncIterato
 
 @asynccontextmanager
 async def _serving(
-    name: str, command: Sequence[str], port: int, health: str, folder: Path, extra: Mapping[str, str] | None = None
+    name: str,
+    command: Sequence[str],
+    port: int,
+    health: str,
+    folder: Path,
+    extra: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Front]:
-    """The process until the end of the block. Raises Unavailable with its last words when it does not come up."""
+    """The process until the end of the block.
+
+    Raises Unavailable with its last words when it does not come up.
+    """
     log = folder / f"{name}.log"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -125,19 +157,25 @@ async def _serving(
         await _end(process)
 
 
-async def _until_healthy(name: str, process: asyncio.subprocess.Process, url: str, log: Path) -> None:
+async def _until_healthy(
+    name: str, process: asyncio.subprocess.Process, url: str, log: Path
+) -> None:
     deadline = time.monotonic() + START_DEADLINE_S
     async with httpx.AsyncClient(timeout=5.0) as client:
         while time.monotonic() < deadline:
             if process.returncode is not None:
-                raise Unavailable(f"{name} ended before it served: {last_lines(log)}", seen=process.returncode)
+                raise Unavailable(
+                    f"{name} ended before it served: {last_lines(log)}", seen=process.returncode
+                )
             try:
                 if (await client.get(url)).status_code == 200:
                     return
             except httpx.TransportError:
                 pass  # not listening yet; another program's server gives no event
             await asyncio.sleep(LOOK_EVERY_S)
-    raise DeadlineExceeded(f"{name} does not serve: {last_lines(log)}", allowed=f"{START_DEADLINE_S} s")
+    raise DeadlineExceeded(
+        f"{name} does not serve: {last_lines(log)}", allowed=f"{START_DEADLINE_S} s"
+    )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
@@ -152,13 +190,18 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def litellm_python(given: Path | None) -> Path:
-    """The interpreter that has LiteLLM: the given one, or that of a venv of its own, made the first time.
+    """The interpreter that has LiteLLM: the given one, or that of a venv of its own, made the first
+    time.
 
     Raises NotFound for a given one without LiteLLM, FailedPrecondition when the installation fails.
     """
     if given is not None:
         if not given.with_name("litellm").is_file():
-            raise NotFound("no litellm beside this interpreter", seen=given, allowed='pip install "litellm[proxy]"')
+            raise NotFound(
+                "no litellm beside this interpreter",
+                seen=given,
+                allowed='pip install "litellm[proxy]"',
+            )
         return given
     folder = cache_folder() / "litellm"
     python = folder / "bin" / "python"
@@ -180,7 +223,9 @@ async def _command(*command: str) -> None:
         async with asyncio.timeout(INSTALL_DEADLINE_S):
             code = await process.wait()
     except TimeoutError as error:
-        raise DeadlineExceeded(f"{' '.join(command)} takes too long", allowed=f"{INSTALL_DEADLINE_S} s") from error
+        raise DeadlineExceeded(
+            f"{' '.join(command)} takes too long", allowed=f"{INSTALL_DEADLINE_S} s"
+        ) from error
     finally:
         await _end(process)
     if code:
@@ -190,6 +235,8 @@ async def _command(*command: str) -> None:
 async def version_of_litellm(python: Path) -> str:
     """The installed version."""
     code = "from importlib.metadata import version; print(version('litellm'))"
-    process = await asyncio.create_subprocess_exec(str(python), "-c", code, stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        str(python), "-c", code, stdout=asyncio.subprocess.PIPE
+    )
     output, _ = await process.communicate()
     return output.decode().strip()

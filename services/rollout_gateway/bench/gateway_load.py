@@ -1,8 +1,9 @@
-"""The load of the gateway's bench, a process of its own: streamed chat completions over HTTP/1.1 with keep-alive.
+"""The load of the gateway's bench, a process of its own: streamed chat completions over HTTP/1.1
+with keep-alive.
 
-Owns arrivals, connections to reuse and the check of what came. A heavy client would measure itself, hence a connection
-of its own (gateway_connection.py). One JSON line on standard input asks for a run (see Order), one on standard output
-answers it (see summary).
+Owns arrivals, connections to reuse and the check of what came. A heavy client would measure itself,
+hence a connection of its own (gateway_connection.py). One JSON line on standard input asks for a
+run (see Order), one on standard output answers it (see summary).
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ LINE_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What to do: `streams` closed loops, or arrivals at `rate` per second, or one request under each of `keys`."""
+    """What to do: `streams` closed loops, or arrivals at `rate` per second, or one request under
+    each of `keys`.
+    """
 
     port: int
     model: str
     texts: Sequence[str]  # of the script; a request's seed picks
-    paces_s: Sequence[float]  # what the backend's rounds take for each text; what comes later is late
-    think_s: float  # a closed loop waits for a random part of this, so that requests do not come in step with rounds
+    paces_s: Sequence[
+        float
+    ]  # what the backend's rounds take for each text; what comes later is late
+    # a closed loop waits for a random part of this, so that requests do not come in step with
+    # rounds
+    think_s: float
     max_tokens: int
     streams: int = 1
     seconds: float = 1.0
@@ -95,7 +102,9 @@ class Load:
         elif order.rate:
             await self._arrivals(began)
         else:
-            await asyncio.gather(*(self._closed_loop(began + order.seconds) for _ in range(order.streams)))
+            await asyncio.gather(
+                *(self._closed_loop(began + order.seconds) for _ in range(order.streams))
+            )
         seconds = time.perf_counter() - began
         for connection in self._idle:
             connection.close()
@@ -162,7 +171,8 @@ class Load:
             }
         ).encode()
         head = (
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
+            "application/json\r\n"
             f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         return head.encode() + body
@@ -206,7 +216,9 @@ def cpu_s() -> float:
 async def serve() -> None:
     """Answer orders until standard input closes."""
     reader = asyncio.StreamReader(limit=LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     while line := await reader.readline():
         answer = await Load(Order(**json.loads(line))).run()
         sys.stdout.write(json.dumps(answer) + "\n")
@@ -214,5 +226,7 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it may reach the whole group; closed input ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # it may reach the whole group; closed input ends this process
     uvloop.run(serve())

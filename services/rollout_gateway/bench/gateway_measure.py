@@ -1,4 +1,7 @@
-"""Runs of the gateway's bench: each load on each front and on what lies behind it, in turns. Owns order and repeats."""
+"""Runs of the gateway's bench: each load on each front and on what lies behind it, in turns.
+
+Owns order and repeats.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ ADDED = {
     "late_p50_ms": "end p50",
     "late_p99_ms": "end p99",
 }
-"""Compared with the backend's: first content, and how long after the rounds of its response a stream's end came."""
+"""Compared with the backend's: first content, and how long after the rounds of its response a
+stream's end came.
+"""
 
 
 TURN_SECTION = "turns of agents, embedded engine, fp32"
@@ -56,7 +58,9 @@ def latency_rows(contenders: Sequence[Contender], levels: Sequence[Level]) -> li
                 "front": one.front.name,
             }
             for key in LATENCIES:
-                row[key.removesuffix("_ms").replace("_", " ")] = median(run[key] for run in one.runs[level])
+                row[key.removesuffix("_ms").replace("_", " ")] = median(
+                    run[key] for run in one.runs[level]
+                )
             for key, name in ADDED.items():
                 row[f"added {name}"] = added_ms(one, level, key)
             rows.append(row)
@@ -81,7 +85,8 @@ def work_rows(contenders: Sequence[Contender], levels: Sequence[Level]) -> list[
                     "right": sum(run["right"] for run in runs),
                     "wrong": sum(run["wrong"] for run in runs),
                     "failed": sum(run["failed"] for run in runs),
-                    "load generator's core": f"{busy:.0%}" + (" saturated" if busy > SATURATED else ""),
+                    "load generator's core": f"{busy:.0%}"
+                    + (" saturated" if busy > SATURATED else ""),
                 }
             )
     return rows
@@ -102,19 +107,25 @@ def session_row(held: Held) -> Row:
 
 
 def turn_rows(runs: Mapping[str, Sequence[TurnRun]]) -> list[Row]:
-    """What turns found in the cache and what came of it, by arm; then the first arm over the second, run by run."""
+    """What turns found in the cache and what came of it, by arm; then the first arm over the
+    second, run by run.
+    """
     if not runs:
         return []
     rows = [_turn_row(name, several, runs[CACHE]) for name, several in runs.items()]
     ratios = {
-        figure: paired_ratio([read(run) for run in runs[CACHE]], [read(run) for run in runs[NO_CACHE]]).value
+        figure: paired_ratio(
+            [read(run) for run in runs[CACHE]], [read(run) for run in runs[NO_CACHE]]
+        ).value
         for figure, read in TURN_FIGURES.items()
     }
     return [*rows, {"section": TURN_SECTION, "gateway": f"{CACHE} / {NO_CACHE}", **ratios}]
 
 
 def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) -> Row:
-    """Shares and counts over all runs of an arm, medians of their figures; its tokens beside the reference's."""
+    """Shares and counts over all runs of an arm, medians of their figures; its tokens beside the
+    reference's.
+    """
     turns = [turn for run in runs for turn in run.turns]
     later = [turn for run in runs for turn in run.later]
     pairs = [
@@ -126,7 +137,9 @@ def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) 
         "section": TURN_SECTION,
         "gateway": name,
         "dialogues": len(pairs),
-        "with other tokens": sum([turn.tokens for turn in one] != [turn.tokens for turn in two] for one, two in pairs),
+        "with other tokens": sum(
+            [turn.tokens for turn in one] != [turn.tokens for turn in two] for one, two in pairs
+        ),
         "prompt tokens a turn": sum(turn.prompt for turn in turns) / len(turns),
         "share cached": sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns),
         "turns that found all": sum(turn.cached >= turn.cacheable for turn in later) / len(later),
@@ -144,19 +157,28 @@ def turn_goals(runs: Mapping[str, Sequence[TurnRun]]) -> list[Goal]:
     return [Goal(name, CACHED_GOAL, share, share >= CACHED_GOAL)]
 
 
-def goals(contenders: Sequence[Contender], levels: Sequence[Level], held: Held | None) -> list[Goal]:
-    """Added latency, no token lost, sessions that answer, margin to LiteLLM. All are `at least`, hence signs."""
+def goals(
+    contenders: Sequence[Contender], levels: Sequence[Level], held: Held | None
+) -> list[Goal]:
+    """Added latency, no token lost, sessions that answer, margin to LiteLLM.
+
+    All are `at least`, hence signs.
+    """
     by_name = {one.front.name: one for one in contenders}
     ours = by_name[OURS]
     found: list[Goal] = []
     level = Level(GOAL_STREAMS)
     if level in levels:
         for percent, goal in (("p50", ADDED_P50_GOAL_MS), ("p99", ADDED_P99_GOAL_MS)):
-            worst = max(added_ms(ours, level, f"{part}_{percent}_ms") or 0.0 for part in ("first", "late"))
+            worst = max(
+                added_ms(ours, level, f"{part}_{percent}_ms") or 0.0 for part in ("first", "late")
+            )
             name = f"minus added {percent} at {level.name}, ms, the worse of first content and end"
             found.append(Goal(name, -goal, -worst, worst <= goal))
     bad = sum(run["wrong"] + run["failed"] for runs in ours.runs.values() for run in runs)
-    found.append(Goal("minus streams of ours with lost, doubled or other tokens", 0, -bad, bad == 0))
+    found.append(
+        Goal("minus streams of ours with lost, doubled or other tokens", 0, -bad, bad == 0)
+    )
     if held is not None:
         value = held.turns["right"] / held.sessions
         found.append(Goal("share of held sessions that answer", 1.0, value, value == 1))
@@ -172,7 +194,9 @@ def goals(contenders: Sequence[Contender], levels: Sequence[Level], held: Held |
 
 
 def added_ms(one: Contender, level: Level, key: str) -> float | None:
-    """Median over repeats of a front's percentile less the same percentile of its backend; None without the latter."""
+    """Median over repeats of a front's percentile less the same percentile of its backend; None
+    without the latter.
+    """
     direct = one.direct_runs.get(level, [])
     return median(run[key] - base[key] for run, base in zip(one.runs[level], direct, strict=False))
 

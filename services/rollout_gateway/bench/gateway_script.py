@@ -1,4 +1,7 @@
-"""What every backend of the gateway's bench says, and how fast. Owns the texts and the files of the scripted engine."""
+"""What every backend of the gateway's bench says, and how fast.
+
+Owns the texts and the files of the scripted engine.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ EOS = 1
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Mean tokens of a response, tokens of a chunk, seconds of a round; a round gives every running request a chunk."""
+    """Mean tokens of a response, tokens of a chunk, seconds of a round; a round gives every running
+    request a chunk.
+    """
 
     tokens: int
     tokens_per_round: int
@@ -36,13 +41,20 @@ class Pace:
 
 
 def lengths(pace: Pace) -> list[int]:
-    """Tokens of each response, a half to one and a half of the mean: equal ones would all end in the same round."""
+    """Tokens of each response, a half to one and a half of the mean: equal ones would all end in
+    the same round.
+    """
     middle = (TEXTS - 1) / 2
-    return [max(1, round(pace.tokens * (1 + (number - middle) / (TEXTS - 1)))) for number in range(TEXTS)]
+    return [
+        max(1, round(pace.tokens * (1 + (number - middle) / (TEXTS - 1))))
+        for number in range(TEXTS)
+    ]
 
 
 def texts(pace: Pace) -> list[str]:
-    """The responses: as many bytes of UTF-8, and so tokens of the demo's byte tokenizer, as `lengths` says."""
+    """The responses: as many bytes of UTF-8, and so tokens of the demo's byte tokenizer, as
+    `lengths` says.
+    """
     draw = random.Random(0)
     found = []
     for size in lengths(pace):
@@ -57,7 +69,9 @@ def paces_s(pace: Pace) -> list[float]:
 
 
 def pieces(text: str, pace: Pace) -> list[str]:
-    """A response cut as the scripted engine gives it out; characters whose bytes are not whole wait."""
+    """A response cut as the scripted engine gives it out; characters whose bytes are not whole
+    wait.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     raw = text.encode()
     starts = range(0, len(raw), pace.tokens_per_round)
@@ -67,7 +81,13 @@ def pieces(text: str, pace: Pace) -> list[str]:
 def engine_settings(pace: Pace) -> dict[str, Any]:
     """The scripted engine's settings; rounds take no time at all when round_s is 0."""
     return {
-        "replies": [{"pattern": "^<bos>bench ", "texts": texts(pace), "tokens_per_round": pace.tokens_per_round}],
+        "replies": [
+            {
+                "pattern": "^<bos>bench ",
+                "texts": texts(pace),
+                "tokens_per_round": pace.tokens_per_round,
+            }
+        ],
         "arms": ["off"],
         "default_cost_s": pace.round_s,
         "costs_s": {},
@@ -79,7 +99,10 @@ def engine_settings(pace: Pace) -> dict[str, Any]:
 
 
 def write_model(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, Path]:
-    """A model directory that only the scripted engine can serve, and its script. Raises NotFound outside a clone."""
+    """A model directory that only the scripted engine can serve, and its script.
+
+    Raises NotFound outside a clone.
+    """
     model = folder / MODEL
     model.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,7 +1,9 @@
-"""Prefix reuse between the turns of agents: growing dialogues, each in a session of a gateway with embedded engines.
+"""Prefix reuse between the turns of agents: growing dialogues, each in a session of a gateway with
+embedded engines.
 
-Two gateways take turns at the same dialogues: as it is, and with prefix_slots=0, which computes every prompt anew.
-Drafts are off and end tokens ignored, so that both do the same work. Owns the dialogues and their runs, not the tables.
+Two gateways take turns at the same dialogues: as it is, and with prefix_slots=0, which computes
+every prompt anew. Drafts are off and end tokens ignored, so that both do the same work. Owns the
+dialogues and their runs, not the tables.
 """
 
 from __future__ import annotations
@@ -29,10 +31,14 @@ CACHE, NO_CACHE = "as it is", "prefix_slots=0"
 ARMS: Mapping[str, tuple[str, ...]] = {CACHE: (), NO_CACHE: ("engine.embedded.prefix_slots=0",)}
 WORKERS = 2
 RESPONSE_TOKENS = 48
-"""Mean of a turn; a turn's own number is a half to one and a half of it, and so is that of its new tokens."""
+"""Mean of a turn; a turn's own number is a half to one and a half of it, and so is that of its new
+tokens.
+"""
 
 LEAST_TOKENS = 128
-"""Mean new tokens of a turn: even a short first turn is long enough for the engine to keep (prefix_tokens)."""
+"""Mean new tokens of a turn: even a short first turn is long enough for the engine to keep
+(prefix_tokens).
+"""
 
 MOST_POSITIONS = 1 << 14
 WARM_TURNS = 2
@@ -42,7 +48,10 @@ RUN_DEADLINE_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """What the options ask for; `tokens` is the mean of a turn's new prompt tokens. Raises InvalidInput."""
+    """What the options ask for; `tokens` is the mean of a turn's new prompt tokens.
+
+    Raises InvalidInput.
+    """
 
     turns: int
     dialogues: int
@@ -52,13 +61,21 @@ class TurnPlan:
 
     def __post_init__(self) -> None:
         if self.turns < 2:
-            raise InvalidInput("--turns shows nothing", seen=self.turns, allowed=">= 2, or 0 for none")
+            raise InvalidInput(
+                "--turns shows nothing", seen=self.turns, allowed=">= 2, or 0 for none"
+            )
         if self.dialogues < 1:
             raise InvalidInput("--dialogues is too small", seen=self.dialogues, allowed=">= 1")
         if self.tokens < LEAST_TOKENS:
-            raise InvalidInput("--turn-tokens is too small", seen=self.tokens, allowed=f">= {LEAST_TOKENS}")
+            raise InvalidInput(
+                "--turn-tokens is too small", seen=self.tokens, allowed=f">= {LEAST_TOKENS}"
+            )
         if self.positions > MOST_POSITIONS:
-            raise InvalidInput("--turns times --turn-tokens is too long", seen=self.positions, allowed=MOST_POSITIONS)
+            raise InvalidInput(
+                "--turns times --turn-tokens is too long",
+                seen=self.positions,
+                allowed=MOST_POSITIONS,
+            )
 
     @property
     def positions(self) -> int:
@@ -76,7 +93,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answered request. `cacheable`: its prompt's tokens that the turn before has left computed."""
+    """One answered request.
+
+    `cacheable`: its prompt's tokens that the turn before has left computed.
+    """
 
     prompt: int
     cacheable: int
@@ -109,7 +129,10 @@ class TurnRun:
 
 
 async def measure_turns(plan: TurnPlan, folder: Path) -> dict[str, list[TurnRun]]:
-    """Runs by arm, one per repeat; runs of the same number have the same seeds. Raises as gateways and turns do."""
+    """Runs by arm, one per repeat; runs of the same number have the same seeds.
+
+    Raises as gateways and turns do.
+    """
     model = _write_model(folder / "turns", plan.positions)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     runs: dict[str, list[TurnRun]] = {name: [] for name in ARMS}
@@ -121,10 +144,15 @@ async def measure_turns(plan: TurnPlan, folder: Path) -> dict[str, list[TurnRun]
             gateways[name] = await stack.enter_async_context(front)
         for repeat in range(plan.repeats + 1):
             say(f"turns, repeat {repeat} of {plan.repeats}" if repeat else "turns, warming up")
-            drawn = [_parts(plan, f"{repeat} {dialogue}", vocabulary) for dialogue in range(plan.dialogues)]
+            drawn = [
+                _parts(plan, f"{repeat} {dialogue}", vocabulary)
+                for dialogue in range(plan.dialogues)
+            ]
             names = list(ARMS) if repeat % 2 else list(ARMS)[::-1]
             for name in names:
-                run = await _run(gateways[name], [parts if repeat else parts[:WARM_TURNS] for parts in drawn])
+                run = await _run(
+                    gateways[name], [parts if repeat else parts[:WARM_TURNS] for parts in drawn]
+                )
                 if repeat:
                     runs[name].append(run)
     return runs
@@ -146,11 +174,14 @@ def _settings(plan: TurnPlan, model: Path, run_dir: Path) -> dict[str, Any]:
 def _write_model(folder: Path, positions: int) -> Path:
     """The demo's trained policy with room for so many positions.
 
-    It was trained at fewer: what it says beyond means nothing, but costs what it would cost any model of its size.
+    It was trained at fewer: what it says beyond means nothing, but costs what it would cost any
+    model of its size.
     """
     shutil.copytree(demo_folder() / "policy_trained", folder)
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "max_position_embeddings": positions})
+    )
     return folder
 
 
@@ -174,7 +205,10 @@ async def _run(front: fronts.Front, drawn: Sequence[Sequence[Part]]) -> TurnRun:
     async with httpx.AsyncClient(base_url=front.url, timeout=RUN_DEADLINE_S) as client:
         began = time.perf_counter()
         async with asyncio.timeout(RUN_DEADLINE_S), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_dialogue(client, key, parts)) for key, parts in zip(keys, drawn, strict=True)]
+            tasks = [
+                group.create_task(_dialogue(client, key, parts))
+                for key, parts in zip(keys, drawn, strict=True)
+            ]
         return TurnRun(time.perf_counter() - began, tuple(task.result() for task in tasks))
 
 
@@ -183,7 +217,8 @@ async def _dialogue(client: httpx.AsyncClient, key: str, parts: Sequence[Part]) 
     known: list[int] = []
     turns: list[Turn] = []
     for number, part in enumerate(parts):
-        # The last token of a response was drawn but never read by the model: nothing is computed for it yet.
+        # The last token of a response was drawn but never read by the model: nothing is computed
+        # for it yet.
         cacheable = max(len(known) - 1, 0)
         known += part.new
         turn = await _turn(client, key, known, cacheable, part.response, seed=number)
@@ -193,7 +228,12 @@ async def _dialogue(client: httpx.AsyncClient, key: str, parts: Sequence[Part]) 
 
 
 async def _turn(
-    client: httpx.AsyncClient, key: str, prompt: Sequence[int], cacheable: int, response: int, seed: int
+    client: httpx.AsyncClient,
+    key: str,
+    prompt: Sequence[int],
+    cacheable: int,
+    response: int,
+    seed: int,
 ) -> Turn:
     """One streamed completion. Raises InternalError unless it has all its tokens."""
     body = {
@@ -212,15 +252,27 @@ async def _turn(
     began = time.perf_counter()
     async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         if answer.status_code != httpx.codes.OK:
-            raise InternalError("a turn was refused", seen=(await answer.aread()).decode(errors="replace")[:300])
+            raise InternalError(
+                "a turn was refused", seen=(await answer.aread()).decode(errors="replace")[:300]
+            )
         async for event in _events(answer):
             for choice in event.get("choices", ()):
                 tokens += choice["token_ids"]
                 first_s = first_s or (time.perf_counter() - began if tokens else 0.0)
             usage = event.get("usage") or usage
     if len(tokens) != response or usage.get("prompt_tokens") != len(prompt):
-        raise InternalError("a turn is not whole", seen=f"{len(tokens)} tokens, {usage}", allowed=f"{response} tokens")
-    return Turn(len(prompt), cacheable, usage["prompt_tokens_details"]["cached_tokens"], first_s, tuple(tokens))
+        raise InternalError(
+            "a turn is not whole",
+            seen=f"{len(tokens)} tokens, {usage}",
+            allowed=f"{response} tokens",
+        )
+    return Turn(
+        len(prompt),
+        cacheable,
+        usage["prompt_tokens_details"]["cached_tokens"],
+        first_s,
+        tuple(tokens),
+    )
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -1,8 +1,9 @@
-"""The SGLang engine beside the embedded one: start, tokens/s, acceptance length, what capture costs.
+"""The SGLang engine beside the embedded one: start, tokens/s, acceptance length, what capture
+costs.
 
-Both serve the demo's trained policy and drafter with workers of one thread: one that captures every request's hidden
-rows and one started without any capture; all but one are idle. Runs interleave; a pair's two runs are neighbours in
-time and have equal prompts and seeds, hence equal tokens.
+Both serve the demo's trained policy and drafter with workers of one thread: one that captures every
+request's hidden rows and one started without any capture; all but one are idle. Runs interleave; a
+pair's two runs are neighbours in time and have equal prompts and seeds, hence equal tokens.
 """
 
 from __future__ import annotations
@@ -55,14 +56,18 @@ class Run:
 
 
 class BenchWorker:
-    """One worker process, driven request batch by request batch; without a ring it captures nothing, ever."""
+    """One worker process, driven request batch by request batch; without a ring it captures
+    nothing, ever.
+    """
 
     def __init__(self, kind: str, folder: Path, *, captures: bool) -> None:
         self.captures = captures
         self.start_s = 0.0
         path = folder / f"{kind}.ring"
         ring = RowRing.create(path, 1 << 14, 2 * HIDDEN) if captures else None
-        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(path) if ring else "", engine=settings(kind))
+        spec = WorkerSpec(
+            worker_index=0, kind=kind, ring_path=str(path) if ring else "", engine=settings(kind)
+        )
         self._process = WorkerProcess(spec, ring, folder, self._on_tokens)
         self._next = 0
         self._done: dict[int, pb.TokenChunk] = {}
@@ -87,7 +92,9 @@ class BenchWorker:
 
     async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> Run:
         """All prompts at once; `arm` empty lets the bandit choose."""
-        await self._process.ask(pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S)
+        await self._process.ask(
+            pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S
+        )
         numbers = range(self._next, self._next + len(prompts))
         self._next = numbers.stop
         requests = [
@@ -164,7 +171,10 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 
 async def _compare(
-    workers: Mapping[tuple[str, bool], BenchWorker], prompts: Sequence[Sequence[int]], pairs: int, max_tokens: int
+    workers: Mapping[tuple[str, bool], BenchWorker],
+    prompts: Sequence[Sequence[int]],
+    pairs: int,
+    max_tokens: int,
 ) -> BenchResult:
     ways = {"off": "off", "bandit": ""}
     runs: dict[tuple[str, str, bool], list[Run]] = {}
@@ -180,11 +190,20 @@ async def _compare(
     for name in ways:
         cost = _ratio(runs["sglang", name, True], runs["sglang", name, False])
         met = cost.value >= CAPTURE_GOAL if cost.resolved else None
-        goals.append(Goal(f"sglang {name}: tokens/s with capture / without {cost}", CAPTURE_GOAL, cost.value, met))
+        goals.append(
+            Goal(
+                f"sglang {name}: tokens/s with capture / without {cost}",
+                CAPTURE_GOAL,
+                cost.value,
+                met,
+            )
+        )
     return BenchResult("SGLang beside the embedded engine, one thread each, CPU, fp32", rows, goals)
 
 
-def _row(kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[Run]]) -> Row:
+def _row(
+    kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[Run]]
+) -> Row:
     plain, captured = runs[kind, name, False], runs[kind, name, True]
     return {
         "engine": kind,

@@ -1,1 +1,4 @@
-"""Conversations: messages, the chat template, and what a model says in one. Owns no session and no engine."""
+"""Conversations: messages, the chat template, and what a model says in one.
+
+Owns no session and no engine.
+"""

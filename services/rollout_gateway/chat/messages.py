@@ -1,4 +1,5 @@
-"""Nouns of a conversation, the same for every API. Owns equality of messages; not how they are spelled.
+"""Nouns of a conversation, the same for every API. Owns equality of messages; not how they are
+spelled.
 
 OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
 """
@@ -60,12 +61,14 @@ class Message:
     def digest(self, before: bytes) -> bytes:
         """Identity of the conversation up to this message, given that of the messages before it.
 
-        Everything a client sends back counts. Arguments of tool calls count as JSON values: clients parse and write
-        them anew.
+        Everything a client sends back counts. Arguments of tool calls count as JSON values: clients
+        parse and write them anew.
         """
         calls = [[call.call_id, call.name, _canonical(call.arguments)] for call in self.tool_calls]
         parts = [self.role, self.content, self.reasoning, calls, self.tool_call_id, self.name]
-        return hashlib.sha256(before + json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")).digest()
+        return hashlib.sha256(
+            before + json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        ).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +84,16 @@ class ChatRequest:
     """A conversation to continue with one assistant message."""
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()  # {"type": "function", "function": {name, description, parameters}}
+    tools: tuple[
+        Mapping[str, Any], ...
+    ] = ()  # {"type": "function", "function": {name, description, parameters}}
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     prefill: str = ""  # the message begins with it; the model goes on from there
 
     def digests(self) -> list[bytes]:
-        """[messages + 1] identity of the conversation before the first message and after each one."""
+        """[messages + 1] identity of the conversation before the first message and after each
+        one.
+        """
         digest = hashlib.sha256(json.dumps(list(self.tools), sort_keys=True).encode()).digest()
         found = [digest]
         for message in self.messages:
@@ -101,7 +108,9 @@ class ChatRequest:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """News of one tool call of a streamed message; joined by index, names and arguments give the whole."""
+    """News of one tool call of a streamed message; joined by index, names and arguments give the
+    whole.
+    """
 
     index: int
     call_id: str = ""  # with the first news of a call
@@ -139,7 +148,11 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
         arguments: Any = json.loads(call.arguments)
     except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
         arguments = call.arguments
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 def _canonical(arguments: str) -> str:

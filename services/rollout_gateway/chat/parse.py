@@ -1,4 +1,5 @@
-"""A response's growing text as news of a message: reasoning, content, tool calls. Owns neither ids nor spellings.
+"""A response's growing text as news of a message: reasoning, content, tool calls. Owns neither ids
+nor spellings.
 
 What a model says is never refused: what is not a whole call is content, as it stands.
 """
@@ -11,7 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 from paceline.errors import InternalError
 from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
-from rollout_gateway.chat.tool_formats import BLANK, Deviation, GrowingText, IdSource, Reading, SpelledCall, ToolFormat
+from rollout_gateway.chat.tool_formats import (
+    BLANK,
+    Deviation,
+    GrowingText,
+    IdSource,
+    Reading,
+    SpelledCall,
+    ToolFormat,
+)
 
 THINK, THOUGHT = "<think>", "</think>"
 """Marks around reasoning. Special tokens in some tokenizers: decoding must not drop them."""
@@ -28,8 +37,9 @@ def random_digits(count: int) -> str:
 class ChatParser:
     """Reads one response. The message is the same however its text is cut.
 
-    With a format, white space around calls is dropped and calls are given out when complete. Offered tools decide
-    whether a format is given at all, not which names count: a call of an unknown tool is the client's to answer.
+    With a format, white space around calls is dropped and calls are given out when complete.
+    Offered tools decide whether a format is given at all, not which names count: a call of an
+    unknown tool is the client's to answer.
     """
 
     def __init__(
@@ -41,7 +51,10 @@ class ChatParser:
         forced: str = "",
         digits: IdSource = random_digits,
     ) -> None:
-        """`starts_in_reasoning`: the prompt ends inside <think>. `forced`: how the prompt began the response."""
+        """`starts_in_reasoning`: the prompt ends inside <think>.
+
+        `forced`: how the prompt began the response.
+        """
         self._format = tool_format
         self._digits = digits
         self._text = GrowingText()
@@ -51,7 +64,10 @@ class ChatParser:
         self._text.push(forced)
 
     def push(self, text: str) -> Delta:
-        """News with more text of the response, cut anywhere. Raises InternalError after `finish`."""
+        """News with more text of the response, cut anywhere.
+
+        Raises InternalError after `finish`.
+        """
         if self._text.ended:
             raise InternalError("text after the end of the response", seen=text[:80])
         self._text.push(text)
@@ -73,7 +89,10 @@ class ChatParser:
             yield from self._speech(self._format)
 
     def _thinking(self, started: bool) -> Reading[None]:
-        """Reasoning, if the response begins with it. The newlines that belong to the markers are dropped."""
+        """Reasoning, if the response begins with it.
+
+        The newlines that belong to the markers are dropped.
+        """
         text = self._text
         if not started:
             yield from text.blanks()
@@ -163,7 +182,9 @@ class _News:
 
 
 def _plain(markers: Sequence[str]) -> re.Pattern[str]:
-    """Text that ends neither in white space nor at the first character of a marker, so that nothing in it waits."""
+    """Text that ends neither in white space nor at the first character of a marker, so that nothing
+    in it waits.
+    """
     stop = "".join(sorted({re.escape(marker[0]) for marker in markers}))
     return re.compile(rf"[^{stop}]*[^{stop} \t\r\n]")
 
@@ -174,12 +195,15 @@ def knows_reasoning(template_source: str) -> bool:
 
 
 def opens_reasoning(prompt_end: str) -> bool:
-    """Whether a prompt, as rendered by the template, ends inside <think>; any end of it longer than that will do."""
+    """Whether a prompt, as rendered by the template, ends inside <think>; any end of it longer than
+    that will do.
+    """
     return prompt_end.rstrip().endswith(THINK)
 
 
 def forced_beginning(tool_format: ToolFormat, name: str = "", *, in_reasoning: bool = False) -> str:
-    """What to put after the prompt, and into `ChatParser(forced=)`, to get a call of the tool `name`, or of any.
+    """What to put after the prompt, and into `ChatParser(forced=)`, to get a call of the tool
+    `name`, or of any.
 
     A prompt that ends inside <think> is led out of it first.
     """
@@ -193,9 +217,13 @@ def finish_name(message: Message, engine: str) -> str:
 
 
 def reasoning_tokens(
-    token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], *, starts_in_reasoning: bool = False
+    token_ids: Sequence[int],
+    decode: Callable[[Sequence[int]], str],
+    *,
+    starts_in_reasoning: bool = False,
 ) -> int:
-    """Tokens of a response up to and with the end of reasoning; all when it never ends, 0 without any.
+    """Tokens of a response up to and with the end of reasoning; all when it never ends, 0 without
+    any.
 
     `decode` must keep the marks. Decodes the whole and then log2(tokens) beginnings of it.
     """
@@ -207,5 +235,7 @@ def reasoning_tokens(
     short, enough = 0, len(token_ids)  # tokens without and with the end
     while enough - short > 1:
         middle = (short + enough) // 2
-        short, enough = (short, middle) if THOUGHT in decode(token_ids[:middle]) else (middle, enough)
+        short, enough = (
+            (short, middle) if THOUGHT in decode(token_ids[:middle]) else (middle, enough)
+        )
     return enough

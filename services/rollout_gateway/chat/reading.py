@@ -1,4 +1,7 @@
-"""What a model says in a conversation, read as a message. Owns the choice of the tool format; parsing is parse.py's."""
+"""What a model says in a conversation, read as a message.
+
+Owns the choice of the tool format; parsing is parse.py's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,9 @@ from rollout_gateway.config import ChatConfig
 class Reader:
     """Reads one answer."""
 
-    def __init__(self, parser: ChatParser, kept: Sequence[str], prefill: str, *, thinking: bool) -> None:
+    def __init__(
+        self, parser: ChatParser, kept: Sequence[str], prefill: str, *, thinking: bool
+    ) -> None:
         self.kept = tuple(kept)  # special tokens whose text the parser needs
         self._parser = parser
         self._prefill = prefill
@@ -39,14 +44,20 @@ class Reader:
         """The end: `delta` and what was held back, in one."""
         rest = self._parser.finish()
         self._deltas.append(rest)
-        return Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tool_calls + rest.tool_calls)
+        return Delta(
+            delta.content + rest.content,
+            delta.reasoning + rest.reasoning,
+            delta.tool_calls + rest.tool_calls,
+        )
 
     @property
     def message(self) -> Message:
         """The whole message, the prefill included."""
         return joined([Delta(self._prefill), *self._deltas])
 
-    def reasoning_tokens(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> int:
+    def reasoning_tokens(
+        self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int:
         """How many of the tokens were thought, not said."""
         if not any(delta.reasoning for delta in self._deltas):
             return 0
@@ -64,7 +75,8 @@ class Readers:
     def forced(self, request: ChatRequest, prompt_end: str) -> str:
         """How the answer has to begin; empty when it may be anything.
 
-        With the call that tool_choice asks for; with the end of the model's reasoning, where a prefill is to follow.
+        With the call that tool_choice asks for; with the end of the model's reasoning, where a
+        prefill is to follow.
 
         `prompt_end`: how the rendered prompt ends.
 
@@ -76,17 +88,25 @@ class Readers:
             return f"\n{THOUGHT}\n\n" if inside and request.prefill else ""
         names = list(request.tool_names())
         if not names or (choice.mode == "named" and choice.name not in names):
-            raise InvalidInput("tool_choice names no tool", seen=choice.name or choice.mode, allowed=", ".join(names))
+            raise InvalidInput(
+                "tool_choice names no tool",
+                seen=choice.name or choice.mode,
+                allowed=", ".join(names),
+            )
         if self._format is None:
             raise InvalidInput(
                 "tool_choice: the model's chat template shows no tool format",
                 seen=choice.mode,
                 allowed="auto, none, or gateway.chat.tool_format set",
             )
-        return forced_beginning(self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside)
+        return forced_beginning(
+            self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside
+        )
 
     def reader(self, request: ChatRequest, prompt_end: str, forced: str) -> Callable[[], Reader]:
-        """A factory of readers for answers to this request; `prompt_end`: how the rendered prompt ends."""
+        """A factory of readers for answers to this request; `prompt_end`: how the rendered prompt
+        ends.
+        """
         tools = self._format if request.tools and request.tool_choice.mode != "none" else None
         inside = self._reasoning and opens_reasoning(prompt_end)
         kept = tools.special_tokens if tools is not None else ()
@@ -94,7 +114,9 @@ class Readers:
             kept = (*kept, THINK, THOUGHT)
 
         def make() -> Reader:
-            parser = ChatParser(tools, reasoning=self._reasoning, starts_in_reasoning=inside, forced=forced)
+            parser = ChatParser(
+                tools, reasoning=self._reasoning, starts_in_reasoning=inside, forced=forced
+            )
             return Reader(parser, kept, request.prefill, thinking=inside and not forced)
 
         return make

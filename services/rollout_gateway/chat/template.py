@@ -1,4 +1,5 @@
-"""The model's chat template: conversations to text. Owns what follows a message that is known token by token.
+"""The model's chat template: conversations to text. Owns what follows a message that is known token
+by token.
 
 Templates are untrusted Jinja: they run in its sandbox. Tokens are TextCodec's.
 """
@@ -24,7 +25,9 @@ from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.chat.messages import ChatRequest, Message
 
 _MARK = "Pacelineturn" + "".join(secrets.choice(string.ascii_lowercase) for _ in range(20))
-"""Letters only, so that no template strips or splits it; of this process, so that no message can hold it."""
+"""Letters only, so that no template strips or splits it; of this process, so that no message can
+hold it.
+"""
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -38,7 +41,9 @@ _REFUSALS = (
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what a model says, for other trainers' loss masks; here it only has a content."""
+    """`{% generation %}` marks what a model says, for other trainers' loss masks; here it only has
+    a content.
+    """
 
     tags = {"generation"}  # noqa: RUF012  # the base class has it so
 
@@ -55,7 +60,9 @@ class ChatTemplate:
         self.source = source
         self._tokens = dict(tokens)
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
@@ -63,15 +70,20 @@ class ChatTemplate:
         self._template = environment.from_string(source)
 
     def render(self, request: ChatRequest) -> str:
-        """The conversation up to where the model is to speak. Raises InvalidInput when the template refuses it."""
+        """The conversation up to where the model is to speak.
+
+        Raises InvalidInput when the template refuses it.
+        """
         return self._render(request.messages, request.tools)
 
     def after(self, request: ChatRequest, index: int) -> str | None:
-        """What the template writes after the content of the assistant's message `index`; None when it hides it.
+        """What the template writes after the content of the assistant's message `index`; None when
+        it hides it.
 
-        The message itself is replaced by a mark: what the model said is known as tokens, and only the text behind it is
-        asked for. The end of the turn (such as `<|im_end|>`) comes first; a caller whose tokens hold it leaves it out.
-        A template may refuse a message that lost the tool calls it is answered for: None as well.
+        The message itself is replaced by a mark: what the model said is known as tokens, and only
+        the text behind it is asked for. The end of the turn (such as `<|im_end|>`) comes first; a
+        caller whose tokens hold it leaves it out. A template may refuse a message that lost the
+        tool calls it is answered for: None as well.
         """
         messages = list(request.messages)
         messages[index] = replace(messages[index], content=_MARK, reasoning="", tool_calls=())
@@ -85,19 +97,31 @@ class ChatTemplate:
         spelled = [message.for_template() for message in messages]
         try:
             return self._template.render(
-                messages=spelled, tools=list(tools) or None, add_generation_prompt=True, **self._tokens
+                messages=spelled,
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                **self._tokens,
             )
         except _REFUSALS as error:
             raise InvalidInput(f"messages: the chat template refused them: {error}") from error
 
 
-def read_template(directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """That of a model directory: chat_template.jinja, else tokenizer_config.json's. Raises ConfigError."""
+def read_template(
+    directory: Path, settings: Mapping[str, Any], tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """That of a model directory: chat_template.jinja, else tokenizer_config.json's.
+
+    Raises ConfigError.
+    """
     path = directory / "chat_template.jinja"
     try:
-        source = path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        source = (
+            path.read_text(encoding="utf-8") if path.is_file() else settings.get("chat_template")
+        )
         if isinstance(source, list):  # several named templates
-            source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
+            source = next(
+                (entry["template"] for entry in source if entry["name"] == "default"), None
+            )
         return ChatTemplate(str(source), tokens) if source else None
     except (jinja2.TemplateError, UnicodeError, LookupError, TypeError) as error:
         raise ConfigError(f"the chat template of {directory} cannot be read: {error}") from error
@@ -110,7 +134,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

@@ -1,4 +1,7 @@
-"""Engines behind one contract. The table names builders by import path, so that choosing one imports no other."""
+"""Engines behind one contract.
+
+The table names builders by import path, so that choosing one imports no other.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ ROW_LAYOUTS = {
     "embedded": "rollout_gateway.engines.embedded_rows:layout_of_settings",
     "sglang": "rollout_gateway.engines.sglang.rows:layout_of_settings",
 }
-"""What hidden rows hold, from an engine's settings: rings are cut before engines live. Not named: RowLayout.last."""
+"""What hidden rows hold, from an engine's settings: rings are cut before engines live.
+
+Not named: RowLayout.last.
+"""
 WORKER = "rollout_gateway.engines.worker"
 PROCESSES = {"sglang": "rollout_gateway.engines.sglang.host"}
 """Module a worker process of an engine runs; WORKER for engines not named."""

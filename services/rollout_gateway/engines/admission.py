@@ -1,4 +1,7 @@
-"""What may enter an engine, and where each request ends: the same for all that run a model. Owns no queue."""
+"""What may enter an engine, and where each request ends: the same for all that run a model.
+
+Owns no queue.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,9 @@ def check_request(request: Request, vocab_size: int, max_sequence_tokens: int) -
         raise InvalidInput("the prompt does not fit", seen=len(prompt), allowed=allowed)
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         seen = max(prompt) if min(prompt) >= 0 else min(prompt)
-        raise InvalidInput("a prompt token is out of range", seen=seen, allowed=f"0 to {vocab_size - 1}")
+        raise InvalidInput(
+            "a prompt token is out of range", seen=seen, allowed=f"0 to {vocab_size - 1}"
+        )
     _check_sampling(request.sampling)
     _check_logit_bias(request.sampling.logit_bias, vocab_size)
 
@@ -63,9 +68,21 @@ def _check_sampling(sampling: Sampling) -> None:
         "top_k": (sampling.top_k >= 0, sampling.top_k, ">= 0 (0: all)"),
         "min_p": (0 <= sampling.min_p <= 1, sampling.min_p, "0 to 1"),
         "stop": (all(sampling.stop), sampling.stop, "strings that are not empty"),
-        "presence_penalty": (-2 <= sampling.presence_penalty <= 2, sampling.presence_penalty, "-2 to 2"),
-        "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, sampling.frequency_penalty, "-2 to 2"),
-        "repetition_penalty": (0.1 <= sampling.repetition_penalty <= 10, sampling.repetition_penalty, "0.1 to 10"),
+        "presence_penalty": (
+            -2 <= sampling.presence_penalty <= 2,
+            sampling.presence_penalty,
+            "-2 to 2",
+        ),
+        "frequency_penalty": (
+            -2 <= sampling.frequency_penalty <= 2,
+            sampling.frequency_penalty,
+            "-2 to 2",
+        ),
+        "repetition_penalty": (
+            0.1 <= sampling.repetition_penalty <= 10,
+            sampling.repetition_penalty,
+            "0.1 to 10",
+        ),
     }
     for name, (fine, seen, allowed) in bounds.items():
         if not fine:
@@ -74,9 +91,17 @@ def _check_sampling(sampling: Sampling) -> None:
 
 def _check_logit_bias(entries: tuple[tuple[int, float], ...], vocab_size: int) -> None:
     if len(entries) > MAX_BIASED_TOKENS:
-        raise InvalidInput("logit_bias has too many entries", seen=len(entries), allowed=MAX_BIASED_TOKENS)
+        raise InvalidInput(
+            "logit_bias has too many entries", seen=len(entries), allowed=MAX_BIASED_TOKENS
+        )
     for token, bias in entries:
         if not 0 <= token < vocab_size:
-            raise InvalidInput("logit_bias names a token out of range", seen=token, allowed=f"0 to {vocab_size - 1}")
+            raise InvalidInput(
+                "logit_bias names a token out of range",
+                seen=token,
+                allowed=f"0 to {vocab_size - 1}",
+            )
         if not -100 <= bias <= 100:
-            raise InvalidInput(f"logit_bias of token {token} is out of range", seen=bias, allowed="-100 to 100")
+            raise InvalidInput(
+                f"logit_bias of token {token} is out of range", seen=bias, allowed="-100 to 100"
+            )

@@ -1,7 +1,8 @@
 """What an engine worker can do, whatever engine runs inside. Owns the contract, no behaviour.
 
-An engine lives in the worker process and is driven by engines/worker.py: the worker turns WorkerCommands into these
-calls and what `step` returns into WorkerEvents. An engine never blocks on Redis, gRPC or the gateway.
+An engine lives in the worker process and is driven by engines/worker.py: the worker turns
+WorkerCommands into these calls and what `step` returns into WorkerEvents. An engine never blocks on
+Redis, gRPC or the gateway.
 """
 
 from __future__ import annotations
@@ -41,11 +42,15 @@ class Capability(StrEnum):
 
 SETTINGS = {
     Capability.RELEASE_MEMORY: "engine.kind=sglang with engine.sglang.memory_saver=true on a GPU",
-    Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden rows",
-    Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter checkpoint",
+    Capability.CAPTURE: "gateway.trajectories=true, which gives every worker a ring for hidden "
+    "rows",
+    Capability.DRAFTER_UPDATE: "gateway.drafter naming a trained speculator or a drafter "
+    "checkpoint",
     Capability.PENALTIES: "engine.kind=embedded or engine.kind=sglang",
-    Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json and an eos_token_id",
-    Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and gateway.trajectories=true",
+    Capability.JSON_SCHEMA: "engine.kind=embedded, and a model directory with a tokenizer.json "
+    "and an eos_token_id",
+    Capability.REJECTED_ROWS: "engine.kind=embedded, gateway.features.rejected=true and "
+    "gateway.trajectories=true",
 }
 """What to set to have a capability that engines may lack."""
 
@@ -53,7 +58,9 @@ SETTINGS = {
 def missing(engine: str, capability: Capability) -> MissingCapability:
     """The error for a capability that an engine has not declared."""
     return MissingCapability(
-        f"the {engine} engine lacks the capability {capability}", seen=engine, allowed=SETTINGS.get(capability)
+        f"the {engine} engine lacks the capability {capability}",
+        seen=engine,
+        allowed=SETTINGS.get(capability),
     )
 
 
@@ -97,8 +104,9 @@ class Finish(StrEnum):
 class Sampling:
     """How to draw, see proto SamplingParams; seed always set.
 
-    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever penalties, bias, top_p, top_k
-    and min_p do. With a json_schema they are of the logits that its mask leaves.
+    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
+    penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
+    mask leaves.
     """
 
     seed: int
@@ -114,7 +122,9 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), token ids ascending and distinct
+    logit_bias: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token id, what is added), token ids ascending and distinct
     json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
 
     @property
@@ -173,7 +183,9 @@ class ArmReport:
 
 @dataclass(slots=True)
 class RoundSplit:
-    """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it waits."""
+    """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it
+    waits.
+    """
 
     rounds: int = 0
     nodes: int = 0  # tokens that the target verified: one per row and its drafts
@@ -185,11 +197,15 @@ class RoundSplit:
 
     def __add__(self, other: RoundSplit) -> RoundSplit:
         """Both together."""
-        return RoundSplit(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return RoundSplit(
+            *(getattr(self, one.name) + getattr(other, one.name) for one in fields(self))
+        )
 
     def __sub__(self, earlier: RoundSplit) -> RoundSplit:
         """What came since."""
-        return RoundSplit(*(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self)))
+        return RoundSplit(
+            *(getattr(self, one.name) - getattr(earlier, one.name) for one in fields(self))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +230,13 @@ class Load:
     speculation: SpeculationStats
     arms: tuple[ArmReport, ...]
     rows_dropped: int = 0
-    rejected_left_out: int = 0  # rejected drafts beyond those whose rows are written per request and round
+    rejected_left_out: int = (
+        0  # rejected drafts beyond those whose rows are written per request and round
+    )
     split: RoundSplit = field(default_factory=RoundSplit)
-    evidence: Evidence = field(default_factory=Evidence)  # of its own rounds; empty when its bandit does not share
+    evidence: Evidence = field(
+        default_factory=Evidence
+    )  # of its own rounds; empty when its bandit does not share
     prefixes: PrefixStats = field(default_factory=PrefixStats)
 
 
@@ -226,7 +246,9 @@ class RowLayout:
 
     width: int  # values of a row: H for each of its states
     layers: str  # states in order: "last", or layers whose input it is, e.g. "2,14,25,last"
-    convention: str  # "post_norm": "last" has passed the final norm; numbered states are before any norm
+    convention: (
+        str  # "post_norm": "last" has passed the final norm; numbered states are before any norm
+    )
 
     @classmethod
     def last(cls, hidden_size: int) -> RowLayout:
@@ -236,7 +258,9 @@ class RowLayout:
     @classmethod
     def entering(cls, hidden_size: int, inner: tuple[int, ...]) -> RowLayout:
         """The residual streams that enter these layers, then the state lm_head reads."""
-        return cls((len(inner) + 1) * hidden_size, ",".join((*map(str, inner), "last")), "post_norm")
+        return cls(
+            (len(inner) + 1) * hidden_size, ",".join((*map(str, inner), "last")), "post_norm"
+        )
 
     @property
     def inner(self) -> tuple[int, ...]:
@@ -258,16 +282,21 @@ class EngineInfo:
 
 
 class RowSink(Protocol):
-    """Takes hidden rows of verified tokens without ever waiting; what finds no room is dropped and counted."""
+    """Takes hidden rows of verified tokens without ever waiting; what finds no room is dropped and
+    counted.
+    """
 
     def write(
         self,
         request_ids: npt.NDArray[np.uint64],  # [n]
         positions: npt.NDArray[np.uint32],  # [n] absolute position of the token
-        token_ids: npt.NDArray[np.uint32],  # [n] token at that position; the row is the state at this token
+        token_ids: npt.NDArray[
+            np.uint32
+        ],  # [n] token at that position; the row is the state at this token
         policy_version: int,
         hidden: npt.NDArray[np.uint8],  # [n, row bytes]
-        parents: npt.NDArray[np.uint32] | None = None,  # [n] see engines/ring.py; None: all are rows of sequences
+        parents: npt.NDArray[np.uint32]
+        | None = None,  # [n] see engines/ring.py; None: all are rows of sequences
     ) -> int:
         """Rows written, at most n: the first ones."""
         ...
@@ -288,22 +317,30 @@ class Engine(Protocol):
 
     @property
     def lm_head_hash(self) -> str:
-        """sha256 of the serving lm_head bytes, hex, first 16 characters; empty when the engine has none."""
+        """sha256 of the serving lm_head bytes, hex, first 16 characters; empty when the engine has
+        none.
+        """
         ...
 
     def enqueue(self, request: Request) -> None:
         """Queue a request.
 
-        Raises InvalidInput (prompt empty, token out of range, too long, unknown arm) or MissingCapability.
+        Raises InvalidInput (prompt empty, token out of range, too long, unknown arm) or
+        MissingCapability.
         """
         ...
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
-        """End requests (None: all); returns their last chunks with what was generated and not yet reported."""
+        """End requests (None: all); returns their last chunks with what was generated and not yet
+        reported.
+        """
         ...
 
     def step(self) -> list[Chunk]:
-        """One round: admit, draft, verify, accept. Returns news: every round for streaming requests, else the end."""
+        """One round: admit, draft, verify, accept.
+
+        Returns news: every round for streaming requests, else the end.
+        """
         ...
 
     @property
@@ -320,11 +357,17 @@ class Engine(Protocol):
         ...
 
     def prepare_weights(self, target: Target, version: int, path: Path) -> None:
-        """Load a spooled version beside the serving one. Raises WeightsError when names or shapes differ."""
+        """Load a spooled version beside the serving one.
+
+        Raises WeightsError when names or shapes differ.
+        """
         ...
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        """Serve a set from the next round on; returns chunks of requests ended by mode ABORT. Raises WeightsError."""
+        """Serve a set from the next round on; returns chunks of requests ended by mode ABORT.
+
+        Raises WeightsError.
+        """
         ...
 
     def abort_weights(self, target: Target, version: int) -> None:
@@ -336,11 +379,16 @@ class Engine(Protocol):
         ...
 
     def merge_evidence(self, evidence: Evidence) -> None:
-        """What the rounds of all other engines of the serving set have shown of the arms; replaces the last one's."""
+        """What the rounds of all other engines of the serving set have shown of the arms; replaces
+        the last one's.
+        """
         ...
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
-        """Give device memory back (no tags: all). Raises MissingCapability; FailedPrecondition while requests run."""
+        """Give device memory back (no tags: all).
+
+        Raises MissingCapability; FailedPrecondition while requests run.
+        """
         ...
 
     def resume_memory(self, tags: Sequence[MemoryTag]) -> None:

@@ -1,4 +1,7 @@
-"""How fast the device multiplies matrices: what tokens per second are divided by. Owns one measurement."""
+"""How fast the device multiplies matrices: what tokens per second are divided by.
+
+Owns one measurement.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ PRODUCTS = 3
 
 @lru_cache
 def square_product_tflops(device: torch.device, dtype: torch.dtype) -> float:
-    """10^12 operations per second of C = A B with square matrices, 2 n^3 operations each; once per process.
+    """10^12 operations per second of C = A B with square matrices, 2 n^3 operations each; once per
+    process.
 
-    It is the measured peak of such a product with the threads that torch has, not the vendor's number, and on a shared
-    machine it is what the others leave. n doubles until a product takes 2 ms or n is the largest of its kind of
-    device; the median of 3 products of that size counts. Some 50 ms on a CPU, since a size is at most 8 times as
-    much work as the one before.
+    It is the measured peak of such a product with the threads that torch has, not the vendor's
+    number, and on a shared machine it is what the others leave. n doubles until a product takes 2
+    ms or n is the largest of its kind of device; the median of 3 products of that size counts. Some
+    50 ms on a CPU, since a size is at most 8 times as much work as the one before.
     """
     largest = LARGEST_SIZE.get(device.type, FIRST_SIZE)
     size = FIRST_SIZE

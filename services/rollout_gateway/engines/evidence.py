@@ -1,4 +1,6 @@
-"""What one engine's rounds have shown of its arms, in a form that other engines can add to their own. Owns no rule."""
+"""What one engine's rounds have shown of its arms, in a form that other engines can add to their
+own. Owns no rule.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 class AcceptanceEvidence:
     """Drafts of one family of arms in one batch-size group, discounted."""
 
-    family: str  # arms whose drafts at a position are the same: "eagle:1" for chains, the arm's name for a tree
+    # arms whose drafts at a position are the same: "eagle:1" for chains, the arm's name for a tree
+    family: str
     batch_group: int  # smallest batch size of the group
     accepted: tuple[float, ...]  # [K] drafts accepted at position 1 .. K
     trials: tuple[float, ...]  # [K] drafts at that position whose predecessors were all accepted
@@ -18,7 +21,9 @@ class AcceptanceEvidence:
 
 @dataclass(frozen=True, slots=True)
 class CostEvidence:
-    """How much longer an arm's rounds take than the table measured at start says, the machine's own pace apart."""
+    """How much longer an arm's rounds take than the table measured at start says, the machine's own
+    pace apart.
+    """
 
     arm: str
     batch_group: int

@@ -1,8 +1,9 @@
-"""A process beside the engine that builds every new grammar first: one that takes too long is killed with it.
+"""A process beside the engine that builds every new grammar first: one that takes too long is
+killed with it.
 
-Some schemas of a few bytes cost hours to build (a large multipleOf, many patterns in an allOf), whatever limits are
-set, and what builds them cannot be interrupted. Owns that process and its deadline; what it has judged fine costs the
-engine the same time once more and no longer.
+Some schemas of a few bytes cost hours to build (a large multipleOf, many patterns in an allOf),
+whatever limits are set, and what builds them cannot be interrupted. Owns that process and its
+deadline; what it has judged fine costs the engine the same time once more and no longer.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class GrammarJudge:
         if fault is None:
             self.close()
             raise GrammarFault(
-                f"its grammar was not built within {BUILD_DEADLINE_S:g} s and {MAX_ADDRESS_BYTES >> 30} GiB"
+                f"its grammar was not built within {BUILD_DEADLINE_S:g} s and "
+                f"{MAX_ADDRESS_BYTES >> 30} GiB"
             )
         if fault:
             raise GrammarFault(fault)
@@ -69,7 +71,9 @@ class GrammarJudge:
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
         if self._answer(process, START_DEADLINE_S) is None:
             self.close()
-            raise GrammarFault(f"nothing that builds grammars started within {START_DEADLINE_S:g} s")
+            raise GrammarFault(
+                f"nothing that builds grammars started within {START_DEADLINE_S:g} s"
+            )
         return process
 
     @staticmethod
@@ -87,7 +91,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """Process entry: tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with each out."""
+    """Process entry: tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with
+    each out.
+    """
     path, vocab_size, eos_token_ids = sys.argv[1:]
     die_with_parent()
     resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))

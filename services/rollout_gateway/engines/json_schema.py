@@ -1,7 +1,9 @@
-"""What a response_format may ask for: the text of a JSON schema to llguidance's grammar and matcher, or why not.
+"""What a response_format may ask for: the text of a JSON schema to llguidance's grammar and
+matcher, or why not.
 
-Owns the limits, the form of the JSON and the errors; no masks (embedded/grammars.py). It imports no torch, and
-llguidance, which comes with the engine, only where a grammar is built: `check_json_schema` is the gateway's too.
+Owns the limits, the form of the JSON and the errors; no masks (embedded/grammars.py). It imports no
+torch, and llguidance, which comes with the engine, only where a grammar is built:
+`check_json_schema` is the gateway's too.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 MAX_SCHEMA_BYTES = 64 * 1024
 """UTF-8 bytes of a schema at most."""
 MAX_SPACE = 20
-"""White space at most at a time: enough for a line break and its indentation, and no model goes on with it for ever."""
+"""White space at most at a time: enough for a line break and its indentation, and no model goes on
+with it for ever.
+"""
 FORM: JsonCompileOptions = {
     "item_separator": ",",
     "key_separator": ":",
@@ -34,7 +38,9 @@ _SAID_AT_MOST = 200
 
 
 class GrammarFault(Exception):
-    """A grammar cannot be built or followed on: it is wrong, a limit is reached, or no token may follow."""
+    """A grammar cannot be built or followed on: it is wrong, a limit is reached, or no token may
+    follow.
+    """
 
     def __init__(self, said: str) -> None:
         super().__init__(said.strip().partition("\n")[0][:_SAID_AT_MOST])
@@ -42,18 +48,29 @@ class GrammarFault(Exception):
 
 def refused(why: object, schema: str) -> InvalidInput:
     """The error for a schema that cannot be followed."""
-    return InvalidInput(f"response_format holds a JSON schema that cannot be followed: {why}", seen=schema[:80])
+    return InvalidInput(
+        f"response_format holds a JSON schema that cannot be followed: {why}", seen=schema[:80]
+    )
 
 
 def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
-    """The schema, parsed. Raises InvalidInput naming response_format; which schemas work only their grammar tells."""
+    """The schema, parsed.
+
+    Raises InvalidInput naming response_format; which schemas work only their grammar tells.
+    """
     if ignore_eos:
         raise InvalidInput(
-            "response_format ends a response where its JSON ends", seen="ignore_eos=true", allowed="ignore_eos=false"
+            "response_format ends a response where its JSON ends",
+            seen="ignore_eos=true",
+            allowed="ignore_eos=false",
         )
     size = len(schema.encode("utf-8", "replace"))
     if size > MAX_SCHEMA_BYTES:
-        raise InvalidInput("response_format holds too large a schema", seen=size, allowed=f"{MAX_SCHEMA_BYTES} bytes")
+        raise InvalidInput(
+            "response_format holds too large a schema",
+            seen=size,
+            allowed=f"{MAX_SCHEMA_BYTES} bytes",
+        )
     try:
         parsed: Any = json.loads(schema)
     except (ValueError, RecursionError) as error:
@@ -64,35 +81,48 @@ def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
 
 
 def grammar_of(schema: str, parsed: dict[str, Any]) -> str:
-    """llguidance's grammar of a checked schema, not yet built; {} is any JSON object. Raises InvalidInput."""
+    """llguidance's grammar of a checked schema, not yet built; {} is any JSON object.
+
+    Raises InvalidInput.
+    """
     from llguidance import LLMatcher
 
     try:
-        return LLMatcher.grammar_from_json_schema(schema if parsed else '{"type":"object"}', overrides=FORM)
+        return LLMatcher.grammar_from_json_schema(
+            schema if parsed else '{"type":"object"}', overrides=FORM
+        )
     except ValueError as error:
         raise refused(error, schema) from error
 
 
 def load_tokenizer(path: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
-    """The model's tokens as bytes, about a second for 100 000. Raises InvalidInput for a tokenizer.json of no bytes."""
+    """The model's tokens as bytes, about a second for 100 000.
+
+    Raises InvalidInput for a tokenizer.json of no bytes.
+    """
     from llguidance import LLTokenizer
 
     known = max(Tokenizer.from_file(str(path)).get_vocab().values()) + 1
     try:
         return LLTokenizer(
             path.read_text(encoding="utf-8"),
-            n_vocab=max(known, vocab_size),  # a model's vocabulary is often padded beyond its tokenizer's
+            n_vocab=max(
+                known, vocab_size
+            ),  # a model's vocabulary is often padded beyond its tokenizer's
             eos_token=list(eos_token_ids),
             slices=LLTokenizer.json_slices(),
         )
     except ValueError as error:
-        raise InvalidInput(f"response_format needs another tokenizer.json: {error}", seen=path) from error
+        raise InvalidInput(
+            f"response_format needs another tokenizer.json: {error}", seen=path
+        ) from error
 
 
 def build_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """A matcher at the beginning, its first mask computed. Raises GrammarFault.
 
-    The limits hold a step to tens of milliseconds and a matcher to tens of megabytes. They do not hold its building.
+    The limits hold a step to tens of milliseconds and a matcher to tens of megabytes. They do not
+    hold its building.
     """
     from llguidance import LLMatcher, LLParserLimits
 

@@ -1,7 +1,8 @@
-"""Penalties and logit bias of the requests that run: what each has said so far, counted as it grows.
+"""Penalties and logit bias of the requests that run: what each has said so far, counted as it
+grows.
 
-Owns the counts, by sequence, so that they survive slots that move and caches that are rebuilt. The formulas and the
-counts at draft nodes are paceline.models.penalties'.
+Owns the counts, by sequence, so that they survive slots that move and caches that are rebuilt. The
+formulas and the counts at draft nodes are paceline.models.penalties'.
 """
 
 from __future__ import annotations
@@ -51,12 +52,18 @@ class Penalties:
         *,
         ahead: Mapping[int, Sequence[int]] | None = None,
     ) -> Tensor | None:
-        """Logits to draw from, float32 [B, Q, V]; None when no row asks. The given ones stay as they are.
+        """Logits to draw from, float32 [B, Q, V]; None when no row asks. The given ones stay as
+        they are.
 
-        rows [B]: whose response is `tokens` (None: nothing is asked); logits [B, Q, V]; token_ids int64 [B, Q] and
-        parents: the draft nodes, see node_counts. ahead: row -> response tokens drawn after `tokens`, not taken yet.
+        rows [B]: whose response is `tokens` (None: nothing is asked); logits [B, Q, V]; token_ids
+        int64 [B, Q] and parents: the draft nodes, see node_counts. ahead: row -> response tokens
+        drawn after `tokens`, not taken yet.
         """
-        asking = {row: one for row, one in enumerate(rows) if one is not None and one.request.sampling.adjusted}
+        asking = {
+            row: one
+            for row, one in enumerate(rows)
+            if one is not None and one.request.sampling.adjusted
+        }
         if not asking:
             return None
         adjusted = logits.to(torch.float32, copy=True)
@@ -67,9 +74,13 @@ class Penalties:
             base = torch.stack([one.counts for one in said])
             for place, row in enumerate(counting):
                 _count_(base[place], (ahead or {}).get(row, ()))
-            counts = node_counts(base, token_ids[index], None if parents is None else parents[index])
+            counts = node_counts(
+                base, token_ids[index], None if parents is None else parents[index]
+            )
             holds = torch.stack([one.prompt_holds for one in said])
-            adjusted[index] = penalised(logits[index], holds, counts, _params(counting.values(), logits.device))
+            adjusted[index] = penalised(
+                logits[index], holds, counts, _params(counting.values(), logits.device)
+            )
         for row, sequence in asking.items():
             _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
         return adjusted
@@ -113,5 +124,7 @@ def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
     """Add the bias of one request to its logits [Q, V]."""
     if bias:
         token_ids = torch.tensor([token for token, _ in bias], device=logits.device)
-        values = torch.tensor([value for _, value in bias], dtype=logits.dtype, device=logits.device)
+        values = torch.tensor(
+            [value for _, value in bias], dtype=logits.dtype, device=logits.device
+        )
         add_bias_(logits, token_ids, values)

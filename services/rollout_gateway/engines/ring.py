@@ -1,19 +1,22 @@
-"""The shared-memory ring of hidden rows between one worker (writes) and the gateway's publisher (reads).
+"""The shared-memory ring of hidden rows between one worker (writes) and the gateway's publisher
+(reads).
 
-Owns the layout of the file; neither side ever waits for the other. The first page is the header, six little-endian
-u64: magic, capacity in rows, bytes of a row's hidden state, rows written, rows read, rows dropped. The three counters
-only grow; modulo the capacity the first two give the slot. Rows are published by advancing `written` after their bytes.
+Owns the layout of the file; neither side ever waits for the other. The first page is the header,
+six little-endian u64: magic, capacity in rows, bytes of a row's hidden state, rows written, rows
+read, rows dropped. The three counters only grow; modulo the capacity the first two give the slot.
+Rows are published by advancing `written` after their bytes.
 
-A row is the state at a token of its request's sequence, or at a draft that was verified and rejected. Its stamp
-`parent` says which, and where a draft hangs:
+A row is the state at a token of its request's sequence, or at a draft that was verified and
+rejected. Its stamp `parent` says which, and where a draft hangs:
 
-    0      a row of the sequence
-    1      a rejected draft under the sequence's row of the position before, written by the same call
-    1 + d  a rejected draft under another one: the row that lies d rows before it among the rows of its request
+    0      a row of the sequence 1      a rejected draft under the sequence's row of the position
+    before, written by the same call 1 + d  a rejected draft under another one: the row that lies d
+    rows before it among the rows of its request
 
-A call writes rows of sequences first, then rejected drafts, parents before their children. Where room ends only the
-first rows are kept: drafts go before rows of sequences, and none is kept without its parent. A reader that loses rows
-on its own must look for each parent, a rejected row one position below; where there is none the child is lost as well.
+A call writes rows of sequences first, then rejected drafts, parents before their children. Where
+room ends only the first rows are kept: drafts go before rows of sequences, and none is kept without
+its parent. A reader that loses rows on its own must look for each parent, a rejected row one
+position below; where there is none the child is lost as well.
 """
 
 from __future__ import annotations
@@ -35,7 +38,9 @@ RowArray = npt.NDArray[Any]
 
 
 def row_dtype(row_bytes: int) -> np.dtype[Any]:
-    """One row: request, policy version, absolute position, the token there, where it hangs, the bytes of its state."""
+    """One row: request, policy version, absolute position, the token there, where it hangs, the
+    bytes of its state.
+    """
     return np.dtype(
         [
             ("request_id", "<u8"),
@@ -64,9 +69,14 @@ class RowRing:
 
     @classmethod
     def create(cls, path: Path, capacity: int, row_bytes: int) -> RowRing:
-        """A new empty ring; replaces a file of the same name. Raises InvalidInput for sizes below 1."""
+        """A new empty ring; replaces a file of the same name.
+
+        Raises InvalidInput for sizes below 1.
+        """
         if capacity < 1 or row_bytes < 1:
-            raise InvalidInput("a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1")
+            raise InvalidInput(
+                "a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1"
+            )
         path.unlink(missing_ok=True)
         with path.open("xb") as file:
             file.truncate(HEADER_BYTES + capacity * row_dtype(row_bytes).itemsize)
@@ -102,9 +112,16 @@ class RowRing:
         hidden: npt.NDArray[np.uint8],
         parents: npt.NDArray[np.uint32] | None = None,
     ) -> int:
-        """Append rows; those beyond the free room are dropped and counted. hidden [n, row_bytes]. Returns rows kept."""
+        """Append rows; those beyond the free room are dropped and counted. hidden [n, row_bytes].
+
+        Returns rows kept.
+        """
         if hidden.shape != (len(request_ids), self.row_bytes):
-            raise InvalidInput("hidden rows do not fit the ring", seen=hidden.shape, allowed=f"[n, {self.row_bytes}]")
+            raise InvalidInput(
+                "hidden rows do not fit the ring",
+                seen=hidden.shape,
+                allowed=f"[n, {self.row_bytes}]",
+            )
         written = self.rows_written
         kept = min(len(request_ids), self.capacity - (written - int(self._header[_READ])))
         slots = (written + np.arange(kept)) % self.capacity
@@ -119,10 +136,16 @@ class RowRing:
         return kept
 
     def read(self, rows_written: int) -> RowArray:
-        """Rows up to `rows_written` not read before, as a structured copy (see row_dtype); frees their slots."""
+        """Rows up to `rows_written` not read before, as a structured copy (see row_dtype); frees
+        their slots.
+        """
         start = int(self._header[_READ])
         if rows_written - start > self.capacity or rows_written > self.rows_written:
-            raise DataLoss("the ring was told of rows it does not hold", seen=rows_written, allowed=self.rows_written)
+            raise DataLoss(
+                "the ring was told of rows it does not hold",
+                seen=rows_written,
+                allowed=self.rows_written,
+            )
         rows = self._rows[(start + np.arange(max(rows_written - start, 0))) % self.capacity]
         self._header[_READ] = start + len(rows)
         return rows

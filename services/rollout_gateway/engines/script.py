@@ -1,4 +1,7 @@
-"""What the scripted engine replays: prompts and responses, costs, clocks, rows. Owns the script's file format."""
+"""What the scripted engine replays: prompts and responses, costs, clocks, rows.
+
+Owns the script's file format.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,11 @@ class VirtualClock:
 
 
 class RealClock:
-    """Spending sleeps until the next multiple of the seconds, so that work between two rounds does not slow the pace.
+    """Spending sleeps until the next multiple of the seconds, so that work between two rounds does
+    not slow the pace.
 
-    For benches. A round that begins in the middle of its time ends early; one that was busy for longer skips a beat.
+    For benches. A round that begins in the middle of its time ends early; one that was busy for
+    longer skips a beat.
     """
 
     def __init__(self) -> None:
@@ -80,7 +85,8 @@ class Reply(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pattern: str  # regular expression, searched in the end of the decoded prompt, special tokens by their names
+    # regular expression, searched in the end of the decoded prompt, special tokens by their names
+    pattern: str
     texts: tuple[str, ...] = Field(min_length=1)  # encoded by the tokenizer; the end token is added
     tokens_per_round: int | None = Field(default=None, ge=1)  # None: what the round's arm accepts
 
@@ -95,13 +101,18 @@ class Reply(BaseModel):
 
 
 class ScriptedSpec(BaseModel):
-    """Settings. A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed)."""
+    """Settings.
+
+    A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     script: tuple[Line, ...] = ()  # these come first
     replies: tuple[Reply, ...] = ()  # the first that matches answers
-    reply_window_chars: int = Field(default=4096, ge=1)  # end of a prompt in which patterns are searched
+    reply_window_chars: int = Field(
+        default=4096, ge=1
+    )  # end of a prompt in which patterns are searched
     vocab_size: int = 320
     hidden_size: int = 8
     max_sequence_tokens: int = 512
@@ -110,7 +121,9 @@ class ScriptedSpec(BaseModel):
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
     tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
     arms: tuple[str, ...] = ("off", "eagle:3_1_4", "ngram:4_1_5")
-    accept_lengths: dict[str, float] = Field(default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5})
+    accept_lengths: dict[str, float] = Field(
+        default_factory=lambda: {"eagle:3_1_4": 2.5, "ngram:4_1_5": 1.5}
+    )
     costs_s: dict[str, dict[int, float]] = Field(
         default_factory=lambda: {"off": {1: 1e-3, 8: 2e-3}, "eagle:3_1_4": {1: 1.2e-3, 8: 3e-3}}
     )  # arm -> batch size -> seconds of a round; the largest size not above the batch counts
@@ -135,9 +148,13 @@ def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) ->
 
 
 def scripted_rows(
-    token_ids: npt.NDArray[np.uint32], positions: npt.NDArray[np.uint32], hidden_size: int, dtype: str
+    token_ids: npt.NDArray[np.uint32],
+    positions: npt.NDArray[np.uint32],
+    hidden_size: int,
+    dtype: str,
 ) -> npt.NDArray[np.uint8]:
-    """Hidden rows [n, row bytes] as a function of token and position: h_i = ((31 token + 7 position + i) % 256) / 256.
+    """Hidden rows [n, row bytes] as a function of token and position: h_i = ((31 token + 7 position
+    + i) % 256) / 256.
 
     All values are exact in bfloat16.
     """
@@ -154,9 +171,14 @@ def scripted_logprob(token_id: int) -> float:
 
 
 def read_script(path: Path) -> dict[str, Any]:
-    """Settings stored as JSON, checked; for the gateway's `engine.script`. Raises InvalidInput naming the file."""
+    """Settings stored as JSON, checked; for the gateway's `engine.script`.
+
+    Raises InvalidInput naming the file.
+    """
     try:
-        return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(exclude_unset=True)
+        return ScriptedSpec.model_validate_json(path.read_text(encoding="utf-8")).model_dump(
+            exclude_unset=True
+        )
     except (OSError, ValueError) as error:
         raise InvalidInput(f"the script {path} cannot be used: {error}") from error
 

@@ -1,4 +1,5 @@
-"""What the scripted engine answers to a prompt: lines by token ids, replies by text, or a draw. Owns the choice.
+"""What the scripted engine answers to a prompt: lines by token ids, replies by text, or a draw.
+Owns the choice.
 
 It knows no rounds, costs or clocks.
 """
@@ -14,7 +15,8 @@ from paceline.errors import ConfigError, InvalidInput
 from rollout_gateway.engines.script import Reply, ScriptedSpec, scripted_response
 
 TOKENS_PER_CHARACTER = 4
-"""A character of UTF-8 is at most four byte tokens long; tokenizers with larger tokens need fewer."""
+"""A character of UTF-8 is at most four byte tokens long; tokenizers with larger tokens need fewer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +36,29 @@ class _Reply:
 
 
 class Script:
-    """The answers of one script. Raises ConfigError when replies have no tokenizer, InvalidInput for foreign tokens."""
+    """The answers of one script.
+
+    Raises ConfigError when replies have no tokenizer, InvalidInput for foreign tokens.
+    """
 
     def __init__(self, spec: ScriptedSpec, tokenizer: Tokenizer | None) -> None:
         if spec.replies and tokenizer is None:
-            raise ConfigError("replies need the setting `tokenizer`", seen="", allowed="the path of a tokenizer.json")
+            raise ConfigError(
+                "replies need the setting `tokenizer`",
+                seen="",
+                allowed="the path of a tokenizer.json",
+            )
         self._spec = spec
         self._tokenizer = tokenizer
         self._prompts = {line.prompt for line in spec.script}
-        self._replies = [_encoded(reply, spec, tokenizer) for reply in spec.replies if tokenizer is not None]
+        self._replies = [
+            _encoded(reply, spec, tokenizer) for reply in spec.replies if tokenizer is not None
+        ]
 
     def answer(self, prompt: tuple[int, ...], seed: int) -> Answer:
-        """A line of exactly this prompt, else the first reply whose pattern is found, else a draw."""
+        """A line of exactly this prompt, else the first reply whose pattern is found, else a
+        draw.
+        """
         if self._replies and prompt not in self._prompts:
             text = self._end_of(prompt)
             for reply in self._replies:
@@ -54,7 +67,9 @@ class Script:
         return Answer(scripted_response(self._spec, prompt, seed))
 
     def _end_of(self, prompt: tuple[int, ...]) -> str:
-        """The last characters of a prompt, special tokens by their names; only the tokens of these are decoded."""
+        """The last characters of a prompt, special tokens by their names; only the tokens of these
+        are decoded.
+        """
         assert self._tokenizer is not None
         size = self._spec.reply_window_chars
         tail = prompt[-TOKENS_PER_CHARACTER * (size + 1) :]

@@ -1,10 +1,12 @@
-"""The scripted engine: replays given token ids under a cost table. No model, no torch; for tests, benches and demos.
+"""The scripted engine: replays given token ids under a cost table. No model, no torch; for tests,
+benches and demos.
 
-It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes, capture, abort), so
-that everything above an engine can be tried in milliseconds. A response depends on (prompt, seed) alone, never on arm,
-batch or time (script_replies.py chooses it, scripted_request.py gives it out). Seconds come from a cost table (arm,
-batch size) and pass on an injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for
-benches. It says nothing about how good a model would be.
+It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes,
+capture, abort), so that everything above an engine can be tried in milliseconds. A response depends
+on (prompt, seed) alone, never on arm, batch or time (script_replies.py chooses it,
+scripted_request.py gives it out). Seconds come from a cost table (arm, batch size) and pass on an
+injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for benches. It
+says nothing about how good a model would be.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ from rollout_gateway.engines.script import (
 from rollout_gateway.engines.script_replies import Script
 from rollout_gateway.engines.scripted_request import Running
 
-_NEVER = {Capability.RELEASE_MEMORY, Capability.PENALTIES, Capability.JSON_SCHEMA, Capability.REJECTED_ROWS}
+_NEVER = {
+    Capability.RELEASE_MEMORY,
+    Capability.PENALTIES,
+    Capability.JSON_SCHEMA,
+    Capability.REJECTED_ROWS,
+}
 
 
 class ScriptedEngine:
@@ -116,9 +123,15 @@ class ScriptedEngine:
             allowed = f"1 to {spec.max_sequence_tokens - 1} tokens"
             raise InvalidInput("the prompt does not fit", seen=len(request.prompt), allowed=allowed)
         if max(request.prompt) >= spec.vocab_size:
-            raise InvalidInput("a prompt token is out of range", seen=max(request.prompt), allowed=spec.vocab_size - 1)
+            raise InvalidInput(
+                "a prompt token is out of range",
+                seen=max(request.prompt),
+                allowed=spec.vocab_size - 1,
+            )
         if request.sampling.stop and self._tokenizer is None:
-            raise InvalidInput("stop strings need the setting `tokenizer`", seen=request.sampling.stop)
+            raise InvalidInput(
+                "stop strings need the setting `tokenizer`", seen=request.sampling.stop
+            )
         if request.sampling.adjusted:
             raise missing("scripted", Capability.PENALTIES)
         if request.sampling.json_schema:
@@ -152,7 +165,10 @@ class ScriptedEngine:
         self._busy_s += cost
         # A script knows a round's seconds as a whole.
         self._split += RoundSplit(rounds=1, nodes=len(batch) * (1 + _drafts(arm)), forward_s=cost)
-        taken = [min(run.emitted - known, 1 + _drafts(arm)) for run, known in zip(batch, before, strict=True)]
+        taken = [
+            min(run.emitted - known, 1 + _drafts(arm))
+            for run, known in zip(batch, before, strict=True)
+        ]
         self._bandit.observe(Outcome(arm, situation, taken, cost, explored))
         self._running = [run for run in batch if finishes[run.request.request_id] is None]
         return [
@@ -177,7 +193,11 @@ class ScriptedEngine:
         parts = {(Target.POLICY, versions.policy), (Target.DRAFTER, versions.drafter)}
         missing = parts - self._prepared - self._served
         if missing:
-            raise WeightsError("a part of the set is not prepared", seen=sorted(missing), reason="WEIGHTS_NOT_PREPARED")
+            raise WeightsError(
+                "a part of the set is not prepared",
+                seen=sorted(missing),
+                reason="WEIGHTS_NOT_PREPARED",
+            )
         changed = versions.policy != self._versions.policy
         self._forget(versions)
         self._versions = versions
@@ -217,7 +237,9 @@ class ScriptedEngine:
     def _run(self, request: Request) -> Running:
         spec, sampling = self._spec, request.sampling
         limit = min(sampling.max_tokens, spec.max_sequence_tokens - len(request.prompt))
-        end_tokens = {*sampling.stop_token_ids} | (set() if sampling.ignore_eos else {spec.eos_token_id})
+        end_tokens = {*sampling.stop_token_ids} | (
+            set() if sampling.ignore_eos else {spec.eos_token_id}
+        )
         answer = self._script.answer(request.prompt, sampling.seed)
         return Running(request, answer, limit, frozenset(end_tokens), self._clock.now())
 
@@ -238,7 +260,9 @@ class ScriptedEngine:
         if versions.policy != self._versions.policy:
             self._bandit.forget({arm for arm in self._spec.arms if arm != "off"}, Target.POLICY)
         if versions.drafter != self._versions.drafter:
-            self._bandit.forget({arm for arm in self._spec.arms if arm.startswith("eagle")}, Target.DRAFTER)
+            self._bandit.forget(
+                {arm for arm in self._spec.arms if arm.startswith("eagle")}, Target.DRAFTER
+            )
 
     def _situation(self, batch: list[Running]) -> Situation:
         rows = [RowFacts(run.request.request_id, run.emitted, run.limit) for run in batch]
@@ -246,7 +270,9 @@ class ScriptedEngine:
         return Situation(rows, context, draining=not self._waiting)
 
     def _choose(self, batch: list[Running], situation: Situation) -> tuple[str, bool]:
-        forced = self._forced or next((run.request.forced_arm for run in batch if run.request.forced_arm), "")
+        forced = self._forced or next(
+            (run.request.forced_arm for run in batch if run.request.forced_arm), ""
+        )
         if forced:
             return forced, False
         choice = self._bandit.choose(situation)
@@ -263,7 +289,9 @@ class ScriptedEngine:
         before = run.emitted
         finish = run.emit(self._wanted(run, arm), self._versions.policy, self._tokenizer)
         emitted = run.emitted - before
-        taken = min(emitted, 1 + _drafts(arm))  # a reply's own pace may exceed what the arm could accept
+        taken = min(
+            emitted, 1 + _drafts(arm)
+        )  # a reply's own pace may exceed what the arm could accept
         proposed, trained = _drafts(arm), drafted and speculator_of(arm) != "ngram"
         levels = range(proposed if drafted else 0)
         stats = SpeculationStats(
@@ -303,7 +331,9 @@ class ScriptedEngine:
 
 
 def _drafts(arm: str) -> int:
-    """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last known token."""
+    """Drafts per row of `<speculator>:<steps>_<topk>_<draft tokens>`, whose first node is the last
+    known token.
+    """
     return 0 if arm == "off" else int(arm.rpartition("_")[2]) - 1
 
 
@@ -317,6 +347,8 @@ def cost_samples(spec: ScriptedSpec) -> list[CostSample]:
     ]
 
 
-def build_scripted(spec: ScriptedSpec, sink: RowSink | None = None, clock: Clock | None = None) -> ScriptedEngine:
+def build_scripted(
+    spec: ScriptedSpec, sink: RowSink | None = None, clock: Clock | None = None
+) -> ScriptedEngine:
     """The engine of a script; `clock` replaces the one `real_time` names."""
     return ScriptedEngine(spec, sink, clock or CLOCKS[spec.real_time]())

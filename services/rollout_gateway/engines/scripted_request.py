@@ -1,4 +1,7 @@
-"""A request the scripted engine is answering: its tokens so far, its end, its news. Owns no round and no clock."""
+"""A request the scripted engine is answering: its tokens so far, its end, its news.
+
+Owns no round and no clock.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class Running:
         return len(self.versions)
 
     def emit(self, wanted: int, version: int, tokenizer: Tokenizer | None) -> Finish | None:
-        """At most so many further tokens under a policy version; the finish if they end the request."""
+        """At most so many further tokens under a policy version; the finish if they end the
+        request.
+        """
         finish = None
         for _ in range(wanted):
             self.versions.append(version)
@@ -47,14 +52,18 @@ class Running:
         return finish
 
     def tokens(self, start: int = 0) -> tuple[int, ...]:
-        """What was emitted from `start` on; a response that must go on after its end starts again."""
+        """What was emitted from `start` on; a response that must go on after its end starts
+        again.
+        """
         script = self.answer.token_ids
         if self.emitted <= len(script):
             return script[start : self.emitted]
         return tuple(script[index % len(script)] for index in range(start, self.emitted))
 
     def unwritten(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-        """Tokens and positions whose rows are due: all but the last token, whose state the next round would compute."""
+        """Tokens and positions whose rows are due: all but the last token, whose state the next
+        round would compute.
+        """
         sequence = np.array((*self.request.prompt, *self.tokens()), dtype=np.uint32)
         start, end = self.rows_written, len(sequence) - 1
         self.rows_written = end
@@ -85,7 +94,9 @@ class Running:
 
     def _finish(self, tokenizer: Tokenizer | None) -> Finish | None:
         script = self.answer.token_ids
-        if script[(self.emitted - 1) % len(script)] in self.end_tokens or self._stopped_by_text(tokenizer):
+        if script[(self.emitted - 1) % len(script)] in self.end_tokens or self._stopped_by_text(
+            tokenizer
+        ):
             return Finish.STOP
         if self.emitted >= self.limit:
             return Finish.LENGTH
@@ -94,7 +105,9 @@ class Running:
         return None
 
     def _stopped_by_text(self, tokenizer: Tokenizer | None) -> bool:
-        """Whether the newest token completes a stop string; it was looked for after every token before."""
+        """Whether the newest token completes a stop string; it was looked for after every token
+        before.
+        """
         stops = self.request.sampling.stop
         if tokenizer is None or not stops:
             return False

@@ -20,7 +20,8 @@ class StopText:
     def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stops = stops
-        # A token holds at least one byte, so this many tokens hold every stop string that ends in the last one.
+        # A token holds at least one byte, so this many tokens hold every stop string that ends in
+        # the last one.
         self._window = max(len(stop) for stop in stops) * BYTES_PER_CHARACTER + WINDOW_SLACK
 
     def match(self, tokens: list[int]) -> str:
@@ -39,7 +40,9 @@ class RunningSequence:
     stop_text: StopText | None = None
     enqueued_s: float = field(default_factory=time.perf_counter)
     length: int = 0  # known tokens: prompt and response
-    cached: int = 0  # tokens whose keys, values and state are in the slot; decoding needs length - 1
+    cached: int = (
+        0  # tokens whose keys, values and state are in the slot; decoding needs length - 1
+    )
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
@@ -67,7 +70,9 @@ class RunningSequence:
         """Tokens to prefill before it can decode."""
         return self.length - 1 - self.cached
 
-    def take(self, tokens: list[int], logprobs: list[float], gaps: list[float], version: int) -> int:
+    def take(
+        self, tokens: list[int], logprobs: list[float], gaps: list[float], version: int
+    ) -> int:
         """Append a round's tokens up to the first end condition; returns how many were taken."""
         if not self.tokens:
             self.first_token_s = time.perf_counter() - self.enqueued_s
@@ -100,8 +105,11 @@ class RunningSequence:
         else:
             self.spans.append(VersionSpan(end - taken, end, version))
 
-    def count(self, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False) -> None:
-        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on each.
+    def count(
+        self, drafted: int, taken: int, depth: int | None = None, *, trained: bool = False
+    ) -> None:
+        """Statistics of a round with `drafted` proposals on `depth` levels; None: a chain, one on
+        each.
 
         trained: they come from a speculator whose weights are swapped.
         """

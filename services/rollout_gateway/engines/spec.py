@@ -1,4 +1,7 @@
-"""What the gateway tells a worker process before it starts. Owns the JSON file between the two, not its transport."""
+"""What the gateway tells a worker process before it starts.
+
+Owns the JSON file between the two, not its transport.
+"""
 
 from __future__ import annotations
 

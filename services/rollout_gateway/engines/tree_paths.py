@@ -1,4 +1,7 @@
-"""The accepted path of a verified draft tree, for every engine. A pure function that never waits for the device."""
+"""The accepted path of a verified draft tree, for every engine.
+
+A pure function that never waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,12 @@ from torch import Tensor
 
 
 def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Path [B, Q], the root repeated behind its end, and drafts followed [B]: each time the child that is the draw.
+    """Path [B, Q], the root repeated behind its end, and drafts followed [B]: each time the child
+    that is the draw.
 
-    drawn, tokens, parents int64 [B, Q]: the draw at each node, the token it stands for, its parent. Node 0 is the root;
-    parents stand before their children; siblings differ; a node whose parent is below 0 is no part of its tree.
+    drawn, tokens, parents int64 [B, Q]: the draw at each node, the token it stands for, its parent.
+    Node 0 is the root; parents stand before their children; siblings differ; a node whose parent is
+    below 0 is no part of its tree.
     """
     above = parents.clamp(min=0)
     reached = (tokens == drawn.gather(1, above)) & (parents >= 0)
@@ -19,8 +24,11 @@ def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tens
     for _ in range(max(tokens.shape[1] - 1, 1).bit_length()):
         reached = reached & reached.gather(1, above)
         above = above.gather(1, above)
-    # Siblings differ, so the reached nodes are one path, and they ascend: a node's rank is its depth.
+    # Siblings differ, so the reached nodes are one path, and they ascend: a node's rank is its
+    # depth.
     ranks = reached.long().cumsum(dim=1) - 1
     path = torch.zeros_like(tokens)
-    path.scatter_add_(1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0))
+    path.scatter_add_(
+        1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0)
+    )
     return path, reached.sum(dim=1) - 1

@@ -55,14 +55,20 @@ _ERRORS = {
 def pause_mode(mode: pb.PauseMode) -> PauseMode:
     """Raises InvalidInput for unknown modes."""
     if mode not in PAUSE_MODES:
-        raise InvalidInput("unknown pause mode", seen=int(mode), allowed=[str(known) for known in PauseMode])
+        raise InvalidInput(
+            "unknown pause mode", seen=int(mode), allowed=[str(known) for known in PauseMode]
+        )
     return PAUSE_MODES[mode]
 
 
 def target(value: pb.WeightTarget) -> Target:
     """Raises InvalidInput for targets an engine does not serve."""
     if value not in TARGETS:
-        raise InvalidInput("an engine does not serve this target", seen=int(value), allowed=[str(t) for t in Target])
+        raise InvalidInput(
+            "an engine does not serve this target",
+            seen=int(value),
+            allowed=[str(t) for t in Target],
+        )
     return TARGETS[value]
 
 
@@ -70,7 +76,9 @@ def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
     """Raises InvalidInput for unknown tags."""
     unknown = [int(value) for value in values if value not in MEMORY_TAGS]
     if unknown:
-        raise InvalidInput("unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag])
+        raise InvalidInput(
+            "unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag]
+        )
     return tuple(MEMORY_TAGS[value] for value in values)
 
 
@@ -82,7 +90,9 @@ def versions_to(versions: VersionSet) -> tpb.VersionSet:
     return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
 
 
-def ready_to(info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str) -> pb.WorkerReady:
+def ready_to(
+    info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str
+) -> pb.WorkerReady:
     return pb.WorkerReady(
         worker_index=worker_index,
         pid=pid,
@@ -105,7 +115,9 @@ def failed_to(error: errors.PacelineError) -> pb.CommandFailed:
 
 
 def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineError:
-    """The error a worker reports, of its own class; InternalError for a class that is not known here."""
+    """The error a worker reports, of its own class; InternalError for a class that is not known
+    here.
+    """
     kind = _ERRORS.get(failed.family, errors.InternalError)
     return kind(f"{sender}{failed.message}", reason=failed.reason)
 
@@ -192,10 +204,12 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         token_ids=chunk.token_ids,
         behavior_logprobs=chunk.behavior_logprobs,
         version_spans=[
-            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version) for s in chunk.version_spans
+            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version)
+            for s in chunk.version_spans
         ],
         top_logprobs=[
-            pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row]) for row in chunk.top_logprobs
+            pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
+            for row in chunk.top_logprobs
         ],
     )
     if chunk.finish is not None:
@@ -225,12 +239,20 @@ def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
     return pb.BanditEvidence(
         acceptance=[
             pb.AcceptanceEvidence(
-                family=one.family, batch_group=one.batch_group, accepted=one.accepted, trials=one.trials
+                family=one.family,
+                batch_group=one.batch_group,
+                accepted=one.accepted,
+                trials=one.trials,
             )
             for one in evidence.acceptance
         ],
         costs=[
-            pb.CostEvidence(arm=one.arm, batch_group=one.batch_group, log_factor=one.log_factor, weight=one.weight)
+            pb.CostEvidence(
+                arm=one.arm,
+                batch_group=one.batch_group,
+                log_factor=one.log_factor,
+                weight=one.weight,
+            )
             for one in evidence.costs
         ],
     )
@@ -242,7 +264,10 @@ def evidence_from(message: pb.BanditEvidence) -> Evidence:
             AcceptanceEvidence(one.family, one.batch_group, tuple(one.accepted), tuple(one.trials))
             for one in message.acceptance
         ),
-        tuple(CostEvidence(one.arm, one.batch_group, one.log_factor, one.weight) for one in message.costs),
+        tuple(
+            CostEvidence(one.arm, one.batch_group, one.log_factor, one.weight)
+            for one in message.costs
+        ),
     )
 
 

@@ -1,7 +1,9 @@
-"""The worker process: `python -m rollout_gateway.engines.worker`. Owns the loop between one socket and one engine.
+"""The worker process: `python -m rollout_gateway.engines.worker`. Owns the loop between one socket
+and one engine.
 
-Commands are taken between rounds; while the engine has work nothing waits, otherwise the process sleeps on the socket.
-At most one TokensEmitted leaves per round. It knows no tokenizer, no Redis and no gRPC.
+Commands are taken between rounds; while the engine has work nothing waits, otherwise the process
+sleeps on the socket. At most one TokensEmitted leaves per round. It knows no tokenizer, no Redis
+and no gRPC.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def build_engine(spec: WorkerSpec, sink: RowSink | None) -> Engine:
 class Worker:
     """One engine served over one socket."""
 
-    def __init__(self, engine: Engine, socket: zmq.Socket[bytes], ring: RowRing | None, worker_index: int) -> None:
+    def __init__(
+        self, engine: Engine, socket: zmq.Socket[bytes], ring: RowRing | None, worker_index: int
+    ) -> None:
         self._engine = engine
         self._socket = socket
         self._ring = ring
@@ -77,7 +81,9 @@ class Worker:
 
     def _ready(self) -> pb.WorkerReady:
         engine = self._engine
-        return wire.ready_to(engine.info, self._index, os.getpid(), engine.versions, engine.lm_head_hash)
+        return wire.ready_to(
+            engine.info, self._index, os.getpid(), engine.versions, engine.lm_head_hash
+        )
 
     def _take_commands(self) -> None:
         """All waiting commands; sleeps for the first one only when the engine has nothing to do."""
@@ -98,7 +104,9 @@ class Worker:
             event = pb.WorkerEvent(failed=wire.failed_to(error))
         except Exception as error:  # noqa: BLE001 - a fault of the engine, whatever it is, answers the command
             message = f"{type(error).__name__}: {error}"
-            event = pb.WorkerEvent(failed=pb.CommandFailed(reason="INTERNAL", message=message, family="INTERNAL"))
+            event = pb.WorkerEvent(
+                failed=pb.CommandFailed(reason="INTERNAL", message=message, family="INTERNAL")
+            )
         if event is not None and command.command_id:
             event.command_id = command.command_id
             self._send(event)
@@ -119,12 +127,18 @@ class Worker:
                 engine.resume()
             case "prepare_weights":
                 prepare = command.prepare_weights
-                engine.prepare_weights(wire.target(prepare.target), prepare.version, Path(prepare.path))
+                engine.prepare_weights(
+                    wire.target(prepare.target), prepare.version, Path(prepare.path)
+                )
             case "commit_weights":
                 commit = command.commit_weights
-                self._chunks += engine.commit_weights(wire.versions_from(commit.versions), wire.pause_mode(commit.mode))
+                self._chunks += engine.commit_weights(
+                    wire.versions_from(commit.versions), wire.pause_mode(commit.mode)
+                )
             case "abort_weights":
-                engine.abort_weights(wire.target(command.abort_weights.target), command.abort_weights.version)
+                engine.abort_weights(
+                    wire.target(command.abort_weights.target), command.abort_weights.version
+                )
             case "set_speculation":
                 engine.force_arm(command.set_speculation.forced_arm)
             case "set_capture":
@@ -161,7 +175,14 @@ class Worker:
                 self._engine.enqueue(wire.request_from(message))
             except PacelineError as error:
                 self._chunks.append(
-                    Chunk(message.request_id, (), (), (), finish=Finish.ERROR, error=f"{error.reason}: {error}")
+                    Chunk(
+                        message.request_id,
+                        (),
+                        (),
+                        (),
+                        finish=Finish.ERROR,
+                        error=f"{error.reason}: {error}",
+                    )
                 )
 
     def _round(self) -> None:
@@ -172,7 +193,9 @@ class Worker:
             self._faults += 1
             text = f"{type(error).__name__}: {error}"
             ended = self._engine.abort(None)
-            self._chunks += [dataclasses.replace(chunk, finish=Finish.ERROR, error=text) for chunk in ended]
+            self._chunks += [
+                dataclasses.replace(chunk, finish=Finish.ERROR, error=text) for chunk in ended
+            ]
             if self._faults >= FAULTS_UNTIL_BROKEN:
                 self._emit()
                 raise EngineBroken(text) from error
@@ -195,7 +218,9 @@ class Worker:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL for this process when its parent ends (Linux); elsewhere the loop's check of the parent id serves."""
+    """SIGKILL for this process when its parent ends (Linux); elsewhere the loop's check of the
+    parent id serves.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent and os.getppid() != parent:
@@ -207,14 +232,18 @@ def limit_threads(spec: WorkerSpec) -> None:
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(spec.threads)
     if spec.cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, set(spec.cores) & os.sched_getaffinity(0) or os.sched_getaffinity(0))
+        os.sched_setaffinity(
+            0, set(spec.cores) & os.sched_getaffinity(0) or os.sched_getaffinity(0)
+        )
 
 
 def main() -> int:
     """Process entry; 0 after Shutdown, 1 when the engine is broken, 2 for wrong settings."""
     die_with_parent(int(os.environ.get("PACELINE_WORKER_PARENT", "0")))
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # both may reach the whole group; the gateway decides when workers end
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # both may reach the whole group; the gateway decides when workers end
     spec = WorkerSpec.read(Path(os.environ.get(SPEC_VARIABLE) or sys.argv[1]))
     limit_threads(spec)
     context = zmq.Context(io_threads=1)

@@ -1,4 +1,7 @@
-"""What an environment is: it leads one session from a task to an episode. Owns no model and no reward."""
+"""What an environment is: it leads one session from a task to an episode.
+
+Owns no model and no reward.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,9 @@ class Episode:
     text: str  # of the last turn
     finish: str  # of the last turn
     messages: tuple[Message, ...] = ()  # the whole conversation, where there was one
-    reward: float | None = None  # given by the agent that led the session; a rule does not score such an episode
+    reward: float | None = (
+        None  # given by the agent that led the session; a rule does not score such an episode
+    )
 
 
 class Model(Protocol):
@@ -58,8 +63,12 @@ class Model(Protocol):
         """One generation; `prompt` extends what the model saw before, or begins a branch."""
         ...
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
-        """The next message of a conversation; a known history keeps the exact tokens the model produced."""
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ChatTurn:
+        """The next message of a conversation; a known history keeps the exact tokens the model
+        produced.
+        """
         ...
 
 

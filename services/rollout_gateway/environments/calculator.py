@@ -1,4 +1,7 @@
-"""Arithmetic for a model. Owns what counts as arithmetic and how large it may get; evaluates nothing else."""
+"""Arithmetic for a model.
+
+Owns what counts as arithmetic and how large it may get; evaluates nothing else.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ class CalculationError(Exception):
 
 
 def calculate(expression: str) -> str:
-    """The value of an arithmetic expression as text. Raises CalculationError; takes bounded time and memory."""
+    """The value of an arithmetic expression as text.
+
+    Raises CalculationError; takes bounded time and memory.
+    """
     if len(expression) > MAX_CHARACTERS:
         raise CalculationError(f"the expression has more than {MAX_CHARACTERS} characters")
     try:
@@ -69,7 +75,8 @@ def _value(node: ast.expr, depth: int) -> Number:
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*(_value(one, depth + 1) for one in arguments)))
     raise CalculationError(
-        f"only numbers, + - * / // % ** and these can be used: {', '.join([*_FUNCTIONS, *_CONSTANTS])}"
+        f"only numbers, + - * / // % ** and these can be used: "
+        f"{', '.join([*_FUNCTIONS, *_CONSTANTS])}"
     )
 
 
@@ -93,7 +100,8 @@ def _binary(operator: ast.operator, left: Number, right: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    # Bounds the size before the work is done; sums and products of bounded numbers need no such care.
+    # Bounds the size before the work is done; sums and products of bounded numbers need no such
+    # care.
     whole = isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1
     if whole and (int(abs(base)).bit_length() - 1) * abs(exponent) > MAX_BITS:
         raise CalculationError(f"the result has more than {MAX_BITS} bits")

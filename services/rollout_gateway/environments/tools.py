@@ -1,6 +1,8 @@
-"""Tools that a model can call in the built-in environment. Owns their schemas, answers and what they call wrong.
+"""Tools that a model can call in the built-in environment. Owns their schemas, answers and what
+they call wrong.
 
-A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox that fails is not.
+A tool's answer is text for the model. What the model did wrong is an answer too; only a sandbox
+that fails is not.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class Python:
 
     name = "python"
     description = (
-        "Runs a Python program and returns what it prints. Each call starts anew; there is no network, and no package "
+        "Runs a Python program and returns what it prints. Each call starts anew; there is no "
+        "network, and no package "
         "beyond the standard library."
     )
     argument = "code"
@@ -99,7 +102,9 @@ async def answer(call: ToolCall, tools: Mapping[str, Tool]) -> str:
     """What a call comes to, at most MAX_ANSWER_CHARACTERS and a note. Raises Unavailable."""
     try:
         if call.name not in tools:
-            raise ToolError(f"there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}")
+            raise ToolError(
+                f"there is no tool {call.name!r}; there are: {', '.join(tools) or 'none'}"
+            )
         tool = tools[call.name]
         return shortened(await tool.answer(_argument(call.arguments, tool.argument)))
     except ToolError as error:

@@ -1,4 +1,7 @@
-"""Routes of Anthropic's messages API. Owns no shape: those are anthropic_schema.py's and anthropic_answers.py's."""
+"""Routes of Anthropic's messages API.
+
+Owns no shape: those are anthropic_schema.py's and anthropic_answers.py's.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +41,23 @@ class AnthropicApi:
         asked = body.request()
         self._gateway.admit()
         name = f"msg_{uuid.uuid4().hex}"
-        plans = self._gateway.planner.chat(caller, asked, body.sampling, count=1, completion_id=name)
+        plans = self._gateway.planner.chat(
+            caller, asked, body.sampling, count=1, completion_id=name
+        )
         answers = AnthropicAnswers(self._gateway.model, name, len(plans[0].prompt))
         answer = await self._running.answer(request, plans, answers, stream=body.stream)
         answer.headers["request-id"] = name
         return answer
 
     async def count_tokens(self, request: Request) -> Response:
-        """Tokens of a conversation under the chat template; nothing is generated and no session begins."""
+        """Tokens of a conversation under the chat template; nothing is generated and no session
+        begins.
+        """
         await caller_of(self._gateway, request)
         asked = (await bodies.read(request, ConversationBody)).request()
         if asked.tool_choice.mode == "none":
             asked = replace(asked, tools=())
         codec = self._gateway.codec
-        return JSONResponse({"input_tokens": len(codec.encode_chat(asked)) + len(codec.encode_piece(asked.prefill))})
+        return JSONResponse(
+            {"input_tokens": len(codec.encode_chat(asked)) + len(codec.encode_piece(asked.prefill))}
+        )

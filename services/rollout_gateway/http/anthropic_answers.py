@@ -1,4 +1,7 @@
-"""Answers of Anthropic's messages API. Owns content blocks, the order of their events, and the message."""
+"""Answers of Anthropic's messages API.
+
+Owns content blocks, the order of their events, and the message.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from rollout_gateway.chat.messages import Delta, ToolCallDelta
 from rollout_gateway.http.errors import anthropic_error
 from rollout_gateway.http.running import Choice, Event
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "abort": "end_turn",
+}
 EMPTY: dict[str, dict[str, Any]] = {
     "text": {"type": "text", "text": ""},
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
@@ -64,7 +72,11 @@ class ContentBlocks:
         events = self._close()
         self._kind = kind
         self.blocks.append(block)
-        start = {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
+        start = {
+            "type": "content_block_start",
+            "index": len(self.blocks) - 1,
+            "content_block": dict(block),
+        }
         return [*events, ("content_block_start", start)]
 
     def _close(self) -> list[Event]:
@@ -73,7 +85,9 @@ class ContentBlocks:
         if self._kind == "tool_use":
             self.blocks[-1]["input"] = input_value(self._arguments)
         self._kind = ""
-        return [("content_block_stop", {"type": "content_block_stop", "index": len(self.blocks) - 1})]
+        return [
+            ("content_block_stop", {"type": "content_block_stop", "index": len(self.blocks) - 1})
+        ]
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         body = {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
@@ -96,10 +110,18 @@ class AnthropicAnswers:
         for delta in choice.deltas:
             self._blocks.add(delta)
         self._blocks.end()
-        return {**self._message(), "content": self._blocks.blocks, **_stop(choice), "usage": _usage(choice)}
+        return {
+            **self._message(),
+            "content": self._blocks.blocks,
+            **_stop(choice),
+            "usage": _usage(choice),
+        }
 
     def first(self) -> list[Event]:
-        return [("message_start", {"type": "message_start", "message": self._message()}), ("ping", {"type": "ping"})]
+        return [
+            ("message_start", {"type": "message_start", "message": self._message()}),
+            ("ping", {"type": "ping"}),
+        ]
 
     def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
         return self._blocks.add(piece.delta or Delta(piece.text))
@@ -107,13 +129,19 @@ class AnthropicAnswers:
     def last(self, choices: list[Choice]) -> list[Event]:
         (choice,) = choices
         news = {"type": "message_delta", "delta": _stop(choice), "usage": _usage(choice)}
-        return [*self._blocks.end(), ("message_delta", news), ("message_stop", {"type": "message_stop"})]
+        return [
+            *self._blocks.end(),
+            ("message_delta", news),
+            ("message_stop", {"type": "message_stop"}),
+        ]
 
     def failed(self, error: PacelineError) -> list[Event]:
         return [("error", anthropic_error(error))]
 
     def _message(self) -> dict[str, Any]:
-        """The message before anything is said; what of the prompt was cached is known at the end."""
+        """The message before anything is said; what of the prompt was cached is known at the
+        end.
+        """
         return {
             "id": self._id,
             "type": "message",
@@ -127,11 +155,17 @@ class AnthropicAnswers:
 
 
 def input_value(arguments: str) -> Any:
-    """A call's arguments as a JSON value. What cannot be one, or not be sent, is told as its text in `arguments`."""
+    """A call's arguments as a JSON value.
+
+    What cannot be one, or not be sent, is told as its text in `arguments`.
+    """
     try:
         value = json.loads(arguments or "{}")
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):  # also half of a surrogate pair, or a number too large to be one
+    except (
+        ValueError,
+        RecursionError,
+    ):  # also half of a surrogate pair, or a number too large to be one
         return {"arguments": arguments.encode("utf-8", "replace").decode()}
     return value
 

@@ -1,7 +1,8 @@
-"""Bodies of Anthropic's messages API. Owns which fields and blocks exist, and how blocks become messages.
+"""Bodies of Anthropic's messages API. Owns which fields and blocks exist, and how blocks become
+messages.
 
-A history that is sent back has to become the messages that were recorded: an assistant's blocks are one Message, a
-user's tool results are one Message each.
+A history that is sent back has to become the messages that were recorded: an assistant's blocks are
+one Message, a user's tool results are one Message each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from rollout_gateway.http.shapes import (
 )
 
 FAILED = "Error: "
-"""Begins the content of a tool result that is marked as an error: chat templates have no other place for the mark."""
+"""Begins the content of a tool result that is marked as an error: chat templates have no other
+place for the mark.
+"""
 
 
 class TextBlock(Shape):
@@ -64,7 +67,8 @@ class ToolUseBlock(Shape):
 
 _Text = Annotated[TextBlock, Tag("<text>")]
 Texts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<list>")], TEXT_OR_LIST
+    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<list>")],
+    TEXT_OR_LIST,
 ]
 
 
@@ -79,7 +83,9 @@ class ToolResultBlock(Shape):
     def message(self) -> Message:
         """As the gateway knows it."""
         text = joined_text(self.content)
-        return Message("tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id)
+        return Message(
+            "tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id
+        )
 
 
 Block = Annotated[
@@ -111,16 +117,29 @@ class MessageBody(Shape):
     content: Blocks
 
     def said(self, index: int) -> list[Message]:
-        """As the gateway knows it; `index` is told in errors. Raises FieldError for blocks of another role."""
-        blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
+        """As the gateway knows it; `index` is told in errors.
+
+        Raises FieldError for blocks of another role.
+        """
+        blocks = (
+            [TextBlock(type="text", text=self.content)]
+            if isinstance(self.content, str)
+            else self.content
+        )
         allowed = BLOCKS[self.role]
         for number, block in enumerate(blocks):
             if block.type not in allowed:
                 field = f"messages[{index}].content[{number}].type"
-                raise FieldError(field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed))
+                raise FieldError(
+                    field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
+                )
         if self.role == "user":
             return list(_user(blocks))
-        return [_assistant(blocks) if self.role == "assistant" else Message("system", joined_text(blocks))]
+        return [
+            _assistant(blocks)
+            if self.role == "assistant"
+            else Message("system", joined_text(blocks))
+        ]
 
 
 class AnthropicTool(Shape):
@@ -133,8 +152,15 @@ class AnthropicTool(Shape):
 
     def shown(self) -> dict[str, Any]:
         """As chat templates read it, and as chat completions hash it."""
-        about = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
+        about = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        return {
+            "type": "function",
+            "function": {key: value for key, value in about.items() if value is not None},
+        }
 
 
 class AnthropicToolChoice(Shape):
@@ -147,7 +173,9 @@ class AnthropicToolChoice(Shape):
         """As the gateway knows it. Raises FieldError for a tool without a name."""
         if self.type == "tool":
             if not self.name:
-                raise FieldError("tool_choice.name", "is missing", seen="null", allowed="the name of a tool")
+                raise FieldError(
+                    "tool_choice.name", "is missing", seen="null", allowed="the name of a tool"
+                )
             return ToolChoice("named", self.name)
         return ToolChoice("required" if self.type == "any" else self.type)
 
@@ -186,15 +214,25 @@ class ConversationBody(Shape):
         choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
         prefill = self._prefill(messages.pop(), choice) if messages[-1].role == "assistant" else ""
         if not any(message.role != "system" for message in messages):
-            raise FieldError("messages", "has nothing to answer", seen="no user's message", allowed="one or more")
-        return ChatRequest(tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill)
+            raise FieldError(
+                "messages", "has nothing to answer", seen="no user's message", allowed="one or more"
+            )
+        return ChatRequest(
+            tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill
+        )
 
     def _prefill(self, message: Message, choice: ToolChoice) -> str:
         field = f"messages[{len(self.messages) - 1}].content"
         if message.tool_calls or message.reasoning:
-            raise FieldError(field, "of the last assistant message is text alone", seen="tool_use or thinking")
+            raise FieldError(
+                field, "of the last assistant message is text alone", seen="tool_use or thinking"
+            )
         if message.content and choice.mode in ("required", "named"):
-            raise FieldError(field, "cannot begin an answer that has to be a tool call", seen=message.content[:40])
+            raise FieldError(
+                field,
+                "cannot begin an answer that has to be a tool call",
+                seen=message.content[:40],
+            )
         return message.content
 
 
@@ -253,6 +291,10 @@ def _assistant(blocks: Sequence[Any]) -> Message:
 
 
 def _both(first: Message, second: Message) -> Message:
-    """Assistant messages in a row are one turn: an answer to a prefill may be sent back behind it."""
+    """Assistant messages in a row are one turn: an answer to a prefill may be sent back behind
+    it.
+    """
     calls = first.tool_calls + second.tool_calls
-    return Message("assistant", first.content + second.content, first.reasoning + second.reasoning, calls)
+    return Message(
+        "assistant", first.content + second.content, first.reasoning + second.reasoning, calls
+    )

@@ -1,4 +1,5 @@
-"""The ASGI application: which path leads where. Owns routes, keys and what an unexpected failure looks like.
+"""The ASGI application: which path leads where. Owns routes, keys and what an unexpected failure
+looks like.
 
 Any model name is accepted; the served one is reported.
 """
@@ -43,7 +44,11 @@ class HttpApi:
     async def health(self, request: Request) -> Response:
         """200 while at least one worker serves."""
         ready = len(self._gateway.router.processes())
-        body = {"status": "ok" if ready else "starting", "model": self._gateway.model, "workers": ready}
+        body = {
+            "status": "ok" if ready else "starting",
+            "model": self._gateway.model,
+            "workers": ready,
+        }
         return JSONResponse(body, status_code=200 if ready else 503)
 
     async def models(self, request: Request) -> Response:
@@ -53,11 +58,15 @@ class HttpApi:
     async def model(self, request: Request) -> Response:
         await caller_of(self._gateway, request)
         if request.path_params["name"] != self._gateway.model:
-            raise NotFound("no such model", seen=request.path_params["name"], allowed=self._gateway.model)
+            raise NotFound(
+                "no such model", seen=request.path_params["name"], allowed=self._gateway.model
+            )
         return JSONResponse(self._model())
 
     async def metrics(self, request: Request) -> Response:
-        """Every instrument of the process in Prometheus text format; workers are asked for what they know now."""
+        """Every instrument of the process in Prometheus text format; workers are asked for what
+        they know now.
+        """
         await require_token(self._gateway, request)
         await self._gateway.router.healths(SCRAPE_DEADLINE_S)
         return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
@@ -70,7 +79,9 @@ class HttpApi:
         refuse_above(len(prompts) * body.n)
         self._gateway.admit()
         name = f"cmpl-{uuid.uuid4().hex}"
-        plans = self._gateway.planner.completions(caller, prompts, body.sampling, count=body.n, completion_id=name)
+        plans = self._gateway.planner.completions(
+            caller, prompts, body.sampling, count=body.n, completion_id=name
+        )
         answers = CompletionAnswers(self._gateway.model, self._gateway.codec, body, name)
         return await self._running.answer(request, plans, answers, stream=body.stream)
 
@@ -80,7 +91,9 @@ class HttpApi:
         refuse_above(body.n)
         self._gateway.admit()
         name = f"chatcmpl-{uuid.uuid4().hex}"
-        plans = self._gateway.planner.chat(caller, body.request(), body.sampling, count=body.n, completion_id=name)
+        plans = self._gateway.planner.chat(
+            caller, body.request(), body.sampling, count=body.n, completion_id=name
+        )
         answers = ChatAnswers(self._gateway.model, self._gateway.codec, body, name)
         return await self._running.answer(request, plans, answers, stream=body.stream)
 
@@ -141,4 +154,6 @@ async def _on_http(request: Request, error: Exception) -> Response:
 async def _on_defect(request: Request, error: Exception) -> Response:
     """Our own fault: logged with its traceback, told without it."""
     log.error("a request failed", path=request.url.path, exc_info=error)
-    return errors.answer(InternalError("the gateway failed; its log says why"), anthropic=_anthropic(request))
+    return errors.answer(
+        InternalError("the gateway failed; its log says why"), anthropic=_anthropic(request)
+    )

@@ -23,7 +23,10 @@ class FieldError(InvalidInput):
 
 
 async def read(request: Request, kind: type[B]) -> B:
-    """The body, checked. Raises InvalidInput naming the first wrong field, or when it is too large."""
+    """The body, checked.
+
+    Raises InvalidInput naming the first wrong field, or when it is too large.
+    """
     return parse(kind, await _bytes(request))
 
 
@@ -38,7 +41,9 @@ def parse(kind: type[B], raw: bytes) -> B:
 
 
 def _spelled(loc: tuple[Any, ...]) -> str:
-    """messages[0].content; the branch of a union that pydantic tried is left out, and so is a wrong key."""
+    """messages[0].content; the branch of a union that pydantic tried is left out, and so is a wrong
+    key.
+    """
     text = ""
     if loc[-1:] == ("[key]",):
         loc = loc[:-2]

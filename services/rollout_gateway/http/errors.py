@@ -1,4 +1,7 @@
-"""Errors as HTTP answers in the shapes of OpenAI and Anthropic. Owns statuses; the errors are paceline.errors'."""
+"""Errors as HTTP answers in the shapes of OpenAI and Anthropic.
+
+Owns statuses; the errors are paceline.errors'.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,23 @@ def status_of(error: PacelineError) -> tuple[int, str]:
     """(status, OpenAI's type)"""
     if error.reason in REASONS:
         return REASONS[error.reason]
-    return next(((code, name) for family, code, name in STATUS if isinstance(error, family)), (500, "server_error"))
+    return next(
+        ((code, name) for family, code, name in STATUS if isinstance(error, family)),
+        (500, "server_error"),
+    )
 
 
 def openai_error(error: PacelineError) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong."""
     field = getattr(error, "field", None) or _checked_field(error.message)
-    return {"error": {"message": str(error), "type": status_of(error)[1], "param": field, "code": error.reason.lower()}}
+    return {
+        "error": {
+            "message": str(error),
+            "type": status_of(error)[1],
+            "param": field,
+            "code": error.reason.lower(),
+        }
+    }
 
 
 def _checked_field(message: str) -> str | None:
@@ -61,7 +74,10 @@ def anthropic_error(error: PacelineError) -> dict[str, Any]:
     status, kind = status_of(error)
     if kind == "server_error":
         kind = "api_error"
-    return {"type": "error", "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)}}
+    return {
+        "type": "error",
+        "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)},
+    }
 
 
 def answer(error: PacelineError, *, anthropic: bool = False) -> JSONResponse:
@@ -69,7 +85,9 @@ def answer(error: PacelineError, *, anthropic: bool = False) -> JSONResponse:
     status, _ = status_of(error)
     headers = {}
     if status in RETRY_STATUSES:
-        headers["retry-after"] = str(max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1))
+        headers["retry-after"] = str(
+            max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)
+        )
     if status == 401:
         headers["www-authenticate"] = "Bearer"
     body = anthropic_error(error) if anthropic else openai_error(error)

@@ -1,4 +1,7 @@
-"""What is seen of every HTTP request: a span below the caller's, counts and seconds by route. Owns no answer."""
+"""What is seen of every HTTP request: a span below the caller's, counts and seconds by route.
+
+Owns no answer.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +39,14 @@ class Observed:
             await send(message)
 
         started = time.perf_counter()
-        carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]}
+        carrier = {
+            key.decode("latin-1"): value.decode("latin-1") for key, value in scope["headers"]
+        }
         self._open.add(1)
         try:
-            with span("http.request", kind="server", parent=extract(carrier), method=scope["method"]) as current:
+            with span(
+                "http.request", kind="server", parent=extract(carrier), method=scope["method"]
+            ) as current:
                 try:
                     await self._app(scope, receive, watched)
                 finally:
@@ -53,6 +60,8 @@ class Observed:
 
 
 def _route(scope: Scope) -> str:
-    """The route's pattern; paths that are none share a name, so that strangers cannot fill the metrics."""
+    """The route's pattern; paths that are none share a name, so that strangers cannot fill the
+    metrics.
+    """
     route = scope.get("route")
     return str(getattr(route, "path", "none"))

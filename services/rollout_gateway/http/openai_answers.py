@@ -1,4 +1,7 @@
-"""Answers in OpenAI's shapes. Owns the JSON of completions and chat completions, whole and streamed."""
+"""Answers in OpenAI's shapes.
+
+Owns the JSON of completions and chat completions, whole and streamed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,13 @@ from rollout_gateway.http.openai_schema import ChatBody, GenerationBody
 from rollout_gateway.http.running import Choice, Event
 from rollout_gateway.text import TextCodec
 
-FINISH = {"stop": "stop", "length": "length", "tool_calls": "tool_calls", "abort": "stop", "error": "stop"}
+FINISH = {
+    "stop": "stop",
+    "length": "length",
+    "tool_calls": "tool_calls",
+    "abort": "stop",
+    "error": "stop",
+}
 
 
 class _Base:
@@ -22,7 +31,9 @@ class _Base:
 
     objects = ("", "")  # whole, chunk
 
-    def __init__(self, model: str, codec: TextCodec, body: GenerationBody, completion_id: str) -> None:
+    def __init__(
+        self, model: str, codec: TextCodec, body: GenerationBody, completion_id: str
+    ) -> None:
         self._codec = codec
         self._body = body
         self._id = completion_id
@@ -30,7 +41,12 @@ class _Base:
         self._model = model
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
-        return {"id": self._id, "object": self.objects[chunk], "created": self._created, "model": self._model}
+        return {
+            "id": self._id,
+            "object": self.objects[chunk],
+            "created": self._created,
+            "model": self._model,
+        }
 
     end = "data: [DONE]\n\n"
 
@@ -57,7 +73,10 @@ class _Base:
         """Most likely tokens by position."""
         token = self._codec.token_text
         return [
-            [(token(one), logprob) for one, logprob in zip(row.token_ids, row.logprobs, strict=True)]
+            [
+                (token(one), logprob)
+                for one, logprob in zip(row.token_ids, row.logprobs, strict=True)
+            ]
             for row in chunk.top_logprobs
         ]
 
@@ -72,7 +91,9 @@ class _Base:
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
-            "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
+            },
         }
 
 
@@ -82,8 +103,15 @@ class CompletionAnswers(_Base):
     objects = ("text_completion", "text_completion")
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        listed = [self._choice(i, one.whole, {"text": one.text}, 0, one.finish) for i, one in enumerate(choices)]
-        return {**self._head(chunk=False), "choices": listed, "usage": self._usage(choices, self._body.n)}
+        listed = [
+            self._choice(i, one.whole, {"text": one.text}, 0, one.finish)
+            for i, one in enumerate(choices)
+        ]
+        return {
+            **self._head(chunk=False),
+            "choices": listed,
+            "usage": self._usage(choices, self._body.n),
+        }
 
     def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
         offset = len(choice.text) - len(piece.text)
@@ -93,7 +121,16 @@ class CompletionAnswers(_Base):
     def last(self, choices: list[Choice]) -> list[Event]:
         if not self._body.with_usage():
             return []
-        return [("", {**self._head(chunk=True), "choices": [], "usage": self._usage(choices, self._body.n)})]
+        return [
+            (
+                "",
+                {
+                    **self._head(chunk=True),
+                    "choices": [],
+                    "usage": self._usage(choices, self._body.n),
+                },
+            )
+        ]
 
     def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
         tokens = [self._codec.token_text(token) for token in chunk.token_ids]
@@ -120,7 +157,11 @@ class ChatAnswers(_Base):
             self._choice(index, one.whole, {"message": shown(one.message)}, 0, one.finish)
             for index, one in enumerate(choices)
         ]
-        return {**self._head(chunk=False), "choices": listed, "usage": self._usage(choices, self._body.n)}
+        return {
+            **self._head(chunk=False),
+            "choices": listed,
+            "usage": self._usage(choices, self._body.n),
+        }
 
     def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
         news: dict[str, Any] = {}
@@ -140,7 +181,16 @@ class ChatAnswers(_Base):
     def last(self, choices: list[Choice]) -> list[Event]:
         if not self._body.with_usage():
             return []
-        return [("", {**self._head(chunk=True), "choices": [], "usage": self._usage(choices, self._body.n)})]
+        return [
+            (
+                "",
+                {
+                    **self._head(chunk=True),
+                    "choices": [],
+                    "usage": self._usage(choices, self._body.n),
+                },
+            )
+        ]
 
     def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
         alternatives = self._alternatives(chunk) or [[] for _ in chunk.token_ids]
@@ -150,7 +200,9 @@ class ChatAnswers(_Base):
                     **_scored(self._codec.token_text(token), logprob),
                     "top_logprobs": [_scored(text, other) for text, other in row],
                 }
-                for token, logprob, row in zip(chunk.token_ids, chunk.behavior_logprobs, alternatives, strict=True)
+                for token, logprob, row in zip(
+                    chunk.token_ids, chunk.behavior_logprobs, alternatives, strict=True
+                )
             ]
         }
 
@@ -160,7 +212,9 @@ def _scored(text: str, logprob: float) -> dict[str, Any]:
 
 
 def shown(message: Message) -> dict[str, Any]:
-    """A message as OpenAI's chat completions spell it; reasoning_content as DeepSeek and vLLM do."""
+    """A message as OpenAI's chat completions spell it; reasoning_content as DeepSeek and vLLM
+    do.
+    """
     body: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.reasoning:
         body["reasoning_content"] = message.reasoning

@@ -1,4 +1,7 @@
-"""Bodies of the OpenAI-shaped requests. Owns which fields exist, their types and ranges; unknown fields are ignored."""
+"""Bodies of the OpenAI-shaped requests.
+
+Owns which fields exist, their types and ranges; unknown fields are ignored.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 from rollout_gateway.engines.base import MAX_BIASED_TOKENS
 from rollout_gateway.http.bodies import FieldError
-from rollout_gateway.http.shapes import Content, JsonObject, NullIs, Off, Temperature, TopP, joined_text
+from rollout_gateway.http.shapes import (
+    Content,
+    JsonObject,
+    NullIs,
+    Off,
+    Temperature,
+    TopP,
+    joined_text,
+)
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -42,8 +53,12 @@ class GenerationBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = 1.0  # extension
-    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)  # JSON spells the ids as text
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = (
+        1.0  # extension
+    )
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, max_length=MAX_BIASED_TOKENS
+    )  # JSON spells the ids as text
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     seed: int | None = Field(None, ge=0, lt=2**63)
     stream: Off = False
@@ -110,14 +125,18 @@ class CompletionBody(GenerationBody):
         if self.suffix:
             raise FieldError("suffix", "is not served", seen=self.suffix[:40])
         if self.best_of not in (None, self.n):
-            raise FieldError("best_of", "other than n is not served", seen=self.best_of, allowed=self.n)
+            raise FieldError(
+                "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
+            )
 
     def prompts(self) -> list[str | list[int]]:
         """One or more prompts, each text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise FieldError("prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these")
+            raise FieldError(
+                "prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these"
+            )
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(cast("list[str | list[int]]", self.prompt))
@@ -156,7 +175,10 @@ class ChatMessage(BaseModel):
             cast("Role", role),
             joined_text(self.content),
             self.reasoning_content or "",
-            tuple(ToolCall(one.id, one.function.name, one.function.arguments) for one in self.tool_calls or ()),
+            tuple(
+                ToolCall(one.id, one.function.name, one.function.arguments)
+                for one in self.tool_calls or ()
+            ),
             self.tool_call_id or "",
             self.name or "",
         )
@@ -210,7 +232,11 @@ class ResponseFormat(BaseModel):
         """The schema as JSON text; "{}" is any object, "" no demand."""
         if self.type == "text":
             return ""
-        named = self.json_schema.json_schema if self.type == "json_schema" and self.json_schema else None
+        named = (
+            self.json_schema.json_schema
+            if self.type == "json_schema" and self.json_schema
+            else None
+        )
         return json.dumps(named or {})
 
 

@@ -30,9 +30,15 @@ SCHEMES = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
-        "description": "The gateway's token, or the key of a session, which opens that session only.",
+        "description": "The gateway's token, or the key of a session, which opens that session "
+        "only.",
     },
-    "api_key": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "The same, as Anthropic has it."},
+    "api_key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "x-api-key",
+        "description": "The same, as Anthropic has it.",
+    },
 }
 FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}
 
@@ -63,13 +69,34 @@ OPERATIONS = (
     Operation("get", "/health", "200 while a worker serves, else 503", "Health", errors=()),
     Operation("get", "/v1/models", "The model that is served", "ModelList", errors=READ),
     Operation("get", "/v1/models/{name}", "One model", "Model", errors=READ),
-    Operation("post", "/v1/completions", "OpenAI's completions", "Completion", CompletionBody, streams=True),
-    Operation("post", "/v1/chat/completions", "OpenAI's chat", "ChatCompletion", ChatBody, streams=True),
-    Operation("post", "/v1/responses", "OpenAI's responses", "Response", ResponsesBody, streams=True),
+    Operation(
+        "post",
+        "/v1/completions",
+        "OpenAI's completions",
+        "Completion",
+        CompletionBody,
+        streams=True,
+    ),
+    Operation(
+        "post", "/v1/chat/completions", "OpenAI's chat", "ChatCompletion", ChatBody, streams=True
+    ),
+    Operation(
+        "post", "/v1/responses", "OpenAI's responses", "Response", ResponsesBody, streams=True
+    ),
     Operation("get", "/v1/responses/{id}", "A stored response", "Response", errors=READ),
-    Operation("delete", "/v1/responses/{id}", "Forget a stored response", "DeletedResponse", errors=READ),
-    Operation("post", "/v1/messages", "Anthropic's messages", "Message", MessagesBody, streams=True),
-    Operation("post", "/v1/messages/count_tokens", "Tokens of a conversation", "TokenCount", ConversationBody),
+    Operation(
+        "delete", "/v1/responses/{id}", "Forget a stored response", "DeletedResponse", errors=READ
+    ),
+    Operation(
+        "post", "/v1/messages", "Anthropic's messages", "Message", MessagesBody, streams=True
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Tokens of a conversation",
+        "TokenCount",
+        ConversationBody,
+    ),
     Operation(
         "post",
         "/v1/sessions",
@@ -80,12 +107,33 @@ OPERATIONS = (
         empty="No task came in time.",
     ),
     Operation("get", ONE_SESSION, "A session", "Session", errors=READ),
-    Operation("get", f"{ONE_SESSION}/export", "Its tree or samples", "SessionExport", errors=READ, query=(FORM,)),
-    Operation("post", f"{ONE_SESSION}/reward", "Reward it or one of its turns", "Session", sessions.RewardBody),
-    Operation("post", f"{ONE_SESSION}/complete", "End it: final or unscored", "Session", sessions.CompleteBody),
+    Operation(
+        "get",
+        f"{ONE_SESSION}/export",
+        "Its tree or samples",
+        "SessionExport",
+        errors=READ,
+        query=(FORM,),
+    ),
+    Operation(
+        "post",
+        f"{ONE_SESSION}/reward",
+        "Reward it or one of its turns",
+        "Session",
+        sessions.RewardBody,
+    ),
+    Operation(
+        "post",
+        f"{ONE_SESSION}/complete",
+        "End it: final or unscored",
+        "Session",
+        sessions.CompleteBody,
+    ),
     Operation("post", f"{ONE_SESSION}/abort", "End it: aborted", "Session"),
     Operation("post", f"{ONE_SESSION}/fail", "End it: failed", "Session", sessions.FailBody),
-    Operation("post", "/v1/rewards", "Reward a completion", "Session", sessions.CompletionRewardBody),
+    Operation(
+        "post", "/v1/rewards", "Reward a completion", "Session", sessions.CompletionRewardBody
+    ),
 )
 
 
@@ -100,7 +148,8 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "Paceline's rollout gateway",
             "version": version("paceline"),
-            "description": "Any client of OpenAI's or Anthropic's API can talk to it; what it generates is trained.",
+            "description": "Any client of OpenAI's or Anthropic's API can talk to it; what it "
+            "generates is trained.",
         },
         "paths": paths,
         "components": {"schemas": _schemas(), "securitySchemes": SCHEMES},
@@ -119,7 +168,11 @@ def route() -> Route:
 
 def _described(operation: Operation) -> dict[str, Any]:
     names = [part[1:-1] for part in operation.path.split("/") if part.startswith("{")]
-    required = {"in": "path", "required": True, "schema": {**TEXT, "minLength": 1, "pattern": "^[^/]+$"}}
+    required = {
+        "in": "path",
+        "required": True,
+        "schema": {**TEXT, "minLength": 1, "pattern": "^[^/]+$"},
+    }
     described: dict[str, Any] = {
         "operationId": _operation_id(operation),
         "summary": operation.summary,
@@ -162,5 +215,7 @@ def _json(name: str) -> dict[str, Any]:
 
 def _schemas() -> dict[str, Schema]:
     kinds: Sequence[type[BaseModel]] = [one.body for one in OPERATIONS if one.body is not None]
-    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}")
+    _, made = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+    )
     return {**made["$defs"], **ANSWERS}

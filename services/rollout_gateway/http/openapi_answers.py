@@ -1,4 +1,7 @@
-"""JSON schemas of answers, for the published document. Owns what a client may rely on, not every field there is."""
+"""JSON schemas of answers, for the published document.
+
+Owns what a client may rely on, not every field there is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,9 @@ def fields(**properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, "required": sorted(properties)}
 
 
-EVENT: Schema = fields(data={"type": "string", "description": "JSON, or [DONE] where completions end."})
+EVENT: Schema = fields(
+    data={"type": "string", "description": "JSON, or [DONE] where completions end."}
+)
 """One server-sent event."""
 
 
@@ -57,7 +62,10 @@ _TURN = fields(
     reward=optional(NUMBER),
 )
 _SAMPLE = fields(
-    token_ids=listed(WHOLE), loss_mask=listed(WHOLE), behavior_logprobs=listed(NUMBER), reward=optional(NUMBER)
+    token_ids=listed(WHOLE),
+    loss_mask=listed(WHOLE),
+    behavior_logprobs=listed(NUMBER),
+    reward=optional(NUMBER),
 )
 _RESPONSE_STATUS = {"enum": ["completed", "incomplete", "failed", "in_progress"]}
 _STOP_REASON = {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]}
@@ -90,7 +98,9 @@ ANSWERS: dict[str, Schema] = {
         created_at=WHOLE,
         status=_RESPONSE_STATUS,
         model=TEXT,
-        output=listed(fields(id=TEXT, type={"enum": ["reasoning", "message", "function_call"]}, status=TEXT)),
+        output=listed(
+            fields(id=TEXT, type={"enum": ["reasoning", "message", "function_call"]}, status=TEXT)
+        ),
         usage=optional(_RESPONSES_USAGE),
         metadata=ANY,
     ),

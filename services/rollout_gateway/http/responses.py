@@ -1,4 +1,7 @@
-"""Routes of OpenAI's responses API. Owns who may see which stored response; shapes are responses_schema.py's."""
+"""Routes of OpenAI's responses API.
+
+Owns who may see which stored response; shapes are responses_schema.py's.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,14 @@ class ResponsesApi:
         body.check()
         before: tuple[Message, ...] = ()
         if body.previous_response_id is not None:
-            before = self._past.get(body.previous_response_id, caller, "previous_response_id").messages
+            before = self._past.get(
+                body.previous_response_id, caller, "previous_response_id"
+            ).messages
         self._gateway.admit()
         name = f"resp_{uuid.uuid4().hex}"
-        plans = self._gateway.planner.chat(caller, body.request(before), body.sampling, count=1, completion_id=name)
+        plans = self._gateway.planner.chat(
+            caller, body.request(before), body.sampling, count=1, completion_id=name
+        )
 
         def finished(response: dict[str, Any], said: Message) -> None:
             if body.store:

@@ -1,4 +1,7 @@
-"""Answers of OpenAI's responses API. Owns output items, the order of the events that build them, and the response."""
+"""Answers of OpenAI's responses API.
+
+Owns output items, the order of the events that build them, and the response.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,29 @@ class OutputItems:
         return news
 
     def end(self, status: str) -> list[News]:
-        """Events of the end: the last item gets `status`. A response that said nothing has an empty message."""
+        """Events of the end: the last item gets `status`.
+
+        A response that said nothing has an empty message.
+        """
         news = [] if self.items else self._begin(_message_item(self._id("msg")))
         return news + self._close(status)
 
     def _text(self, kind: str, text: str) -> list[News]:
         news: list[News] = []
         if self._open is None or self._open["type"] != kind:
-            news = self._begin(_message_item(self._id("msg")) if kind == "message" else _reasoning_item(self._id("rs")))
+            news = self._begin(
+                _message_item(self._id("msg"))
+                if kind == "message"
+                else _reasoning_item(self._id("rs"))
+            )
         assert self._open is not None
         part = self._open["content"][0]
         part["text"] += text
-        delta: News = {"type": f"response.{part['type']}.delta", **self._at(part=True), "delta": text}
+        delta: News = {
+            "type": f"response.{part['type']}.delta",
+            **self._at(part=True),
+            "delta": text,
+        }
         return [*news, delta | ({"logprobs": []} if kind == "message" else {})]
 
     def _called(self, call: ToolCallDelta) -> list[News]:
@@ -60,7 +74,11 @@ class OutputItems:
         if call.arguments:
             self._open["arguments"] += call.arguments
             news.append(
-                {"type": "response.function_call_arguments.delta", **self._at(), "delta": call.arguments},
+                {
+                    "type": "response.function_call_arguments.delta",
+                    **self._at(),
+                    "delta": call.arguments,
+                },
             )
         return news
 
@@ -69,10 +87,18 @@ class OutputItems:
         self.items.append(item)
         self._open = item
         shown = {**item, "content": []} if "content" in item else dict(item)
-        news.append({"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": shown})
+        news.append(
+            {
+                "type": "response.output_item.added",
+                "output_index": len(self.items) - 1,
+                "item": shown,
+            }
+        )
         if "content" in item:
             part = dict(item["content"][0])
-            news.append({"type": "response.content_part.added", **self._at(part=True), "part": part})
+            news.append(
+                {"type": "response.content_part.added", **self._at(part=True), "part": part}
+            )
         return news
 
     def _close(self, status: str) -> list[News]:
@@ -85,13 +111,20 @@ class OutputItems:
             news.append({"type": "response.function_call_arguments.done", **self._at(), **done})
         else:
             part = dict(item["content"][0])
-            said: News = {"type": f"response.{part['type']}.done", **self._at(part=True), "text": part["text"]}
+            said: News = {
+                "type": f"response.{part['type']}.done",
+                **self._at(part=True),
+                "text": part["text"],
+            }
             news.append(said | ({"logprobs": []} if item["type"] == "message" else {}))
             news.append({"type": "response.content_part.done", **self._at(part=True), "part": part})
         item["status"] = status
         index = len(self.items) - 1
         self._open = None
-        return [*news, {"type": "response.output_item.done", "output_index": index, "item": dict(item)}]
+        return [
+            *news,
+            {"type": "response.output_item.done", "output_index": index, "item": dict(item)},
+        ]
 
     def _at(self, *, part: bool = False) -> News:
         """Where an event belongs: to the open item, or to its part."""
@@ -147,7 +180,9 @@ class ResponsesAnswers:
         (choice,) = choices
         news = self._items.end(_item_status(choice.finish))
         response = self._ended(choice)
-        return self._numbered([*news, {"type": f"response.{response['status']}", "response": response}])
+        return self._numbered(
+            [*news, {"type": f"response.{response['status']}", "response": response}]
+        )
 
     def failed(self, error: PacelineError) -> list[Event]:
         code = "rate_limit_exceeded" if isinstance(error, ResourceExhausted) else "server_error"
@@ -155,7 +190,9 @@ class ResponsesAnswers:
         return self._numbered([{"type": "response.failed", "response": response}])
 
     def _ended(self, choice: Choice) -> dict[str, Any]:
-        response = self._response("completed" if choice.finish in ("stop", "tool_calls") else "incomplete")
+        response = self._response(
+            "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
+        )
         if choice.finish == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         response["usage"] = _usage(choice)
@@ -223,12 +260,24 @@ def _usage(choice: Choice) -> dict[str, Any]:
 
 def _message_item(item_id: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {"id": item_id, "type": "message", "status": "in_progress", "role": "assistant", "content": [part]}
+    return {
+        "id": item_id,
+        "type": "message",
+        "status": "in_progress",
+        "role": "assistant",
+        "content": [part],
+    }
 
 
 def _reasoning_item(item_id: str) -> dict[str, Any]:
     part = {"type": "reasoning_text", "text": ""}
-    return {"id": item_id, "type": "reasoning", "status": "in_progress", "summary": [], "content": [part]}
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": "in_progress",
+        "summary": [],
+        "content": [part],
+    }
 
 
 def _call_item(item_id: str, call: ToolCallDelta) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Bodies of OpenAI's responses API. Owns which fields and items exist; how items are grouped into messages is here too.
+"""Bodies of OpenAI's responses API. Owns which fields and items exist; how items are grouped into
+messages is here too.
 
-What a model said in one turn are several items (reasoning, message, function calls) and one Message: a history that is
-sent back has to become the messages that were recorded.
+What a model said in one turn are several items (reasoning, message, function calls) and one
+Message: a history that is sent back has to become the messages that were recorded.
 """
 
 from __future__ import annotations
@@ -103,7 +104,10 @@ class FlatTool(Shape):
     def shown(self) -> dict[str, Any]:
         """As chat templates read it, and as chat completions hash it."""
         about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {key: value for key, value in about.items() if value is not None}}
+        return {
+            "type": "function",
+            "function": {key: value for key, value in about.items() if value is not None},
+        }
 
 
 class NamedFunctionTool(Shape):
@@ -182,7 +186,9 @@ class ResponsesBody(Shape):
         if form is None or form.type == "text":
             return ""
         if form.type == "json_schema" and form.json_schema is None:
-            raise FieldError("text.format.schema", "is missing", seen="null", allowed="a JSON schema")
+            raise FieldError(
+                "text.format.schema", "is missing", seen="null", allowed="a JSON schema"
+            )
         return json.dumps(form.json_schema or {})
 
     def messages(self) -> tuple[Message, ...]:
@@ -194,7 +200,9 @@ class ResponsesBody(Shape):
         return tuple(grouped(self.input))
 
     def request(self, before: Sequence[Message]) -> ChatRequest:
-        """As the gateway knows it; `before`: what was said up to the previous response, without instructions."""
+        """As the gateway knows it; `before`: what was said up to the previous response, without
+        instructions.
+        """
         system = (Message("system", self.instructions),) if self.instructions else ()
         choice = self.tool_choice
         if isinstance(choice, NamedFunctionTool):
@@ -212,7 +220,9 @@ class _Turn:
         self.items: list[MessageItem | CallItem | ReasoningItem] = []
 
     def continues(self, item: MessageItem | CallItem | ReasoningItem) -> bool:
-        """Whether the item belongs to this turn: thinking begins one, and so does a message right after another."""
+        """Whether the item belongs to this turn: thinking begins one, and so does a message right
+        after another.
+        """
         if not self.items or isinstance(item, CallItem):
             return True
         return isinstance(item, MessageItem) and not isinstance(self.items[-1], MessageItem)
@@ -220,7 +230,11 @@ class _Turn:
     def message(self) -> Message:
         said = [joined_text(item.content) for item in self.items if isinstance(item, MessageItem)]
         thought = [item.text for item in self.items if isinstance(item, ReasoningItem)]
-        calls = [ToolCall(one.call_id, one.name, one.arguments) for one in self.items if isinstance(one, CallItem)]
+        calls = [
+            ToolCall(one.call_id, one.name, one.arguments)
+            for one in self.items
+            if isinstance(one, CallItem)
+        ]
         return Message("assistant", "".join(said), "".join(thought), tuple(calls))
 
 

@@ -1,4 +1,7 @@
-"""Past responses, so that a request can go on from one by its id. Owns their number and size; in memory only."""
+"""Past responses, so that a request can go on from one by its id.
+
+Owns their number and size; in memory only.
+"""
 
 from __future__ import annotations
 
@@ -70,5 +73,7 @@ class PastResponses:
 
 
 def _size(message: Message) -> int:
-    calls = sum(len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls)
+    calls = sum(
+        len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls
+    )
     return len(message.content) + len(message.reasoning) + calls + OVERHEAD_BYTES

@@ -1,4 +1,7 @@
-"""Plans run and answered over HTTP: at once or as server-sent events. Owns streams; what they say is the answers'."""
+"""Plans run and answered over HTTP: at once or as server-sent events.
+
+Owns streams; what they say is the answers'.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +107,12 @@ class EventStream(Response):
         gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
         try:
             async with aclosing(self._source) as source:
-                first = await anext(source)  # what fails before there is anything to say gets a status of its own
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                first = await anext(
+                    source
+                )  # what fails before there is anything to say gets a status of its own
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
                 await send({"type": "http.response.body", "body": first, "more_body": True})
                 async for data in source:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -131,7 +138,9 @@ class Running:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
-    async def answer(self, request: Request, plans: Sequence[Plan], answers: Answers, *, stream: bool) -> Response:
+    async def answer(
+        self, request: Request, plans: Sequence[Plan], answers: Answers, *, stream: bool
+    ) -> Response:
         """Everything at once, or event by event."""
         headers = {"x-request-id": plans[0].completion_id.partition(":")[0]}
         if stream:
@@ -186,7 +195,9 @@ class Running:
     async def _several(self, plans: Sequence[Plan]) -> Pieces:
         """Pieces of all choices as they come, each drawn in a task of its own."""
         queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
-        tasks = [asyncio.create_task(self._feed(queue, index, plan)) for index, plan in enumerate(plans)]
+        tasks = [
+            asyncio.create_task(self._feed(queue, index, plan)) for index, plan in enumerate(plans)
+        ]
         left = len(plans)
         try:
             while left:
@@ -200,7 +211,9 @@ class Running:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(self, queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, plan: Plan) -> None:
+    async def _feed(
+        self, queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, plan: Plan
+    ) -> None:
         try:
             async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
                 async for piece in pieces:
@@ -219,7 +232,9 @@ def framed(event: Event) -> bytes:
 async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
     """Run until done; cancelled when the client goes away."""
     work = asyncio.ensure_future(awaited)
-    gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the disconnect
+    gone = asyncio.ensure_future(
+        request.receive()
+    )  # the body is read: the next message is the disconnect
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

@@ -1,7 +1,9 @@
-"""What bodies of several APIs share: unions that say which field is wrong, JSON values, text parts. Owns no body.
+"""What bodies of several APIs share: unions that say which field is wrong, JSON values, text parts.
+Owns no body.
 
-A union of plain types would try every branch and report the errors of all of them. These decide by one look at the
-value, so that an error is that of the branch the client meant. Tags are no identifiers: error paths leave them out.
+A union of plain types would try every branch and report the errors of all of them. These decide by
+one look at the value, so that an error is that of the branch the client meant. Tags are no
+identifiers: error paths leave them out.
 """
 
 from __future__ import annotations
@@ -10,11 +12,21 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+)
 from pydantic_core import PydanticCustomError, core_schema
 
 MAX_JSON_DEPTH = 64
-"""Objects and arrays inside each other at most, in values that go on to templates and back to clients."""
+"""Objects and arrays inside each other at most, in values that go on to templates and back to
+clients.
+"""
 
 
 class Shape(BaseModel):
@@ -25,11 +37,15 @@ class Shape(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class NullIs:
-    """Marks a type whose null counts as a value: clients send null for what their users left open."""
+    """Marks a type whose null counts as a value: clients send null for what their users left
+    open.
+    """
 
     value: Any
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
         inner = core_schema.nullable_schema(handler(source))
         return core_schema.no_info_after_validator_function(self._given, inner)
 
@@ -38,13 +54,21 @@ class NullIs:
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Chooses the branch tagged `<type>` by the value's field `type`; `default` where it has none."""
+    """Chooses the branch tagged `<type>` by the value's field `type`; `default` where it has
+    none.
+    """
 
     def tag(value: Any) -> str:
-        found = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
+        found = (
+            value.get("type", default)
+            if isinstance(value, dict)
+            else getattr(value, "type", default)
+        )
         return f"<{found}>"
 
-    return Discriminator(tag, custom_error_type="unknown_type", custom_error_message="a type that is not served")
+    return Discriminator(
+        tag, custom_error_type="unknown_type", custom_error_message="a type that is not served"
+    )
 
 
 def _text_or_list(value: Any) -> str:
@@ -65,7 +89,9 @@ WORD_OR_OBJECT = Discriminator(_word_or_object)
 
 def _plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_JSON_DEPTH:
-        raise PydanticCustomError("json_depth", f"more than {MAX_JSON_DEPTH} objects and arrays inside each other")
+        raise PydanticCustomError(
+            "json_depth", f"more than {MAX_JSON_DEPTH} objects and arrays inside each other"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise PydanticCustomError("json_number", "NaN and Infinity are no JSON")
     if isinstance(value, dict):
@@ -102,12 +128,15 @@ class RefusalPart(Shape):
 
 
 def _refusal_or_text(value: Any) -> str:
-    refused = isinstance(value, RefusalPart) or (isinstance(value, dict) and value.get("type") == "refusal")
+    refused = isinstance(value, RefusalPart) or (
+        isinstance(value, dict) and value.get("type") == "refusal"
+    )
     return "<refusal>" if refused else "<text>"
 
 
 Part = Annotated[
-    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")], Discriminator(_refusal_or_text)
+    Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+    Discriminator(_refusal_or_text),
 ]
 Content = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],

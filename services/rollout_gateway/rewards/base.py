@@ -8,7 +8,8 @@ from rollout_gateway.environments.base import Episode
 
 
 class Unscored(Exception):
-    """There is no telling, and why: a rule raises this instead of None where log and metrics should know.
+    """There is no telling, and why: a rule raises this instead of None where log and metrics should
+    know.
 
     `reason` is a label of the metrics, so one of few.
     """
@@ -22,10 +23,11 @@ class RewardRule(Protocol):
     """Scores an episode; a pure function of it, or a call of something that is."""
 
     async def score(self, episode: Episode) -> float | None:
-        """One scalar; None when there is no telling: the sample ends unscored, which is not reward 0.
+        """One scalar; None when there is no telling: the sample ends unscored, which is not reward
+        0.
 
-        Raises PacelineError when what scores is away; the sample then ends as failed (infra). May raise Unscored,
-        which RewardRules logs, counts and turns into None.
+        Raises PacelineError when what scores is away; the sample then ends as failed (infra). May
+        raise Unscored, which RewardRules logs, counts and turns into None.
         """
         ...
 
@@ -35,5 +37,8 @@ class Prepares(Protocol):
     """A rule that can say beforehand whether it will work."""
 
     async def prepare(self) -> None:
-        """Load what it needs. Raises ConfigError for what can never work, Unavailable, DeadlineExceeded."""
+        """Load what it needs.
+
+        Raises ConfigError for what can never work, Unavailable, DeadlineExceeded.
+        """
         ...

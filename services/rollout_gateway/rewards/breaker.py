@@ -1,4 +1,7 @@
-"""A circuit breaker: after failures in a row nobody asks for a while, then one caller does. Owns no request."""
+"""A circuit breaker: after failures in a row nobody asks for a while, then one caller does.
+
+Owns no request.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from paceline.errors import Unavailable
 
 
 class CircuitBreaker:
-    """Closed: everybody asks. Open: nobody does for `open_s`, then one caller; an answer closes it."""
+    """Closed: everybody asks.
+
+    Open: nobody does for `open_s`, then one caller; an answer closes it.
+    """
 
     def __init__(self, failures: int, open_s: float) -> None:
         self._limit = failures
@@ -29,8 +35,8 @@ class CircuitBreaker:
     async def request(self, until: float) -> AsyncIterator[None]:
         """Around one request; an exception of the block is a failure, a cancelled block is neither.
 
-        Waits while the circuit is open. Raises Unavailable at once when it stays so until `until`, in the time of the
-        event loop.
+        Waits while the circuit is open. Raises Unavailable at once when it stays so until `until`,
+        in the time of the event loop.
         """
         probe = await self._enter(until)
         failed: bool | None = None
@@ -53,7 +59,9 @@ class CircuitBreaker:
             wake = until if self._probing else self._open_until
             if clock() >= until or (wake >= until and not self._probing):
                 seen = f"{self._failures} failures in a row"
-                raise Unavailable("nobody asks the reward at a URL for a while", reason="CIRCUIT_OPEN", seen=seen)
+                raise Unavailable(
+                    "nobody asks the reward at a URL for a while", reason="CIRCUIT_OPEN", seen=seen
+                )
             try:
                 async with asyncio.timeout_at(wake):
                     await self._changed.wait()
@@ -64,7 +72,9 @@ class CircuitBreaker:
     def _leave(self, probe: bool, failed: bool | None) -> None:
         if failed is False:
             self._failures = 0
-        elif failed and (probe or not self.open):  # requests sent before it opened do not keep it open
+        elif failed and (
+            probe or not self.open
+        ):  # requests sent before it opened do not keep it open
             self._failures += 1
             self._open_until = asyncio.get_running_loop().time() + self._open_s
         if probe:

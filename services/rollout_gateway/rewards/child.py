@@ -1,7 +1,7 @@
 """A child that scores: `python -m rollout_gateway.rewards.child`. Owns the rules it has built.
 
-One request at a time: {"load": path} builds a rule, {"score": path, "episode": ...} asks it. Imports what the rules
-import and nothing more.
+One request at a time: {"load": path} builds a rule, {"score": path, "episode": ...} asks it.
+Imports what the rules import and nothing more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ class Child:
         self._rules: dict[str, OwnRule] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """{"loaded": path}, {"refused": why} or {"reward": number or null}. Raises what the rule raises."""
+        """{"loaded": path}, {"refused": why} or {"reward": number or null}.
+
+        Raises what the rule raises.
+        """
         if "load" in request:
             return self._load(request["load"])
         return {"reward": self._rules[request["score"]].score(episode_from(request["episode"]))}

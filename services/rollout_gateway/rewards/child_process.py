@@ -1,4 +1,5 @@
-"""One life of one child that scores, seen from the gateway. Owns the process and its pipes, not what is asked.
+"""One life of one child that scores, seen from the gateway. Owns the process and its pipes, not
+what is asked.
 
 A child is the leader of a process group: what its rules have started ends with it.
 """
@@ -34,7 +35,9 @@ class ChildProcess:
         """What its user has made it load."""
 
     @classmethod
-    async def start(cls, module: str, arguments: tuple[str, ...], deadline_s: float) -> ChildProcess:
+    async def start(
+        cls, module: str, arguments: tuple[str, ...], deadline_s: float
+    ) -> ChildProcess:
         """Spawn `python -m module` and wait until it serves.
 
         Raises ConfigError when it refuses its arguments, Unavailable, DeadlineExceeded.
@@ -72,8 +75,8 @@ class ChildProcess:
     async def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         """The answer to one request; one at a time.
 
-        A child that does not answer in time (DeadlineExceeded), ends or garbles its answer (Unavailable), or whose
-        caller is cancelled, is killed.
+        A child that does not answer in time (DeadlineExceeded), ends or garbles its answer
+        (Unavailable), or whose caller is cancelled, is killed.
         """
         return await self._exchange(frames.encode(request), deadline_s)
 
@@ -82,7 +85,9 @@ class ChildProcess:
         self._requests.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(TimeoutError):  # a process that the kernel does not let go is not waited for
+        with contextlib.suppress(
+            TimeoutError
+        ):  # a process that the kernel does not let go is not waited for
             async with asyncio.timeout(REAP_S):
                 await self._process.wait()
 
@@ -95,11 +100,15 @@ class ChildProcess:
                 answer = await frames.receive(self._answers)
             answered = True
         except TimeoutError as error:
-            raise DeadlineExceeded("a child process of the rewards did not answer", seen=f"{deadline_s} s") from error
+            raise DeadlineExceeded(
+                "a child process of the rewards did not answer", seen=f"{deadline_s} s"
+            ) from error
         except (OSError, asyncio.IncompleteReadError, DataLoss) as error:
             await self.close()
             code = self._process.returncode
-            raise Unavailable("a child process of the rewards was lost", seen=f"exit code {code}: {error}") from error
+            raise Unavailable(
+                "a child process of the rewards was lost", seen=f"exit code {code}: {error}"
+            ) from error
         finally:
             if not answered:
                 await self.close()

@@ -1,4 +1,7 @@
-"""A rule that runs in a child process. Owns nothing: the child has the rule, Children has the child."""
+"""A rule that runs in a child process.
+
+Owns nothing: the child has the rule, Children has the child.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The child's end of the frames: its pipes, its loop and its death with the gateway. Owns no rule.
 
-Frames come over stdin and go over stdout, which the child takes away at once: code that prints writes to stderr, code
-that reads stdin sees its end.
+Frames come over stdin and go over stdout, which the child takes away at once: code that prints
+writes to stderr, code that reads stdin sees its end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 
 def die_with_gateway() -> None:
-    """SIGKILL when the gateway ends, however it ends (Linux); elsewhere the closed pipe ends the child between calls.
+    """SIGKILL when the gateway ends, however it ends (Linux); elsewhere the closed pipe ends the
+    child between calls.
 
     The gateway ends its children itself: an interrupt from the keyboard is not for them.
     """
@@ -47,7 +48,9 @@ def die_with_gateway() -> None:
         raise SystemExit(1)
 
 
-def serve(answer: Callable[[Mapping[str, Any]], dict[str, Any]], requests: BinaryIO, answers: BinaryIO) -> None:
+def serve(
+    answer: Callable[[Mapping[str, Any]], dict[str, Any]], requests: BinaryIO, answers: BinaryIO
+) -> None:
     """Answer one request after the other until the gateway closes the pipe.
 
     An exception of `answer` is answered as {"raised": text}.

@@ -1,6 +1,7 @@
 """The children that score for rules which may block: users' own and the slow path of math_answer.
 
-Owns their number, their replacement and whose fault a failure is. One request at a time per child; more wait.
+Owns their number, their replacement and whose fault a failure is. One request at a time per child;
+more wait.
 """
 
 from __future__ import annotations
@@ -42,17 +43,25 @@ class Children:
     @property
     def pids(self) -> list[int]:
         """Process ids of the children that live."""
-        return [place.child.pid for place in self._places if place.child is not None and not place.child.ended]
+        return [
+            place.child.pid
+            for place in self._places
+            if place.child is not None and not place.child.ended
+        ]
 
     async def load(self, path: str) -> None:
-        """Have a child build a rule. Raises ConfigError when it cannot be built, Unavailable, DeadlineExceeded."""
+        """Have a child build a rule.
+
+        Raises ConfigError when it cannot be built, Unavailable, DeadlineExceeded.
+        """
         await self._ask(path, None)
 
     async def score(self, path: str, episode: Episode) -> float | None:
-        """What the rule at an import path says; waits for a child as long as others' questions take.
+        """What the rule at an import path says; waits for a child as long as others' questions
+        take.
 
-        Raises Unscored when it raises or takes too long, ConfigError when it cannot be built, Unavailable when
-        children cannot start or end by themselves, one after the other.
+        Raises Unscored when it raises or takes too long, ConfigError when it cannot be built,
+        Unavailable when children cannot start or end by themselves, one after the other.
         """
         answer = await self._ask(path, {"score": path, "episode": episode_to(episode)})
         if "raised" in answer:
@@ -63,7 +72,9 @@ class Children:
     async def close(self) -> None:
         """End all children; who waits for one gets Unavailable."""
         self._closed = True
-        await asyncio.gather(*(place.child.close() for place in self._places if place.child is not None))
+        await asyncio.gather(
+            *(place.child.close() for place in self._places if place.child is not None)
+        )
 
     async def _ask(self, path: str, request: Mapping[str, Any] | None) -> dict[str, Any]:
         place = await self._free.get()
@@ -79,7 +90,9 @@ class Children:
         finally:
             self._free.put_nowait(place)
 
-    async def _ask_once(self, place: _Place, path: str, request: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _ask_once(
+        self, place: _Place, path: str, request: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
         child = await self._child(place)
         if path not in child.loaded:
             await _load(child, path)
@@ -89,7 +102,9 @@ class Children:
         try:
             return await child.ask(request, self._deadline_s)
         except DeadlineExceeded as error:
-            raise Unscored("deadline", f"no answer in {self._deadline_s} s; its process was ended") from error
+            raise Unscored(
+                "deadline", f"no answer in {self._deadline_s} s; its process was ended"
+            ) from error
 
     async def _child(self, place: _Place) -> ChildProcess:
         """The child of a place, a new one if need be. Raises Unavailable."""
@@ -120,4 +135,6 @@ async def _load(child: ChildProcess, path: str) -> None:
     await child.close()
     if (refused := answer.get("refused")) is not None:
         raise refusal(refused)
-    raise ConfigError("a reward rule cannot be built", seen=f"{path}: {answer['raised']}")  # e.g. SystemExit
+    raise ConfigError(
+        "a reward rule cannot be built", seen=f"{path}: {answer['raised']}"
+    )  # e.g. SystemExit

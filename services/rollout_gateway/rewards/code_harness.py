@@ -1,9 +1,11 @@
-"""Runs a task's tests against code that may lie. A program for the sandbox: standard library only, read as text.
+"""Runs a task's tests against code that may lie. A program for the sandbox: standard library only,
+read as text.
 
-Two processes. The child loads the code and answers calls; the parent holds the tests, compares and reports. The child
-is forked before the parent reads the tests, has neither its stdin nor its stdout, and cannot attach to it. Between them
-go plain values as JSON. So the code cannot see what is expected of it, cannot bring objects that equal everything, and
-ends nothing but itself. Whatever is no plain value stays in the child and is called through a handle.
+Two processes. The child loads the code and answers calls; the parent holds the tests, compares and
+reports. The child is forked before the parent reads the tests, has neither its stdin nor its
+stdout, and cannot attach to it. Between them go plain values as JSON. So the code cannot see what
+is expected of it, cannot bring objects that equal everything, and ends nothing but itself. Whatever
+is no plain value stays in the child and is called through a handle.
 """
 
 from __future__ import annotations
@@ -72,7 +74,10 @@ def pack(value: Any, keep: Callable[[Any], int]) -> Any:
 
 
 def unpack(packed: Any, find: Callable[[int], Any]) -> Any:
-    """The value; `find` gives what stands for a handle. Raises ValueError for what `pack` does not write."""
+    """The value; `find` gives what stands for a handle.
+
+    Raises ValueError for what `pack` does not write.
+    """
     if not isinstance(packed, dict):
         if isinstance(packed, list):
             raise ValueError("not a packed value")
@@ -130,9 +135,14 @@ class Servant:
         try:
             target = self._kept[message["handle"]]
             arguments = [unpack(one, self._kept.__getitem__) for one in message["arguments"]]
-            named = {key: unpack(one, self._kept.__getitem__) for key, one in message["named"].items()}
+            named = {
+                key: unpack(one, self._kept.__getitem__) for key, one in message["named"].items()
+            }
             value = _ACTIONS[message["action"]](target, *arguments, **named)
-            return {"value": pack(value, self._keep), "arguments": [pack(one, self._keep) for one in arguments]}
+            return {
+                "value": pack(value, self._keep),
+                "arguments": [pack(one, self._keep) for one in arguments],
+            }
         except BaseException as error:  # noqa: BLE001  (also SystemExit: the code may not end the tests)
             return {"error": [type(error).__name__, str(error)[:2000]]}
 
@@ -158,7 +168,10 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 
 
 class Handle:
-    """An object of the code. It has no order, no arithmetic, and equals no plain value: those could be made to lie."""
+    """An object of the code.
+
+    It has no order, no arithmetic, and equals no plain value: those could be made to lie.
+    """
 
     def __init__(self, master: Master, number: int) -> None:
         object.__setattr__(self, "_of", (master, number))
@@ -231,17 +244,24 @@ class Master:
     def names(self, modules: list[str], entry_point: str) -> dict[str, Any]:
         """The tests' globals: standard modules, then what the code defines.
 
-        What shadows a builtin or one of the modules is left out, since the tests mean theirs, unless it is the entry
-        point. Raises KeyError when the code lacks that, and what the code raised when it was loaded.
+        What shadows a builtin or one of the modules is left out, since the tests mean theirs,
+        unless it is the entry point. Raises KeyError when the code lacks that, and what the code
+        raised when it was loaded.
         """
         found = self._value(self._wire.receive())
         taken = {*vars(builtins), *modules} - {entry_point}
-        own = {name: value for name, value in found.items() if isinstance(name, str) and name not in taken}
+        own = {
+            name: value
+            for name, value in found.items()
+            if isinstance(name, str) and name not in taken
+        }
         if entry_point and entry_point not in own:  # a builtin of that name must not take its place
             raise KeyError(entry_point)
         return {"__name__": "tests", **_imported(modules), **own}
 
-    def ask(self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def ask(
+        self, number: int, action: str, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
         """One call; lists, dicts and sets among the arguments become what the code made of them."""
         packed = [pack(one, _number_of) for one in arguments]
         more = {key: pack(one, _number_of) for key, one in named.items()}
@@ -263,7 +283,9 @@ class Master:
 
 def _number_of(value: Any) -> int:
     if not isinstance(value, Handle):
-        raise TypeError(f"a test can pass plain values and what the code returned, not {type(value).__name__}")
+        raise TypeError(
+            f"a test can pass plain values and what the code returned, not {type(value).__name__}"
+        )
     return int(object.__getattribute__(value, "_of")[1])
 
 
@@ -294,7 +316,9 @@ def _imported(names: list[str]) -> dict[str, Any]:
     return found
 
 
-def run_tests(statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]) -> None:
+def run_tests(
+    statements: list[dict[str, Any]], space: dict[str, Any], passed: Callable[[int], None]
+) -> None:
     """Run the statements of the tests in order and tell the number of each test that passed."""
     for statement in statements:
         try:
@@ -308,8 +332,13 @@ def run_tests(statements: list[dict[str, Any]], space: dict[str, Any], passed: C
 
 
 def main() -> None:
-    """Stdin: what code_tests.py makes of the tests, as JSON. Stdout: READY, then "nonce number" for a test passed."""
-    print(READY, flush=True)  # before there is any process of the code that could keep it from being said
+    """Stdin: what code_tests.py makes of the tests, as JSON.
+
+    Stdout: READY, then "nonce number" for a test passed.
+    """
+    print(
+        READY, flush=True
+    )  # before there is any process of the code that could keep it from being said
     sys.path.remove(os.getcwd())  # the code can write modules there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     to_child, from_parent = os.pipe()
@@ -331,7 +360,11 @@ def main() -> None:
         space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
     except Exception:  # noqa: BLE001  (the code does not load: no test passes)
         return
-    run_tests(asked["statements"], space, lambda number: print(asked["nonce"], number, file=report, flush=True))
+    run_tests(
+        asked["statements"],
+        space,
+        lambda number: print(asked["nonce"], number, file=report, flush=True),
+    )
 
 
 if __name__ == "__main__":

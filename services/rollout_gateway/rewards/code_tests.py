@@ -1,20 +1,23 @@
-"""Does the code of a response pass its task's tests? Owns finding the code, running it and counting; not the sandbox.
+"""Does the code of a response pass its task's tests? Owns finding the code, running it and
+counting; not the sandbox.
 
 metadata["tests"] is Python source that uses what the code defines; metadata["cases"] a JSON list of
-{"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"] is "share" (of the tests and
-cases that passed, the default) or "all" (1.0 when every one did, else 0.0). Names of builtins and of standard modules
-mean those in tests, whatever the code defines; metadata["entry_point"] names the one that the code has to define.
+{"stdin", "stdout"}, for code that is a program. A task may have both. metadata["scoring"] is
+"share" (of the tests and cases that passed, the default) or "all" (1.0 when every one did, else
+0.0). Names of builtins and of standard modules mean those in tests, whatever the code defines;
+metadata["entry_point"] names the one that the code has to define.
 
-What code cannot do to be paid for nothing: print or exit its way out, redefine assert, builtins or modules that the
-tests use, return an object that equals or exceeds everything, read the tests or the expected outputs, reach the report.
-Expected outputs never enter the sandbox; tests run in a process of their own there (code_harness.py) and report under
-a word that the code's process never holds.
+What code cannot do to be paid for nothing: print or exit its way out, redefine assert, builtins or
+modules that the tests use, return an object that equals or exceeds everything, read the tests or
+the expected outputs, reach the report. Expected outputs never enter the sandbox; tests run in a
+process of their own there (code_harness.py) and report under a word that the code's process never
+holds.
 
-What it still can do: answer by heart what it has seen in training or guesses from the arguments; tell tests apart by
-their arguments and their order; decide whether two objects of its own classes are equal, where a test compares those;
-empty a list it was given, where a test then compares with that list.
-What a test cannot do: pass functions to the code, use its classes in isinstance or as base classes, add up or order
-objects of the code's own classes; and unittest's classes are not run.
+What it still can do: answer by heart what it has seen in training or guesses from the arguments;
+tell tests apart by their arguments and their order; decide whether two objects of its own classes
+are equal, where a test compares those; empty a list it was given, where a test then compares with
+that list. What a test cannot do: pass functions to the code, use its classes in isinstance or as
+base classes, add up or order objects of the code's own classes; and unittest's classes are not run.
 """
 
 from __future__ import annotations
@@ -78,16 +81,22 @@ class _Asked:
 
 
 class CodeTests:
-    """Share of the tests that the response's last fenced code block passes; without one, the whole text is the code.
+    """Share of the tests that the response's last fenced code block passes; without one, the whole
+    text is the code.
 
-    A response cut by its length is scored like any other: a block that is whole still counts, one that is not will
-    seldom run. A task whose tests cannot be read, or that has none, leaves the sample unscored.
+    A response cut by its length is scored like any other: a block that is whole still counts, one
+    that is not will seldom run. A task whose tests cannot be read, or that has none, leaves the
+    sample unscored.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
-        """Raises ConfigError when the sandbox allows a single process: tests and code need one each."""
+        """Raises ConfigError when the sandbox allows a single process: tests and code need one
+        each.
+        """
         if sandbox.config.processes < 2:
-            raise ConfigError("rewards.sandbox.processes", seen=sandbox.config.processes, allowed="2 or more")
+            raise ConfigError(
+                "rewards.sandbox.processes", seen=sandbox.config.processes, allowed="2 or more"
+            )
         self._sandbox = sandbox
         self._harness = _HARNESS.read_text(encoding="utf-8")
 
@@ -99,7 +108,9 @@ class CodeTests:
             asked = _asked(episode.task)
             self._check_room(asked)
         except (ValueError, SyntaxError) as error:
-            log.warning("tests of a task cannot be used", task=episode.task.task_id, error=str(error))
+            log.warning(
+                "tests of a task cannot be used", task=episode.task.task_id, error=str(error)
+            )
             return None
         code = last_code_block(episode.text)
         passed = await self._tests_passed(code, asked) + await self._cases_passed(code, asked)
@@ -109,7 +120,10 @@ class CodeTests:
     def _check_room(self, asked: _Asked) -> None:
         room = self._sandbox.config.output_bytes // _REPORT_BYTES - 1
         if asked.test_count > room:
-            raise ValueError(f"{asked.test_count} tests; rewards.sandbox.output_bytes has room for reports of {room}")
+            raise ValueError(
+                f"{asked.test_count} tests; rewards.sandbox.output_bytes has room for reports of "
+                f"{room}"
+            )
 
     async def _tests_passed(self, code: str, asked: _Asked) -> int:
         if not asked.test_count:
@@ -117,16 +131,26 @@ class CodeTests:
         nonce = secrets.token_hex(8)
         statements = [asdict(statement) for statement in asked.statements]
         orders = json.dumps(
-            {"nonce": nonce, "statements": statements, "modules": asked.modules, "entry_point": asked.entry_point}
+            {
+                "nonce": nonce,
+                "statements": statements,
+                "modules": asked.modules,
+                "entry_point": asked.entry_point,
+            }
         )
         result = await self._sandbox.run(self._harness, stdin=orders, files={CANDIDATE_FILE: code})
         if not result.stdout.startswith(f"{READY}\n"):
-            raise Unavailable("the tests' own process did not start", seen=f"{result.reason}: {result.stderr[-300:]}")
+            raise Unavailable(
+                "the tests' own process did not start",
+                seen=f"{result.reason}: {result.stderr[-300:]}",
+            )
         reported = {line for line in result.stdout.splitlines() if line.startswith(f"{nonce} ")}
         return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
 
     async def _cases_passed(self, code: str, asked: _Asked) -> int:
-        """One after the other; the first that runs out of time ends it, since the rest would too and time is dear."""
+        """One after the other; the first that runs out of time ends it, since the rest would too
+        and time is dear.
+        """
         passed = 0
         for stdin, expected in asked.cases:
             result = await self._sandbox.run(code, stdin=stdin)
@@ -141,7 +165,9 @@ class CodeTests:
 
 
 def last_code_block(text: str) -> str:
-    """Content of the last fenced block (``` or ~~~), also of one that is not closed; the whole text without any."""
+    """Content of the last fenced block (``` or ~~~), also of one that is not closed; the whole text
+    without any.
+    """
     fence, block, last = "", list[str](), None
     for line in text.splitlines(keepends=True):
         mark = _FENCE.fullmatch(line.rstrip("\r\n"))
@@ -157,7 +183,9 @@ def last_code_block(text: str) -> str:
 
 
 def _lines(output: str) -> Sequence[str]:
-    """Without what no judge of programs looks at: space at the ends of lines, empty lines at the end."""
+    """Without what no judge of programs looks at: space at the ends of lines, empty lines at the
+    end.
+    """
     return [line.rstrip() for line in output.rstrip().splitlines()]
 
 
@@ -179,8 +207,9 @@ def _asked(task: EpisodeTask) -> _Asked:
 
 
 def _statements(tree: ast.Module) -> tuple[_Statement, ...]:
-    """A test is a function `test...` without arguments, and every statement at the top that is neither a definition
-    nor an import nor an assignment: an assert, a call, a loop over cases."""
+    """A test is a function `test...` without arguments, and every statement at the top that is
+    neither a definition nor an import nor an assignment: an assert, a call, a loop over cases.
+    """
     numbers = itertools.count()
     found = []
     for statement in tree.body:
@@ -206,13 +235,22 @@ def _is_bare_test(statement: ast.stmt) -> bool:
 
 
 def _modules(tree: ast.Module, entry_point: str) -> tuple[str, ...]:
-    """Standard modules whose members the tests use. They may count on the code to have imported them: it must not be
-    the code that says what they are."""
+    """Standard modules whose members the tests use. They may count on the code to have imported
+    them: it must not be the code that says what they are.
+    """
     owners = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     bases = {owner.id for owner in owners if isinstance(owner, ast.Name)}
-    stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    stored = {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
     return tuple(sorted((bases - stored - {entry_point}) & sys.stdlib_module_names))
 
 
 def _is_case(case: object) -> bool:
-    return isinstance(case, dict) and isinstance(case.get("stdout"), str) and isinstance(case.get("stdin", ""), str)
+    return (
+        isinstance(case, dict)
+        and isinstance(case.get("stdout"), str)
+        and isinstance(case.get("stdin", ""), str)
+    )

@@ -1,6 +1,7 @@
 """An episode as JSON and back, for children and for rewards at a URL. Owns the names of the fields.
 
-Messages are spelled as in OpenAI's chat completions; arguments of tool calls stay the text the model wrote.
+Messages are spelled as in OpenAI's chat completions; arguments of tool calls stay the text the
+model wrote.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from rollout_gateway.environments.base import Episode
 class FormatRule:
     """1.0 when the whole response matches the task's metadata["format"], else 0.0.
 
-    In the pattern `*` stands for any text, `?` for one character, `[...]` for a set. A task without one accepts what
-    ended by itself and holds the marker exactly once.
+    In the pattern `*` stands for any text, `?` for one character, `[...]` for a set. A task without
+    one accepts what ended by itself and holds the marker exactly once.
     """
 
     def __init__(self, marker: str = "#") -> None:

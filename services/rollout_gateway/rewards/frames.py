@@ -1,4 +1,5 @@
-"""Frames between the gateway and a child that scores: four bytes of length, big-endian, then a JSON object.
+"""Frames between the gateway and a child that scores: four bytes of length, big-endian, then a JSON
+object.
 
 Owns the bytes, not what they say. JSON so that neither side can make the other run anything.
 """
@@ -21,12 +22,19 @@ def encode(value: Mapping[str, Any]) -> bytes:
     """One frame. Raises InvalidInput for one over MAX_BYTES."""
     body = json.dumps(value).encode("ascii")
     if len(body) > MAX_BYTES:
-        raise InvalidInput("an episode is too large for a child process", seen=f"{len(body)} bytes", allowed=MAX_BYTES)
+        raise InvalidInput(
+            "an episode is too large for a child process",
+            seen=f"{len(body)} bytes",
+            allowed=MAX_BYTES,
+        )
     return len(body).to_bytes(HEADER_BYTES, "big") + body
 
 
 async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next frame. Raises IncompleteReadError at the end of the stream, DataLoss for what is no frame."""
+    """The next frame.
+
+    Raises IncompleteReadError at the end of the stream, DataLoss for what is no frame.
+    """
     header = await reader.readexactly(HEADER_BYTES)
     return decode(await reader.readexactly(body_bytes(header)))
 

@@ -1,7 +1,9 @@
-r"""Right or wrong by the answer of a response. Owns where the answer stands and what needs no mathematics.
+r"""Right or wrong by the answer of a response. Owns where the answer stands and what needs no
+mathematics.
 
-The answer follows the last marker; without a marker it stands in the last \boxed{}. Integers and equal texts are
-compared here, everything else in a child process (math_equal.py), for which a hostile answer may take long.
+The answer follows the last marker; without a marker it stands in the last \boxed{}. Integers and
+equal texts are compared here, everything else in a child process (math_equal.py), for which a
+hostile answer may take long.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ MATH_EQUAL = "rollout_gateway.rewards.math_equal:MathEqual"
 MAX_ANSWER = 1000
 """Characters of an answer; a longer one is right only as the same text."""
 _BOXED = r"\boxed{"
-# Possessive: what a number has taken it keeps, so that a match takes linear time; it happens in the gateway's loop.
+# Possessive: what a number has taken it keeps, so that a match takes linear time; it happens in the
+# gateway's loop.
 _NUMBER = r"[-+]?(?:\d[\d,]*+(?:\.\d*+)?|\.\d++)"
 _PLAIN = re.compile(rf"{_NUMBER}(?:/{_NUMBER})?(?:\\?%)?")
 _POWER = r"(?:\^\{?[-+]?\d+\}?|\*\*[-+]?\d+)"
-_WRITTEN = re.compile(rf"{_NUMBER}(?:/{_NUMBER}|(?:\*|\\times|\\cdot)10{_POWER}|{_POWER})?(?:\\?%)?\.?")
+_WRITTEN = re.compile(
+    rf"{_NUMBER}(?:/{_NUMBER}|(?:\*|\\times|\\cdot)10{_POWER}|{_POWER})?(?:\\?%)?\.?"
+)
 _SIGNS_ONLY = re.compile(r"(?:[\d+\-*/=:^%!.,(){}]|\\%|\\times|\\cdot|\\div)+")
 
 
@@ -28,7 +33,9 @@ class MathAnswer:
     """1.0 when the response ended by itself and its answer equals the task's, else 0.0."""
 
     def __init__(self, marker: str, equal: RewardRule | None = None) -> None:
-        """`equal` compares an episode's whole text with the task's answer; None: only what needs no mathematics."""
+        """`equal` compares an episode's whole text with the task's answer; None: only what needs no
+        mathematics.
+        """
         self._marker = marker
         self._equal = equal
 
@@ -44,7 +51,9 @@ class MathAnswer:
 
 
 def answer_of(text: str, marker: str) -> str | None:
-    r"""What follows the last marker, else what the last \boxed{} holds, else None; without surrounding space."""
+    r"""What follows the last marker, else what the last \boxed{} holds, else None; without
+    surrounding space.
+    """
     _, found, answer = text.rpartition(marker)
     if not found:
         _, found, rest = text.rpartition(_BOXED)
@@ -58,8 +67,9 @@ def answer_of(text: str, marker: str) -> str | None:
 def same_answer(given: str, expected: str) -> bool | None:
     """Whether two answers are equal; None when that takes mathematics.
 
-    Equal are equal integers and equal texts. Where a number is expected, signs and digits that are not one, such as
-    `2+4` or `6=6`, are wrong: a policy could otherwise repeat its task instead of solving it.
+    Equal are equal integers and equal texts. Where a number is expected, signs and digits that are
+    not one, such as `2+4` or `6=6`, are wrong: a policy could otherwise repeat its task instead of
+    solving it.
     """
     given, expected = given.strip(), expected.strip()
     if not given or not expected:
@@ -79,7 +89,9 @@ def same_answer(given: str, expected: str) -> bool | None:
 
 
 def _closing_brace(text: str) -> int | None:
-    """Index of the brace that closes one opened before `text`; escaped ones count too: they come in pairs."""
+    """Index of the brace that closes one opened before `text`; escaped ones count too: they come in
+    pairs.
+    """
     depth = 1
     for index in (match.start() for match in re.finditer(r"[{}]", text)):
         depth += 1 if text[index] == "{" else -1

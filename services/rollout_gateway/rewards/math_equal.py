@@ -1,7 +1,8 @@
-"""Equality of two mathematical answers, by math-verify. Runs in a child's main thread; owns limits, not mathematics.
+"""Equality of two mathematical answers, by math-verify. Runs in a child's main thread; owns limits,
+not mathematics.
 
-math-verify stops itself by SIGALRM between two operations of Python. One operation that takes long is ended with the
-child, at rewards.deadline_s.
+math-verify stops itself by SIGALRM between two operations of Python. One operation that takes long
+is ended with the child, at rewards.deadline_s.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ _LATEX = re.compile(r"[\\{}()\[\]^_]")
 
 
 class MathEqual:
-    """1.0 when an episode's text and its task's answer mean the same, else 0.0; what cannot be read is not equal."""
+    """1.0 when an episode's text and its task's answer mean the same, else 0.0; what cannot be read
+    is not equal.
+    """
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns with the whole text of what it cannot read
+        logging.getLogger("math_verify").setLevel(
+            logging.ERROR
+        )  # warns with the whole text of what it cannot read
 
     def score(self, episode: Episode) -> float:
         """math-verify's `verify`, the task's answer being the gold."""
@@ -47,7 +52,9 @@ class MathEqual:
 
 @lru_cache(maxsize=4096)
 def equal(given: str, expected: str) -> bool:
-    """Whether two answers are equal; samples of one task often give the same one, so verdicts are kept."""
+    """Whether two answers are equal; samples of one task often give the same one, so verdicts are
+    kept.
+    """
     with memory_limit():
         gold, answer = expression(expected), expression(given)
         return bool(gold and answer and verify(gold, answer, timeout_seconds=COMPARE_S))
@@ -55,7 +62,9 @@ def equal(given: str, expected: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def expression(text: str) -> list[Any]:
-    r"""What math-verify reads in a text; LaTeX without its dollars gets them, `{1, 2}` is a set as `\{1, 2\}` is."""
+    r"""What math-verify reads in a text; LaTeX without its dollars gets them, `{1, 2}` is a set as
+    `\{1, 2\}` is.
+    """
     if _LATEX.search(text) and not _ENVIRONMENT.search(text):
         if text.startswith("{") and text.endswith("}"):
             text = rf"\{{{text[1:-1]}\}}"
@@ -70,10 +79,15 @@ def memory_limit() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    mapped = (
+        int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        * resource.getpagesize()
+    )
     before = resource.getrlimit(resource.RLIMIT_AS)
     limit = mapped + MORE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit if before[1] < 0 else min(limit, before[1]), before[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if before[1] < 0 else min(limit, before[1]), before[1])
+    )
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""A reward model in a process of its own, seen from the gateway. Owns the batches and the process's replacement.
+"""A reward model in a process of its own, seen from the gateway. Owns the batches and the process's
+replacement.
 
 The process is model_child.py; it alone imports torch. A reward model at a URL is remote.py's.
 """
@@ -59,7 +60,10 @@ class ModelReward:
         await self._living()
 
     async def score(self, episode: Episode) -> float | None:
-        """The model's scalar. Raises Unavailable when it does not answer, Unscored when it cannot read a text."""
+        """The model's scalar.
+
+        Raises Unavailable when it does not answer, Unscored when it cannot read a text.
+        """
         if self._closed:
             raise Unavailable(STOPPED)
         item = {
@@ -120,7 +124,9 @@ class ModelReward:
                 log.warning("the reward model's process is replaced", error=str(error))
                 return await (await self._living()).ask(request, self._config.deadline_s)
         except DeadlineExceeded as error:
-            raise Unavailable("the reward model took too long and was ended", seen=error.seen) from error
+            raise Unavailable(
+                "the reward model took too long and was ended", seen=error.seen
+            ) from error
 
     async def _living(self) -> ChildProcess:
         """The process, a new one if need be. Raises ConfigError or Unavailable."""
@@ -133,7 +139,9 @@ class ModelReward:
                 try:
                     self._child = await ChildProcess.start(MODULE, (settings,), START_S)
                 except DeadlineExceeded as error:
-                    raise Unavailable("the reward model was not loaded in time", seen=error.seen) from error
+                    raise Unavailable(
+                        "the reward model was not loaded in time", seen=error.seen
+                    ) from error
                 if self._closed:
                     await self._child.close()
                     raise Unavailable(STOPPED)
@@ -141,15 +149,22 @@ class ModelReward:
 
 
 def check_directory(model: str) -> None:
-    """Raises ConfigError when a directory is no Hugging Face checkpoint, or one that only pickle reads."""
+    """Raises ConfigError when a directory is no Hugging Face checkpoint, or one that only pickle
+    reads.
+    """
     path = Path(model)
     allowed = "a Hugging Face directory with config.json, a tokenizer and *.safetensors"
     if not model or not (path / "config.json").is_file():
-        raise ConfigError("gateway.rewards.model.model is no checkpoint", seen=model or "nothing", allowed=allowed)
-    if not any(path.glob("*.safetensors")):
-        found = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth")))
         raise ConfigError(
-            "gateway.rewards.model.model has no safetensors; pickled weights are not loaded, they can run code",
+            "gateway.rewards.model.model is no checkpoint", seen=model or "nothing", allowed=allowed
+        )
+    if not any(path.glob("*.safetensors")):
+        found = ", ".join(
+            sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
+        )
+        raise ConfigError(
+            "gateway.rewards.model.model has no safetensors; pickled weights are not loaded, they "
+            "can run code",
             seen=found or path,
             allowed=allowed,
         )

@@ -1,7 +1,9 @@
-"""The process of a reward model: `python -m rollout_gateway.rewards.model_child SETTINGS`. Owns model and tokenizer.
+"""The process of a reward model: `python -m rollout_gateway.rewards.model_child SETTINGS`. Owns
+model and tokenizer.
 
-A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one called "positive",
-else that of index 1. Logits are not squashed. Nothing is fetched, no code of the checkpoint is run, no pickle is read.
+A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one
+called "positive", else that of index 1. Logits are not squashed. Nothing is fetched, no code of the
+checkpoint is run, no pickle is read.
 """
 
 from __future__ import annotations
@@ -25,23 +27,38 @@ class RewardModel:
     """Scores texts in batches, in float32 on the CPU."""
 
     def __init__(self, model: str, threads: int, max_tokens: int) -> None:
-        """`max_tokens` of a text are read, or as many as the model has positions. Raises ConfigError."""
+        """`max_tokens` of a text are read, or as many as the model has positions.
+
+        Raises ConfigError.
+        """
         torch.set_num_threads(threads)
         try:
             # Texts keep their end: there is the answer. Special tokens around a text stay.
-            self._tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True, truncation_side="left")
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                model, local_files_only=True, truncation_side="left"
+            )
             self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
-                model, local_files_only=True, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+                model,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED) from error
+            raise ConfigError(
+                f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
+            ) from error
         if loaded["missing_keys"]:  # transformers would go on with random numbers
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])
-            raise ConfigError(f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED)
+            raise ConfigError(
+                f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED
+            )
         self._model.eval()
         config = self._model.config
         self._index = scalar_index(config)
-        self._pad = config.pad_token_id if config.pad_token_id is not None else self._tokenizer.pad_token_id
+        self._pad = (
+            config.pad_token_id if config.pad_token_id is not None else self._tokenizer.pad_token_id
+        )
         config.pad_token_id = self._pad
         positions = getattr(config, "max_position_embeddings", None) or max_tokens
         self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
@@ -53,7 +70,12 @@ class RewardModel:
         # Without a padding token transformers cannot tell where a text ends: one at a time then.
         batches = [texts] if self._pad is not None else [[ids] for ids in texts]
         logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
-        return {"scores": [{"raised": one} if isinstance(one, str) else {"reward": next(logits)} for one in read]}
+        return {
+            "scores": [
+                {"raised": one} if isinstance(one, str) else {"reward": next(logits)}
+                for one in read
+            ]
+        }
 
     def _try_ids(self, item: Mapping[str, Any]) -> list[int] | str:
         """Token ids of an item, or why there are none."""
@@ -64,12 +86,19 @@ class RewardModel:
         return ids or "a text without tokens"
 
     def _ids(self, item: Mapping[str, Any]) -> list[int]:
-        """A conversation under the chat template where both exist, else prompt and response as one text."""
+        """A conversation under the chat template where both exist, else prompt and response as one
+        text.
+        """
         text, special = item["text"], True
         if item["messages"] and self._tokenizer.chat_template:
-            text, special = self._tokenizer.apply_chat_template(item["messages"], tokenize=False), False
+            text, special = (
+                self._tokenizer.apply_chat_template(item["messages"], tokenize=False),
+                False,
+            )
         return list(
-            self._tokenizer(text, add_special_tokens=special, truncation=True, max_length=self._max_tokens)["input_ids"]
+            self._tokenizer(
+                text, add_special_tokens=special, truncation=True, max_length=self._max_tokens
+            )["input_ids"]
         )
 
     @torch.inference_mode()
@@ -89,7 +118,10 @@ def scalar_index(config: Any) -> int:
     if config.num_labels == 1:
         return 0
     if config.num_labels == 2:
-        return next((int(index) for index, label in config.id2label.items() if label.lower() == "positive"), 1)
+        return next(
+            (int(index) for index, label in config.id2label.items() if label.lower() == "positive"),
+            1,
+        )
     raise ConfigError("a reward model with several labels", seen=config.num_labels, allowed=ALLOWED)
 
 

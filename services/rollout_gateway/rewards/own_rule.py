@@ -1,4 +1,7 @@
-"""A user's own rule: found by its import path, called, its answer checked. Owns the checks; runs in a child only."""
+"""A user's own rule: found by its import path, called, its answer checked.
+
+Owns the checks; runs in a child only.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from typing import Any
 from paceline.errors import ConfigError
 from rollout_gateway.environments.base import Episode
 
-ALLOWED = "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
+ALLOWED = (
+    "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
+)
 
 
 class OwnRule:
@@ -25,7 +30,9 @@ class OwnRule:
         try:
             rule = find(path)()
         except Exception as error:
-            raise ConfigError(f"a reward rule cannot be built: {type(error).__name__}: {error}", seen=path) from error
+            raise ConfigError(
+                f"a reward rule cannot be built: {type(error).__name__}: {error}", seen=path
+            ) from error
         if not callable(getattr(rule, "score", None)):
             raise ConfigError("a reward rule has no method score", seen=path, allowed=ALLOWED)
         self._rule = rule
@@ -43,7 +50,10 @@ class OwnRule:
 
 
 def find(path: str) -> Any:
-    """The object that "package.module:Class" or "path/to/file.py:Class" names. Raises whatever importing it raises."""
+    """The object that "package.module:Class" or "path/to/file.py:Class" names.
+
+    Raises whatever importing it raises.
+    """
     place, _, name = path.rpartition(":")
     if place.endswith(".py"):
         return getattr(_load_file(Path(place).resolve()), name)
@@ -51,11 +61,16 @@ def find(path: str) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """None, or the number as float: also those of numpy and torch with one element. Raises TypeError."""
+    """None, or the number as float: also those of numpy and torch with one element.
+
+    Raises TypeError.
+    """
     if value is None:
         return None
     if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-        raise TypeError(f"score has to return a float or None, not {type(value).__name__}: {value!r:.200}")
+        raise TypeError(
+            f"score has to return a float or None, not {type(value).__name__}: {value!r:.200}"
+        )
     return float(value)
 
 

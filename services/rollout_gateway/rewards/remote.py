@@ -1,4 +1,5 @@
-"""A reward at a URL: POST with the episode as JSON, {"reward": number or null} back. Owns retries and deadlines.
+"""A reward at a URL: POST with the episode as JSON, {"reward": number or null} back. Owns retries
+and deadlines.
 
 What the server cannot say is never reward 0: failing for good raises Unavailable.
 """
@@ -22,7 +23,10 @@ from rollout_gateway.rewards.breaker import CircuitBreaker
 from rollout_gateway.rewards.episode_json import episode_to
 
 FIRST_PAUSE_S = 0.1
-"""Before the second attempt; doubles with every further one. The pause is drawn between half of it and all of it."""
+"""Before the second attempt; doubles with every further one.
+
+The pause is drawn between half of it and all of it.
+"""
 LONGEST_PAUSE_S = 5.0
 MAX_ANSWER_BYTES = 64 << 10
 SHOWN = 200
@@ -39,7 +43,9 @@ class _TryLater(Exception):
 
 
 class RemoteReward:
-    """Asks the server, at most `parallel` episodes at once; the others wait before their deadline begins."""
+    """Asks the server, at most `parallel` episodes at once; the others wait before their deadline
+    begins.
+    """
 
     def __init__(self, config: RemoteRewardConfig) -> None:
         """Raises ConfigError without a usable URL."""
@@ -49,9 +55,13 @@ class RemoteReward:
         self._breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
         self._jitter = random.Random()
         authorization = {"authorization": f"Bearer {config.token}"} if config.token else {}
-        limits = httpx.Limits(max_connections=config.parallel, max_keepalive_connections=config.parallel)
+        limits = httpx.Limits(
+            max_connections=config.parallel, max_keepalive_connections=config.parallel
+        )
         self._client = httpx.AsyncClient(
-            timeout=config.deadline_s, limits=limits, headers={"content-type": "application/json", **authorization}
+            timeout=config.deadline_s,
+            limits=limits,
+            headers={"content-type": "application/json", **authorization},
         )
 
     async def score(self, episode: Episode) -> float | None:
@@ -82,7 +92,9 @@ class RemoteReward:
             await asyncio.sleep(wait_s)
         raise Unavailable("the reward at a URL gave no answer", seen=failure) from failure
 
-    async def _attempt(self, body: bytes, headers: dict[str, str], until: float, left: int) -> float | None:
+    async def _attempt(
+        self, body: bytes, headers: dict[str, str], until: float, left: int
+    ) -> float | None:
         """One request; it may take its share of the time that is left."""
         async with self._breaker.request(until):
             share_s = max(0.0, until - asyncio.get_running_loop().time()) / left
@@ -98,18 +110,30 @@ class RemoteReward:
         if status == _TOO_MANY_REQUESTS:
             raise _TryLater(f"status {status}: {shown(answer)}", retry_after_s)
         if not 200 <= status < 300:
-            raise Unavailable("the reward at a URL refused", seen=f"status {status}: {shown(answer)}", allowed="200")
+            raise Unavailable(
+                "the reward at a URL refused",
+                seen=f"status {status}: {shown(answer)}",
+                allowed="200",
+            )
         return reward_of(answer)
 
     async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float, bytes]:
-        """(status, seconds of Retry-After, the first MAX_ANSWER_BYTES + 1 bytes or so of the answer)."""
+        """(status, seconds of Retry-After, the first MAX_ANSWER_BYTES + 1 bytes or so of the
+        answer).
+        """
         answer = b""
-        async with self._client.stream("POST", self._config.url, content=body, headers=headers) as response:
+        async with self._client.stream(
+            "POST", self._config.url, content=body, headers=headers
+        ) as response:
             async for chunk in response.aiter_bytes():
                 answer += chunk
                 if len(answer) > MAX_ANSWER_BYTES:
                     break
-            return response.status_code, retry_after(response.headers.get("retry-after", "")), answer
+            return (
+                response.status_code,
+                retry_after(response.headers.get("retry-after", "")),
+                answer,
+            )
 
 
 def check_url(url: str) -> None:
@@ -120,25 +144,36 @@ def check_url(url: str) -> None:
     except httpx.InvalidURL:
         pass  # said below
     allowed = "http://host:port/path or https://..."
-    raise ConfigError("gateway.rewards.remote.url is no URL", seen=url or "nothing", allowed=allowed)
+    raise ConfigError(
+        "gateway.rewards.remote.url is no URL", seen=url or "nothing", allowed=allowed
+    )
 
 
 def reward_of(answer: bytes) -> float | None:
-    """The reward of an answer; infinite or no number when the server says so. Raises Unavailable for anything else."""
+    """The reward of an answer; infinite or no number when the server says so.
+
+    Raises Unavailable for anything else.
+    """
     try:
         value = json.loads(answer)
-        reward = value["reward"] if isinstance(value, dict) and len(answer) <= MAX_ANSWER_BYTES else ""
+        reward = (
+            value["reward"] if isinstance(value, dict) and len(answer) <= MAX_ANSWER_BYTES else ""
+        )
         if reward is None or (isinstance(reward, int | float) and not isinstance(reward, bool)):
             return None if reward is None else float(reward)
     except (ValueError, KeyError, RecursionError, OverflowError):
         pass  # said below, in the same words as for JSON of another form
     raise Unavailable(
-        "the reward at a URL answered something else", seen=shown(answer), allowed='{"reward": 0.5 | null}'
+        "the reward at a URL answered something else",
+        seen=shown(answer),
+        allowed='{"reward": 0.5 | null}',
     )
 
 
 def retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 when it says nothing."""
+    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 when it says
+    nothing.
+    """
     try:
         return max(0.0, float(value))
     except ValueError:

@@ -1,4 +1,7 @@
-"""The table of the reward rules and who owns the built ones. Owns their lives and what a score may be."""
+"""The table of the reward rules and who owns the built ones.
+
+Owns their lives and what a score may be.
+"""
 
 from __future__ import annotations
 
@@ -72,29 +75,36 @@ OWN = "package.module:Class, path/to/file.py:Class"
 
 
 class RewardRules:
-    """All rules of one gateway, each built when it is first named. Nothing runs before a rule needs it."""
+    """All rules of one gateway, each built when it is first named.
+
+    Nothing runs before a rule needs it.
+    """
 
     def __init__(self, config: RewardsConfig, sandbox: Sandbox | None = None) -> None:
         """`sandbox`: where code is run; one of its own when None."""
         self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox), self._closing)
+        self._parts = Parts(
+            config, self._children, sandbox or Sandbox(config.sandbox), self._closing
+        )
         self._metrics = RewardMetrics()
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
         """The rule of that name, or a user's own by its import path.
 
-        Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when its settings are
-        missing, ResourceExhausted.
+        Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when
+        its settings are missing, ResourceExhausted.
         """
         if name not in self._rules:
             self._rules[name] = MeasuredRule(name, self._build(name), self._metrics)
         return self._rules[name]
 
     async def check(self, name: str) -> None:
-        """Raises what `rule` does, and ConfigError for a rule that cannot be built or a model that cannot be loaded."""
+        """Raises what `rule` does, and ConfigError for a rule that cannot be built or a model that
+        cannot be loaded.
+        """
         rule = self.rule(name)
         try:
             await rule.prepare()
@@ -105,7 +115,9 @@ class RewardRules:
     @property
     def pids(self) -> list[int]:
         """Process ids of what runs for rules."""
-        models = [rule.inner for rule in self._rules.values() if isinstance(rule.inner, ModelReward)]
+        models = [
+            rule.inner for rule in self._rules.values() if isinstance(rule.inner, ModelReward)
+        ]
         return [*self._children.pids, *(pid for model in models for pid in model.pids)]
 
     async def stop(self) -> None:
@@ -117,9 +129,13 @@ class RewardRules:
             return REWARDS[name](self._parts)
         place, _, attribute = name.rpartition(":")
         if not place or not attribute:
-            raise NotFound("no such reward rule", seen=name, allowed=", ".join([*sorted(REWARDS), OWN]))
+            raise NotFound(
+                "no such reward rule", seen=name, allowed=", ".join([*sorted(REWARDS), OWN])
+            )
         if len(self._rules.keys() - REWARDS.keys()) >= MAX_OWN:
-            raise ResourceExhausted("too many reward rules by import path", seen=name, allowed=MAX_OWN)
+            raise ResourceExhausted(
+                "too many reward rules by import path", seen=name, allowed=MAX_OWN
+            )
         return ChildRule(name, self._children)
 
 
@@ -137,7 +153,8 @@ class MeasuredRule:
             await self.inner.prepare()
 
     async def score(self, episode: Episode) -> float | None:
-        """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not asked.
+        """See RewardRule; never Unscored. A reward that the agent gave stands, the rule is not
+        asked.
 
         Raises InvalidInput for a score that is not finite.
         """
@@ -148,7 +165,13 @@ class MeasuredRule:
         try:
             value = self._finite(await self.inner.score(episode))
         except Unscored as why:
-            log.warning("unscored", rule=self._name, task=episode.task.task_id, reason=why.reason, error=str(why))
+            log.warning(
+                "unscored",
+                rule=self._name,
+                task=episode.task.task_id,
+                reason=why.reason,
+                error=str(why),
+            )
             self._metrics.failed(self._name, why.reason)
             value = None
         except PacelineError as error:
@@ -162,5 +185,7 @@ class MeasuredRule:
     def _finite(self, value: float | None) -> float | None:
         if value is not None and not math.isfinite(value):
             message = f"the reward rule {self._name} gave what is no reward"
-            raise InvalidInput(message, reason="REWARD_NOT_FINITE", seen=value, allowed="a finite number or None")
+            raise InvalidInput(
+                message, reason="REWARD_NOT_FINITE", seen=value, allowed="a finite number or None"
+            )
         return value

@@ -1,4 +1,7 @@
-"""Workers that open traffic leaves without work. Owns when their slots are lent out; requests are the router's."""
+"""Workers that open traffic leaves without work.
+
+Owns when their slots are lent out; requests are the router's.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from rollout_gateway.router import Router
 
 
 class IdleWorkers:
-    """Inside the block a worker without a request for `after_s` seconds is released, and told of once.
+    """Inside the block a worker without a request for `after_s` seconds is released, and told of
+    once.
 
     The last one stays, so that agents are always served. At the beginning all get requests again.
     """
@@ -26,11 +30,16 @@ class IdleWorkers:
 
     async def __aenter__(self) -> IdleWorkers:
         self._router.take_back()
-        self._watchers = [background(self._watch(index), f"idle worker {index}") for index in range(self._kept)]
+        self._watchers = [
+            background(self._watch(index), f"idle worker {index}") for index in range(self._kept)
+        ]
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await cancel(*self._watchers)
 
@@ -45,7 +54,9 @@ class IdleWorkers:
         return self._lent.popleft() if self._lent else None
 
     async def _watch(self, index: int) -> None:
-        await asyncio.sleep(self._after_s)  # rest from before the block says nothing about the traffic inside it
+        await asyncio.sleep(
+            self._after_s
+        )  # rest from before the block says nothing about the traffic inside it
         await self._router.idle_for(index, self._after_s)
         if self._kept > 1:
             self._kept -= 1

@@ -1,7 +1,8 @@
-"""A step of open traffic: groups that agents opened themselves, stamped with the step that finds them closed.
+"""A step of open traffic: groups that agents opened themselves, stamped with the step that finds
+them closed.
 
-Owns which groups a step has taken; a repeated call for the step is answered with the same ones. Nobody starts a sample
-here: agents come when they like.
+Owns which groups a step has taken; a repeated call for the step is answered with the same ones.
+Nobody starts a sample here: agents come when they like.
 """
 
 from __future__ import annotations
@@ -59,7 +60,11 @@ class OpenRuns:
                     while (worker := idle.pop()) is not None:
                         yield rpb.RunTasksResponse(share=totals.share(worker))
                     group = agents.groups.pop()
-                    for sample in () if group is None else totals.group(group.group_id, self._take(taken, group, step)):
+                    for sample in (
+                        ()
+                        if group is None
+                        else totals.group(group.group_id, self._take(taken, group, step))
+                    ):
                         yield rpb.RunTasksResponse(sample=sample)
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
@@ -67,7 +72,9 @@ class OpenRuns:
         """The samples of a group that the step now has; none of one that earned nothing."""
         samples = self._stamp(group, step)
         if not group.scored:
-            log.info("a group closed without a reward", group=group.group_id, sessions=len(group.members))
+            log.info(
+                "a group closed without a reward", group=group.group_id, sessions=len(group.members)
+            )
             return []
         taken.groups[group.group_id] = samples
         return samples
@@ -75,9 +82,12 @@ class OpenRuns:
     def _stamp(self, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:
         """The group's samples go to the stream as those of this step."""
         for member in group.members:
-            self._gateway.agents.put(member.session, [restamped(one, step) for one in member.samples])
+            self._gateway.agents.put(
+                member.session, [restamped(one, step) for one in member.samples]
+            )
         return [
-            sample_finished(member.session, member.session.worker_index or 0, AGENT, "stop") for member in group.members
+            sample_finished(member.session, member.session.worker_index or 0, AGENT, "stop")
+            for member in group.members
         ]
 
     async def _taken(self, request: rpb.RunTasksRequest) -> _Taken:
@@ -104,7 +114,9 @@ def _from_records(records: Mapping[str, dict[str, Any]]) -> dict[str, list[rpb.S
                 task_id=first["task_id"],
                 group_id=first["group_id"],
                 sample_index=first["sample_index"],
-                reward=tpb.Reward(value=sum(one["reward"] for one in branches) / len(branches), source=AGENT),
+                reward=tpb.Reward(
+                    value=sum(one["reward"] for one in branches) / len(branches), source=AGENT
+                ),
                 prompt_tokens=first["tokens"] - first["trained_tokens"],
                 response_tokens=sum(one["trained_tokens"] for one in branches),
                 finish_reason=tpb.FINISH_REASON_STOP,

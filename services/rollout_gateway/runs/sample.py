@@ -1,4 +1,7 @@
-"""One sample of a task: its session from the assignment to the reward. Owns who leads it and how it is scored."""
+"""One sample of a task: its session from the assignment to the reward.
+
+Owns who leads it and how it is scored.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,11 @@ class Job:
     def key(self) -> str:
         """Identity. Evaluations with other settings, e.g. another arm, are other samples."""
         run = self.request.context.run_id
-        return f"train/{run}/{self.session_id}" if self.trains else f"{self.settings}/{self.session_id}"
+        return (
+            f"train/{run}/{self.session_id}"
+            if self.trains
+            else f"{self.settings}/{self.session_id}"
+        )
 
 
 def settings_digest(request: rpb.RunTasksRequest) -> str:
@@ -77,14 +84,20 @@ class _SessionModel:
 
     async def generate(self, prompt: tuple[int, ...]) -> Turn:
         caller = Caller(self._session)
-        (plan,) = self._gateway.planner.completions(caller, [prompt], self._sampling, count=1, completion_id=self._name)
+        (plan,) = self._gateway.planner.completions(
+            caller, [prompt], self._sampling, count=1, completion_id=self._name
+        )
         piece = await self._run(plan)
         return Turn(tuple(piece.chunk.token_ids), piece.text, piece.finish)
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ChatTurn:
         request = ChatRequest(tuple(messages), tuple(tools))
         caller = Caller(self._session)
-        (plan,) = self._gateway.planner.chat(caller, request, self._sampling, count=1, completion_id=self._name)
+        (plan,) = self._gateway.planner.chat(
+            caller, request, self._sampling, count=1, completion_id=self._name
+        )
         piece = await self._run(plan)
         return ChatTurn(piece.message or Message("assistant", piece.text), piece.finish)
 
@@ -101,7 +114,9 @@ class _SessionModel:
     async def _run(self, plan: Plan) -> Piece:
         job = self._job
         return await self._gateway.call(
-            replace(plan, worker=job.worker_index, forced_arm=job.request.forced_arm, queue_key=None)
+            replace(
+                plan, worker=job.worker_index, forced_arm=job.request.forced_arm, queue_key=None
+            )
         ).whole()
 
 
@@ -126,17 +141,26 @@ class Samples:
         return sample_finished(session, job.worker_index, job.request.reward, episode.finish)
 
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
-        """A built-in environment leads the session. What is wrong with one task ends that sample alone."""
+        """A built-in environment leads the session.
+
+        What is wrong with one task ends that sample alone.
+        """
         model = _SessionModel(self._gateway, job, session)
         try:
-            return await environment(job.request.environment, self._gateway.equipment).run(asked, model)
+            return await environment(job.request.environment, self._gateway.equipment).run(
+                asked, model
+            )
         except InvalidInput as error:
             self._gateway.agents.finish(session, fail=FailReason.DATA, message=str(error))
             return Episode(asked, "", "error")
 
-    async def _led_by_agent(self, job: Job, asked: EpisodeTask, about: Assignment) -> tuple[Session, Episode]:
+    async def _led_by_agent(
+        self, job: Job, asked: EpisodeTask, about: Assignment
+    ) -> tuple[Session, Episode]:
         """An agent from outside claims the task and leads its session to an end."""
-        session = await self._gateway.agents.offers.lead(asked, about, job.session_id, job.worker_index)
+        session = await self._gateway.agents.offers.lead(
+            asked, about, job.session_id, job.worker_index
+        )
         turns = session.tree.turns
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
@@ -145,7 +169,9 @@ class Samples:
         return session, Episode(asked, text, finish, messages, session.reward)
 
     async def _score(self, job: Job, session: Session, episode: Episode) -> None:
-        """Ends the session with its reward; a reward that is away is a machine's fault, never a 0."""
+        """Ends the session with its reward; a reward that is away is a machine's fault, never a
+        0.
+        """
         scored = episode.finish in ("stop", "length", "tool_calls")
         try:
             unscored = scored and bool(session.tree.turns) and not session.scored
@@ -155,7 +181,9 @@ class Samples:
                     session.score(Grant(value))
         except PacelineError as error:
             away = isinstance(error, Unavailable | DeadlineExceeded)
-            self._gateway.agents.finish(session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error))
+            self._gateway.agents.finish(
+                session, fail=FailReason.INFRA if away else FailReason.DATA, message=str(error)
+            )
         else:
             self._gateway.agents.finish(session, abort=not scored)
 
@@ -177,7 +205,9 @@ def _assignment(job: Job, captures: Callable[[int], bool]) -> Assignment:
     )
 
 
-def sample_finished(session: Session, worker_index: int, source: str, finish: str) -> rpb.SampleFinished:
+def sample_finished(
+    session: Session, worker_index: int, source: str, finish: str
+) -> rpb.SampleFinished:
     """The outcome of a session."""
     turns, about = session.tree.turns, session.assignment
     response = [token for turn in turns for token in turn.response_ids]
@@ -189,7 +219,9 @@ def sample_finished(session: Session, worker_index: int, source: str, finish: st
         group_id=about.group_id or session.session_id,
         sample_index=about.sample_index,
         worker_index=worker_index,
-        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source) if final and rewards else None,
+        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source)
+        if final and rewards
+        else None,
         prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
         response_tokens=len(response),
         finish_reason=FINISH_VALUES["stop" if finish == "tool_calls" else finish],

@@ -1,7 +1,9 @@
-"""RunTasks: tasks of the built-in environments, sample by sample. Owns which samples run and what they answered.
+"""RunTasks: tasks of the built-in environments, sample by sample. Owns which samples run and what
+they answered.
 
-Idempotent by (run, step, purpose, task, sample): a running sample is joined, a finished training sample is answered
-from memory or from the ledger. A caller that goes away does not stop its samples; the next one takes over the stream.
+Idempotent by (run, step, purpose, task, sample): a running sample is joined, a finished training
+sample is answered from memory or from the ledger. A caller that goes away does not stop its
+samples; the next one takes over the stream.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from rollout_gateway.engine_metrics import describe_rounds
 from rollout_gateway.environments import environment
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.open import OpenRuns
-from rollout_gateway.runs.sample import AGENT, EXTERNAL, FINISH_VALUES, Job, Samples, settings_digest
+from rollout_gateway.runs.sample import (
+    AGENT,
+    EXTERNAL,
+    FINISH_VALUES,
+    Job,
+    Samples,
+    settings_digest,
+)
 from rollout_gateway.runs.totals import Totals
 from rollout_gateway.sessions.trainable import check_trainable
 
@@ -42,7 +51,8 @@ class TaskRuns:
     async def run(self, request: rpb.RunTasksRequest) -> AsyncGenerator[rpb.RunTasksResponse]:
         """Samples as they end, each worker's end of its share, then the totals.
 
-        Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while trajectories pile up.
+        Raises InvalidInput or NotFound for a request that can never work, ResourceExhausted while
+        trajectories pile up.
         """
         if request.open_groups and not request.tasks:
             async with aclosing(self._open.run(request)) as news:
@@ -54,11 +64,15 @@ class TaskRuns:
         started = asyncio.get_running_loop().time()
         metrics = self._gateway.router.metrics
         split = metrics.split
-        with span("rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task) as current:
+        with span(
+            "rollout.run_tasks", tasks=len(request.tasks), samples=request.samples_per_task
+        ) as current:
             jobs = self._jobs(request)
             records = await self._records(jobs)
             groups = [job.task.group_id for job in jobs if job.trains]
-            totals = Totals([job.worker_index for job in jobs], groups, self._gateway.router.count, started)
+            totals = Totals(
+                [job.worker_index for job in jobs], groups, self._gateway.router.count, started
+            )
             for share in totals.idle_shares():
                 yield rpb.RunTasksResponse(share=share)
             async for sample in self._outcomes(jobs, records):
@@ -72,10 +86,16 @@ class TaskRuns:
 
     async def _check(self, request: rpb.RunTasksRequest) -> None:
         if request.purpose not in (tpb.PURPOSE_TRAIN, tpb.PURPOSE_EVAL):
-            raise InvalidInput("purpose is not set", seen=int(request.purpose), allowed="PURPOSE_TRAIN, PURPOSE_EVAL")
+            raise InvalidInput(
+                "purpose is not set",
+                seen=int(request.purpose),
+                allowed="PURPOSE_TRAIN, PURPOSE_EVAL",
+            )
         samples = len(request.tasks) * request.samples_per_task
         if not 1 <= samples <= MAX_SAMPLES:
-            raise InvalidInput("tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}")
+            raise InvalidInput(
+                "tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}"
+            )
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
         if request.environment != EXTERNAL:
@@ -86,7 +106,9 @@ class TaskRuns:
             check_trainable(request.sampling)
 
     def _jobs(self, request: rpb.RunTasksRequest) -> list[Job]:
-        """Sample j of task i goes to worker (i * samples + j) mod workers: equal shares, the same on every repeat."""
+        """Sample j of task i goes to worker (i * samples + j) mod workers: equal shares, the same
+        on every repeat.
+        """
         size, workers = request.samples_per_task, self._gateway.router.count
         settings = settings_digest(request)
         return [
@@ -107,7 +129,9 @@ class TaskRuns:
         self, jobs: list[Job], records: Mapping[str, dict[str, Any]]
     ) -> AsyncIterator[rpb.SampleFinished]:
         """Every job's outcome, in the order of their ends."""
-        ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = asyncio.Queue()
+        ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = (
+            asyncio.Queue()
+        )
         for job in jobs:
             key = str(BranchKey(job.request.context.run_id, job.session_id))
             if job.key in self._answers:
@@ -133,7 +157,9 @@ class TaskRuns:
         if task.cancelled() or task.exception() is not None:
             return
         answer = task.result()
-        if job.trains and answer.HasField("reward"):  # evaluations run again: the weights may have moved
+        if job.trains and answer.HasField(
+            "reward"
+        ):  # evaluations run again: the weights may have moved
             self._answers[job.key] = answer
             if len(self._answers) > ANSWERS_REMEMBERED:
                 self._answers.popitem(last=False)

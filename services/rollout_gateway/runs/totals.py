@@ -1,4 +1,7 @@
-"""What a RunTasks call has counted so far. Owns shares, totals and the sum of the workers' statistics."""
+"""What a RunTasks call has counted so far.
+
+Owns shares, totals and the sum of the workers' statistics.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,12 @@ from rollout_gateway.gateway import Gateway
 class Totals:
     """Counts outcomes by worker and in all."""
 
-    def __init__(self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float) -> None:
-        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: by the loop's clock."""
+    def __init__(
+        self, shares: Iterable[int], groups: Iterable[str], workers: int, started: float
+    ) -> None:
+        """`shares`: the worker of each sample; `groups`: those to be trained; `started`: by the
+        loop's clock.
+        """
         self._left = Counter(shares)
         self._workers = workers
         self._started = started
@@ -47,8 +54,12 @@ class Totals:
         self._left[sample.worker_index] -= 1
         return None if self._left[sample.worker_index] else share
 
-    def group(self, group_id: str, samples: Sequence[rpb.SampleFinished]) -> Sequence[rpb.SampleFinished]:
-        """Count the sessions of one more group that is to be trained; without any nothing of it is."""
+    def group(
+        self, group_id: str, samples: Sequence[rpb.SampleFinished]
+    ) -> Sequence[rpb.SampleFinished]:
+        """Count the sessions of one more group that is to be trained; without any nothing of it
+        is.
+        """
         if samples:
             self._scored.setdefault(group_id, 0)
         for sample in samples:
@@ -68,7 +79,8 @@ class Totals:
         finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
         finished.regret = regret(finished.arms)
         finished.closed_groups.extend(
-            rpb.ClosedGroup(group_id=group, scored_sessions=count) for group, count in self._scored.items()
+            rpb.ClosedGroup(group_id=group, scored_sessions=count)
+            for group, count in self._scored.items()
         )
         return finished
 
@@ -78,7 +90,8 @@ def merge_arms(healths: list[pb.WorkerHealth]) -> list[pb.ArmStats]:
     merged: dict[tuple[str, int], pb.ArmStats] = {}
     for stats in (stats for health in healths for stats in health.arms):
         into = merged.setdefault(
-            (stats.arm, stats.batch_group), pb.ArmStats(arm=stats.arm, batch_group=stats.batch_group)
+            (stats.arm, stats.batch_group),
+            pb.ArmStats(arm=stats.arm, batch_group=stats.batch_group),
         )
         pulls = into.pulls + stats.pulls
         for name in ("mean_tokens_per_s", "mean_accept_length"):

@@ -1,6 +1,8 @@
-"""Runs of code, as the gateway sees them. Owns how many run at once, which walls stand and what came back.
+"""Runs of code, as the gateway sees them. Owns how many run at once, which walls stand and what
+came back.
 
-The walls themselves are built by launcher/, a program of its own, so that nothing happens between fork and exec here.
+The walls themselves are built by launcher/, a program of its own, so that nothing happens between
+fork and exec here.
 """
 
 from __future__ import annotations
@@ -60,9 +62,9 @@ class SandboxResult:
 class Sandbox:
     """Runs Python programs; each in a fresh process and an empty directory, both gone afterwards.
 
-    CPU time and memory are limited for each process of a program, and the number of processes, so a program can use
-    the product. Without namespaces its directory lies on the host's disk and only each file is limited.
-    Safe for concurrent use within one event loop.
+    CPU time and memory are limited for each process of a program, and the number of processes, so a
+    program can use the product. Without namespaces its directory lies on the host's disk and only
+    each file is limited. Safe for concurrent use within one event loop.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -81,12 +83,15 @@ class Sandbox:
                 self._layers = await self._strongest()
             return self._layers
 
-    async def run(self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None) -> SandboxResult:
-        """Run a program as `python main.py` with the standard library, in a directory that holds `files`.
+    async def run(
+        self, code: str, *, stdin: str = "", files: Mapping[str, str] | None = None
+    ) -> SandboxResult:
+        """Run a program as `python main.py` with the standard library, in a directory that holds
+        `files`.
 
-        `files` maps relative paths to texts; modules among them can be imported. Waits while `parallel` others run.
-        Cancelling kills the program. Raises InvalidInput for a path outside, Unavailable when the sandbox fails: that
-        says nothing about the code.
+        `files` maps relative paths to texts; modules among them can be imported. Waits while
+        `parallel` others run. Cancelling kills the program. Raises InvalidInput for a path outside,
+        Unavailable when the sandbox fails: that says nothing about the code.
         """
         checked = _checked_files(files or {})
         layers = await self.layers()
@@ -118,17 +123,28 @@ class Sandbox:
         )
 
     async def _trial(self, layers: tuple[str, ...]) -> str:
-        """Why a trivial program does not run with these layers; empty when it does. Raises Unavailable."""
+        """Why a trivial program does not run with these layers; empty when it does.
+
+        Raises Unavailable.
+        """
         word = secrets.token_hex(8)
         async with self._slots:
             answer = await self._launch(layers, f"print({word!r})", "", {})
         if answer.reason in ("timeout", "cpu"):  # a busy machine is no reason to take weaker walls
-            raise Unavailable("the sandbox is too slow to be tried out", seen=f"{answer.reason}, {answer.wall_s:.1f} s")
+            raise Unavailable(
+                "the sandbox is too slow to be tried out",
+                seen=f"{answer.reason}, {answer.wall_s:.1f} s",
+            )
         if not answer.failed and answer.stdout.strip() != word:
-            return f"a trivial program ended with {answer.reason} {answer.exit_code}: {answer.stderr[-300:]}"
+            return (
+                f"a trivial program ended with {answer.reason} {answer.exit_code}: "
+                f"{answer.stderr[-300:]}"
+            )
         return answer.failed
 
-    async def _launch(self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]) -> Answer:
+    async def _launch(
+        self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
+    ) -> Answer:
         config = self.config
         try:
             box = tempfile.mkdtemp(prefix="paceline-box-")
@@ -155,7 +171,10 @@ class Sandbox:
 
 
 async def _ask_launcher(request: Request) -> Answer:
-    """Start a launcher and wait for its answer; however this ends, the launcher has ended too. Raises Unavailable."""
+    """Start a launcher and wait for its answer; however this ends, the launcher has ended too.
+
+    Raises Unavailable.
+    """
     try:
         process = await asyncio.create_subprocess_exec(
             _python(),
@@ -176,12 +195,17 @@ async def _ask_launcher(request: Request) -> Answer:
         async with asyncio.timeout(request.wall_s + START_S):
             out, err = await process.communicate(request.encode())
     except TimeoutError as error:
-        raise Unavailable("a sandbox's launcher does not answer", seen=f"{request.wall_s + START_S} s") from error
+        raise Unavailable(
+            "a sandbox's launcher does not answer", seen=f"{request.wall_s + START_S} s"
+        ) from error
     finally:
         await asyncio.shield(_stop(process))
     if process.returncode != 0 or not out:
         last_words = err[-500:].decode(errors="replace")
-        raise Unavailable("a sandbox's launcher was lost", seen=f"exit code {process.returncode} {last_words}".strip())
+        raise Unavailable(
+            "a sandbox's launcher was lost",
+            seen=f"exit code {process.returncode} {last_words}".strip(),
+        )
     return Answer.decode(out)
 
 
@@ -208,15 +232,29 @@ def _remove(box: str) -> None:
 
 
 def _python() -> str:
-    """The interpreter itself rather than a virtual environment's: its packages are none of the code's business."""
-    return os.path.realpath(getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable)
+    """The interpreter itself rather than a virtual environment's: its packages are none of the
+    code's business.
+    """
+    return os.path.realpath(
+        getattr(sys, "_base_executable", "") or shutil.which("python3") or sys.executable
+    )
 
 
 def _checked_files(files: Mapping[str, str]) -> dict[str, str]:
     for name in files:
         path = PurePosixPath(name)
-        if not path.parts or path.is_absolute() or ".." in path.parts or name == CODE_FILE or "\0" in name:
-            raise InvalidInput("a file of a sandbox", seen=repr(name), allowed=f"relative paths other than {CODE_FILE}")
+        if (
+            not path.parts
+            or path.is_absolute()
+            or ".." in path.parts
+            or name == CODE_FILE
+            or "\0" in name
+        ):
+            raise InvalidInput(
+                "a file of a sandbox",
+                seen=repr(name),
+                allowed=f"relative paths other than {CODE_FILE}",
+            )
     return dict(files)
 
 
@@ -224,4 +262,7 @@ def _tell(layers: tuple[str, ...], failures: list[str]) -> None:
     if layers:
         log.info("code of models is shut in", by="+".join(layers), not_to_be_had=failures)
     else:
-        log.warning("code of models runs with limits alone: it can read files and open sockets", tried=failures)
+        log.warning(
+            "code of models runs with limits alone: it can read files and open sockets",
+            tried=failures,
+        )

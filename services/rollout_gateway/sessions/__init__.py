@@ -1,1 +1,4 @@
-"""Sessions: the exact tokens of what a model saw and said, and what they earned. Owns neither engine nor transport."""
+"""Sessions: the exact tokens of what a model saw and said, and what they earned.
+
+Owns neither engine nor transport.
+"""

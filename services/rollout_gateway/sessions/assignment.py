@@ -18,7 +18,9 @@ class State(StrEnum):
 
 
 class FailReason(StrEnum):
-    """Whose fault ended a session: a machine's, so that the task may run again, or the task's own."""
+    """Whose fault ended a session: a machine's, so that the task may run again, or the task's
+    own.
+    """
 
     INFRA = "infra"
     DATA = "data"

@@ -1,7 +1,8 @@
-"""Tasks of a run that agents may claim. Owns who leads a task now and how often it is offered; not what it earns.
+"""Tasks of a run that agents may claim. Owns who leads a task now and how often it is offered; not
+what it earns.
 
-An attempt that failed for a machine's fault is offered again, one that failed for the task's own fault once more; then
-the failure is the outcome.
+An attempt that failed for a machine's fault is offered again, one that failed for the task's own
+fault once more; then the failure is the outcome.
 """
 
 from __future__ import annotations
@@ -44,9 +45,15 @@ class TaskOffers:
         self._stopping = False
         self._led: dict[str, Offer] = {}  # by session id
 
-    async def lead(self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int) -> Session:
-        """Offers the task until an agent has led it to an end; the session is open when the agent completed it."""
-        offer = Offer(task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future())
+    async def lead(
+        self, task: EpisodeTask, assignment: Assignment, session_id: str, worker_index: int
+    ) -> Session:
+        """Offers the task until an agent has led it to an end; the session is open when the agent
+        completed it.
+        """
+        offer = Offer(
+            task, assignment, session_id, worker_index, asyncio.get_running_loop().create_future()
+        )
         self._put(offer)
         try:
             return await offer.outcome
@@ -56,7 +63,9 @@ class TaskOffers:
             self._led.pop(session_id, None)
             raise
 
-    async def claim(self, wait_s: float, timeout_s: float = 0.0) -> tuple[Session, EpisodeTask] | None:
+    async def claim(
+        self, wait_s: float, timeout_s: float = 0.0
+    ) -> tuple[Session, EpisodeTask] | None:
         """The longest waiting task in a session of its own; None when none came within the wait.
 
         `timeout_s`: of silence; 0 is the gateway's setting.
@@ -86,7 +95,9 @@ class TaskOffers:
         self._news.set()
 
     def leads(self, session: Session) -> bool:
-        """Whether the session answers an offer, until it is closed; its end is then the offer's business."""
+        """Whether the session answers an offer, until it is closed; its end is then the offer's
+        business.
+        """
         return session.session_id in self._led
 
     def completed(self, session: Session) -> None:
@@ -96,14 +107,21 @@ class TaskOffers:
             offer.outcome.set_result(session)
 
     def ended(self, session: Session) -> bool:
-        """The session was closed: True when the task is offered again after a fault, else that was its outcome."""
+        """The session was closed: True when the task is offered again after a fault, else that was
+        its outcome.
+        """
         offer = self._led.pop(session.session_id, None)
         if offer is None or offer.outcome.done():
             return False
         if session.state is State.FAILED and session.fail_reason is not None:
             reason = session.fail_reason
             offer.failures[reason] += 1
-            log.info("attempt failed", task=offer.task.task_id, reason=reason, failures=offer.failures[reason])
+            log.info(
+                "attempt failed",
+                task=offer.task.task_id,
+                reason=reason,
+                failures=offer.failures[reason],
+            )
             if offer.failures[reason] < ATTEMPTS[reason]:
                 self._put(offer)
                 return True

@@ -1,6 +1,7 @@
 """Groups that agents opened themselves, from the first sibling's end until a step takes them.
 
-Owns which groups have closed. Bounded in bytes: above the limit no new session is admitted until a step has come.
+Owns which groups have closed. Bounded in bytes: above the limit no new session is admitted until a
+step has come.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Member:
     @property
     def scored(self) -> bool:
         """Whether it can be trained."""
-        return self.session.state is State.FINAL and any(one.reward is not None for one in self.samples)
+        return self.session.state is State.FINAL and any(
+            one.reward is not None for one in self.samples
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -63,13 +66,17 @@ class OpenGroups:
         """Raises ResourceExhausted while too much waits for a step."""
         if self._bytes > self._max_bytes:
             raise ResourceExhausted(
-                "finished sessions wait for a training step; new ones are refused until one has taken them",
+                "finished sessions wait for a training step; new ones are refused until one has "
+                "taken them",
                 seen=f"{self._bytes} bytes",
                 allowed=f"{self._max_bytes} bytes",
             )
 
     def add(self, session: Session) -> bool:
-        """A session has ended. False when its group is full or a step has taken it: it comes too late."""
+        """A session has ended.
+
+        False when its group is full or a step has taken it: it comes too late.
+        """
         about = session.assignment
         group_id = about.group_id or session.session_id
         if group_id in self._gone:

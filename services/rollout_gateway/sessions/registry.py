@@ -1,4 +1,7 @@
-"""All sessions of one gateway: by id, by key, by completion, by conversation. Owns their number and their time-outs."""
+"""All sessions of one gateway: by id, by key, by completion, by conversation.
+
+Owns their number and their time-outs.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,9 @@ class Ended:
     session_id: str
     state: State
     reason: FailReason | None = None
-    shown: Mapping[str, Any] = field(default_factory=dict)  # as it was at its end; nothing of a former process's
+    shown: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # as it was at its end; nothing of a former process's
 
     def error(self) -> FailedPrecondition:
         """What a call on it gets."""
@@ -47,12 +52,16 @@ class Sessions:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
-        self._keys: dict[str, str] = {}  # hash of the api key -> session id, of open and remembered ones
+        self._keys: dict[
+            str, str
+        ] = {}  # hash of the api key -> session id, of open and remembered ones
         self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
         self._deadlines: list[tuple[float, str]] = []
-        self._former: OrderedDict[str, Ended] = OrderedDict()  # hash of a key -> earlier attempt under the same id
+        self._former: OrderedDict[str, Ended] = (
+            OrderedDict()
+        )  # hash of a key -> earlier attempt under the same id
         self.sooner = asyncio.Event()
         """Set when a session opens that may expire before all others."""
 
@@ -65,9 +74,17 @@ class Sessions:
     def open(self, assignment: Assignment, session_id: str = "") -> Session:
         """A new session with a key of its own. Raises ResourceExhausted when too many are open."""
         if len(self._open) >= self._config.limit and not self._drop_implicit():
-            raise ResourceExhausted("too many sessions are open", seen=len(self._open), allowed=self._config.limit)
+            raise ResourceExhausted(
+                "too many sessions are open", seen=len(self._open), allowed=self._config.limit
+            )
         key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
-        session = Session(session_id or uuid.uuid4().hex, assignment, self._config, api_key=key, now_s=self._clock())
+        session = Session(
+            session_id or uuid.uuid4().hex,
+            assignment,
+            self._config,
+            api_key=key,
+            now_s=self._clock(),
+        )
         self._supersede(session.session_id)
         self._open[session.session_id] = session
         if not key:
@@ -81,7 +98,10 @@ class Sessions:
         return session
 
     def get(self, session_id: str) -> Session:
-        """An open session, now touched. Raises NotFound, or FailedPrecondition naming the state of an ended one."""
+        """An open session, now touched.
+
+        Raises NotFound, or FailedPrecondition naming the state of an ended one.
+        """
         session = self._open.get(session_id)
         if session is None:
             if session_id in self._ended:
@@ -90,7 +110,10 @@ class Sessions:
         return self._touched(session)
 
     def by_key(self, api_key: str) -> Session | None:
-        """The session of a key; None for a key nobody knows. Raises FailedPrecondition for an ended one."""
+        """The session of a key; None for a key nobody knows.
+
+        Raises FailedPrecondition for an ended one.
+        """
         hashed = api_key_hash(api_key)
         if hashed in self._former:
             raise self._former[hashed].error()
@@ -118,7 +141,9 @@ class Sessions:
 
     def remember(self, session: Session, turn: Turn) -> None:
         """A turn was added, which is a sign of life."""
-        if self._open.get(session.session_id) is not session:  # also when a later attempt has the name
+        if (
+            self._open.get(session.session_id) is not session
+        ):  # also when a later attempt has the name
             return
         self._touched(session)
         self._completions[turn.completion_id] = session
@@ -134,7 +159,9 @@ class Sessions:
         """Forget an ended session but for its state."""
         self._open.pop(session.session_id, None)
         self._implicit.pop(session.session_id, None)
-        if len(self._deadlines) > 2 * len(self._open) + ENDED_REMEMBERED:  # mostly of sessions that have ended
+        if (
+            len(self._deadlines) > 2 * len(self._open) + ENDED_REMEMBERED
+        ):  # mostly of sessions that have ended
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
             heapq.heapify(self._deadlines)
         for turn in session.tree.turns:
@@ -142,7 +169,9 @@ class Sessions:
             if self._conversations.get(turn.digest) is session:
                 del self._conversations[turn.digest]
         if not session.assignment.implicit:
-            ended = Ended(session.session_id, session.state, session.fail_reason, session_json(session))
+            ended = Ended(
+                session.session_id, session.state, session.fail_reason, session_json(session)
+            )
             self.note_ended(ended, api_key_hash(session.api_key) if session.api_key else "")
 
     def note_ended(self, ended: Ended, hashed_key: str) -> None:
@@ -170,7 +199,9 @@ class Sessions:
                 found.append(session)
             else:
                 heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
-        return list(dict.fromkeys(found))  # one that was offered again is noted once for every attempt
+        return list(
+            dict.fromkeys(found)
+        )  # one that was offered again is noted once for every attempt
 
     def next_expiry_s(self) -> float:
         """Seconds until a session may expire."""
@@ -190,11 +221,17 @@ class Sessions:
         """When it has been silent for too long."""
         if session.assignment.implicit:
             return session.touched_s + self._config.implicit_timeout_s
-        return session.touched_s + min(session.assignment.timeout_s or self._config.timeout_s, self._config.timeout_s)
+        return session.touched_s + min(
+            session.assignment.timeout_s or self._config.timeout_s, self._config.timeout_s
+        )
 
     def _drop_implicit(self) -> bool:
-        """Make room: the longest silent conversation that nobody opened a session for or rewarded is forgotten."""
-        idle = next((one for one in self._implicit.values() if not one.busy and not one.scored), None)
+        """Make room: the longest silent conversation that nobody opened a session for or rewarded
+        is forgotten.
+        """
+        idle = next(
+            (one for one in self._implicit.values() if not one.busy and not one.scored), None
+        )
         if idle is None:
             return False
         idle.close()
@@ -202,7 +239,9 @@ class Sessions:
         return True
 
     def _supersede(self, session_id: str) -> None:
-        """Another attempt begins under this id: the key of the one before it opens nothing any more."""
+        """Another attempt begins under this id: the key of the one before it opens nothing any
+        more.
+        """
         before, hashed = self._ended.get(session_id, (None, ""))
         self._forget(session_id)
         if before is not None and hashed:

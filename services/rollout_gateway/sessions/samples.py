@@ -1,4 +1,7 @@
-"""Training samples of a session: its branches, or its turns one by one. Owns loss masks and how rewards reach them."""
+"""Training samples of a session: its branches, or its turns one by one.
+
+Owns loss masks and how rewards reach them.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
 
 
-def samples(session_id: str, about: Assignment, tree: MessageTree, reward: float | None) -> list[Trajectory]:
-    """Every generated token once. Those without a reward have reward None; branch_count counts the others.
+def samples(
+    session_id: str, about: Assignment, tree: MessageTree, reward: float | None
+) -> list[Trajectory]:
+    """Every generated token once. Those without a reward have reward None; branch_count counts the
+    others.
 
-    Without turn_discount a branch is one sample, and its reward is the session's plus those of its turns. With it every
-    turn is one: R_t = r_t + turn_discount * R_(t+1), the session's reward counting as the last turn's.
+    Without turn_discount a branch is one sample, and its reward is the session's plus those of its
+    turns. With it every turn is one: R_t = r_t + turn_discount * R_(t+1), the session's reward
+    counting as the last turn's.
     """
     lines = list(tree.branches())
     if about.turn_discount is None:
@@ -33,7 +40,9 @@ def _sum(path: Sequence[Turn], reward: float | None) -> float | None:
     return sum(given) if given else None
 
 
-def _turns(line: Branch, reward: float | None, discount: float) -> list[tuple[Branch, float | None]]:
+def _turns(
+    line: Branch, reward: float | None, discount: float
+) -> list[tuple[Branch, float | None]]:
     """A sample for each turn that this branch trains, with its return."""
     following = reward
     returns: dict[int, float | None] = {}
@@ -49,7 +58,9 @@ def _turns(line: Branch, reward: float | None, discount: float) -> list[tuple[Br
     ]
 
 
-def _trajectory(key: BranchKey, about: Assignment, line: Branch, reward: float | None, scored: int) -> Trajectory:
+def _trajectory(
+    key: BranchKey, about: Assignment, line: Branch, reward: float | None, scored: int
+) -> Trajectory:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []

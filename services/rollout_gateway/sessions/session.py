@@ -1,4 +1,7 @@
-"""A session: its tree, its state and its rewards. Owns what may happen when; generates and sends nothing."""
+"""A session: its tree, its state and its rewards.
+
+Owns what may happen when; generates and sends nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,13 @@ import asyncio
 import math
 from dataclasses import dataclass
 
-from paceline.errors import FailedPrecondition, InvalidInput, NotFound, ResourceExhausted, TrainabilityError
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidInput,
+    NotFound,
+    ResourceExhausted,
+    TrainabilityError,
+)
 from paceline.trajectory import Trajectory
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.config import SessionsConfig
@@ -30,7 +39,13 @@ class Session:
     """Generations of one attempt at one task."""
 
     def __init__(
-        self, session_id: str, assignment: Assignment, limits: SessionsConfig, *, api_key: str = "", now_s: float = 0.0
+        self,
+        session_id: str,
+        assignment: Assignment,
+        limits: SessionsConfig,
+        *,
+        api_key: str = "",
+        now_s: float = 0.0,
     ) -> None:
         self.session_id = session_id
         self.assignment = assignment
@@ -46,7 +61,9 @@ class Session:
         self._limits = limits
         self._active = 0
         self._active_tokens = 0
-        self._temperature: float | None = None  # of everything generated, in a session that is trained
+        self._temperature: float | None = (
+            None  # of everything generated, in a session that is trained
+        )
         self._added: dict[str, Grant] = {}  # by idempotency key
 
     @property
@@ -65,7 +82,9 @@ class Session:
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
     def check(self, sampling: tpb.SamplingParams, ahead: int = 0) -> None:
-        """Raises what `begin` would raise for this sampling after `ahead` other generations have begun."""
+        """Raises what `begin` would raise for this sampling after `ahead` other generations have
+        begun.
+        """
         self.require_open()
         if self.assignment.trainable:
             check_trainable(sampling)
@@ -83,10 +102,12 @@ class Session:
             raise self._spent("tokens", limits.max_tokens)
 
     def begin(self, sampling: tpb.SamplingParams, new_tokens: int) -> None:
-        """A generation starts, with so many prompt tokens behind its parent's; call `end` once afterwards.
+        """A generation starts, with so many prompt tokens behind its parent's; call `end` once
+        afterwards.
 
-        Raises FailedPrecondition when the session has ended or has used up a quota, TrainabilityError for sampling that
-        cannot be trained, ResourceExhausted when too many run at once.
+        Raises FailedPrecondition when the session has ended or has used up a quota,
+        TrainabilityError for sampling that cannot be trained, ResourceExhausted when too many run
+        at once.
         """
         self.check(sampling)
         self._active += 1
@@ -103,7 +124,9 @@ class Session:
             self._temperature = None
 
     def numbered(self, count: int) -> int:
-        """The number of the first of `count` generations that are planned; nobody else gets these numbers."""
+        """The number of the first of `count` generations that are planned; nobody else gets these
+        numbers.
+        """
         first = self.generations
         self.generations += count
         return first
@@ -111,7 +134,8 @@ class Session:
     def score(self, grant: Grant) -> None:
         """Give a reward. The same again changes nothing.
 
-        Raises FailedPrecondition for another one in its place or a late one, NotFound for an unknown completion.
+        Raises FailedPrecondition for another one in its place or a late one, NotFound for an
+        unknown completion.
         """
         if not math.isfinite(grant.value):
             raise InvalidInput("a reward is a finite number", seen=grant.value)
@@ -133,7 +157,10 @@ class Session:
             turn.reward = known
 
     def close(self, *, abort: bool = False, fail: FailReason | None = None) -> bool:
-        """End: final with a reward, unscored without one, aborted or failed on request. False when it had ended."""
+        """End: final with a reward, unscored without one, aborted or failed on request.
+
+        False when it had ended.
+        """
         if self.state is not State.OPEN:
             return False
         self.fail_reason = fail
@@ -161,12 +188,16 @@ class Session:
         turn = self.tree.by_id(completion_id)
         if turn is None:
             known = ", ".join(turn.completion_id for turn in self.tree.turns[-8:])
-            raise NotFound("the session has no such completion", seen=completion_id, allowed=known or None)
+            raise NotFound(
+                "the session has no such completion", seen=completion_id, allowed=known or None
+            )
         return turn
 
     def _accumulated(self, grant: Grant, known: float | None) -> float:
         if not grant.key:
-            raise InvalidInput("an accumulated reward needs an idempotency_key", allowed="a name of its own")
+            raise InvalidInput(
+                "an accumulated reward needs an idempotency_key", allowed="a name of its own"
+            )
         before = self._added.get(grant.key)
         if before == grant and known is not None:
             return known
@@ -177,7 +208,9 @@ class Session:
             raise ResourceExhausted("too many rewards in one session", seen=len(self._added))
         total = (known or 0.0) + grant.value
         if not math.isfinite(total):
-            raise InvalidInput("accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}")
+            raise InvalidInput(
+                "accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}"
+            )
         self._added[grant.key] = grant
         return total
 
@@ -191,7 +224,11 @@ class Session:
         return FailedPrecondition(message, reason="SESSION_QUOTA", seen=limit)
 
 
-def ended_error(session_id: str, state: State, reason: FailReason | None = None) -> FailedPrecondition:
+def ended_error(
+    session_id: str, state: State, reason: FailReason | None = None
+) -> FailedPrecondition:
     """What a call on an ended session gets."""
     seen = f"{state}: {reason}" if reason else str(state)
-    return FailedPrecondition(f"session {session_id} has ended", reason="SESSION_ENDED", seen=seen, allowed=State.OPEN)
+    return FailedPrecondition(
+        f"session {session_id} has ended", reason="SESSION_ENDED", seen=seen, allowed=State.OPEN
+    )

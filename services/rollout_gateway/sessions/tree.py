@@ -1,7 +1,9 @@
-"""The message tree of a session: model turns as the ids the engine produced. Owns what extends what.
+"""The message tree of a session: model turns as the ids the engine produced. Owns what extends
+what.
 
-A turn's tokens are those of its parent, then its prompt's new ones, then what the model said. Nothing said is ever
-tokenised again: a request that extends a known history gives only the tokens behind it, a changed one begins a fork.
+A turn's tokens are those of its parent, then its prompt's new ones, then what the model said.
+Nothing said is ever tokenised again: a request that extends a known history gives only the tokens
+behind it, a changed one begins a fork.
 """
 
 from __future__ import annotations
@@ -48,7 +50,12 @@ class Turn:
     @property
     def token_ids(self) -> list[int]:
         """[T] all tokens up to the end of what was said here."""
-        return [token for turn in self.path for ids in (turn.prompt_ids, turn.response_ids) for token in ids]
+        return [
+            token
+            for turn in self.path
+            for ids in (turn.prompt_ids, turn.response_ids)
+            for token in ids
+        ]
 
     @property
     def tokens(self) -> int:
@@ -64,10 +71,14 @@ class MessageTree:
         self.tokens = 0
         self._roots: list[Turn] = []
         self._by_digest: dict[bytes, Turn] = {}
-        self._by_text: dict[int, dict[bytes, Turn]] = {}  # characters -> sha256 of so much text -> turn
+        self._by_text: dict[
+            int, dict[bytes, Turn]
+        ] = {}  # characters -> sha256 of so much text -> turn
 
     def add(self, turn: Turn, text: str = "") -> None:
-        """A generation that has ended; `text`: of prompt and response, where the prompt came as text."""
+        """A generation that has ended; `text`: of prompt and response, where the prompt came as
+        text.
+        """
         (self._roots if turn.parent is None else turn.parent.children).append(turn)
         self.turns.append(turn)
         self.tokens += turn.tokens
@@ -81,7 +92,9 @@ class MessageTree:
         return next((turn for turn in self.turns if turn.completion_id == completion_id), None)
 
     def extended_by_messages(self, digests: Sequence[bytes]) -> tuple[Turn, int] | None:
-        """The deepest turn that a conversation goes on from, and how many of its messages that covers."""
+        """The deepest turn that a conversation goes on from, and how many of its messages that
+        covers.
+        """
         for count in range(len(digests) - 1, 0, -1):
             turn = self._by_digest.get(digests[count])
             if turn is not None:
@@ -89,9 +102,13 @@ class MessageTree:
         return None
 
     def extended_by_text(self, prompt: str) -> tuple[Turn, str] | None:
-        """The longest known text that a prompt begins with: its turn, and the rest of the prompt."""
+        """The longest known text that a prompt begins with: its turn, and the rest of the
+        prompt.
+        """
         for length in sorted(self._by_text, reverse=True):
-            turn = self._by_text[length].get(_hash(prompt[:length])) if length <= len(prompt) else None
+            turn = (
+                self._by_text[length].get(_hash(prompt[:length])) if length <= len(prompt) else None
+            )
             if turn is not None:
                 return turn, prompt[length:]
         return None
@@ -112,7 +129,9 @@ class MessageTree:
         return None if best is None else (best[0], given[best[1] :])
 
     def branches(self) -> Iterator[Branch]:
-        """Every line of turns from a root to a leaf; each turn is trained in the first line that holds it."""
+        """Every line of turns from a root to a leaf; each turn is trained in the first line that
+        holds it.
+        """
         trained: set[int] = set()
         for leaf in (turn for turn in self.turns if not turn.children):
             path = leaf.path
@@ -125,7 +144,9 @@ class Branch:
     """A line of turns as one training sample."""
 
     path: tuple[Turn, ...]
-    trained: tuple[Turn, ...]  # those whose tokens carry loss here; the others do in an earlier branch
+    trained: tuple[
+        Turn, ...
+    ]  # those whose tokens carry loss here; the others do in an earlier branch
 
 
 def _hash(text: str) -> bytes:

@@ -36,13 +36,18 @@ def session_json(session: Session) -> dict[str, Any]:
 
 
 def tree_json(session: Session) -> dict[str, Any]:
-    """The message tree, turn by turn in the order of their ends; parents are named by completion id."""
+    """The message tree, turn by turn in the order of their ends; parents are named by completion
+    id.
+    """
     return {**session_json(session), "tree": [_turn_json(turn) for turn in session.tree.turns]}
 
 
 def samples_json(session: Session) -> dict[str, Any]:
     """What is or would be trained."""
-    return {**session_json(session), "samples": [_sample_json(one) for one in session.trajectories()]}
+    return {
+        **session_json(session),
+        "samples": [_sample_json(one) for one in session.trajectories()],
+    }
 
 
 def sample_to(found: Trajectory) -> tpb.Trajectory:
@@ -62,7 +67,8 @@ def sample_to(found: Trajectory) -> tpb.Trajectory:
         loss_mask=bytes(found.loss_mask),
         behavior_logprobs=found.behavior_logprobs,
         version_spans=[
-            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version) for s in found.version_spans
+            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version)
+            for s in found.version_spans
         ],
         reward=None if found.reward is None else tpb.Reward(value=found.reward),
         speculation=wire.stats_to(found.speculation),
@@ -87,7 +93,9 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
         "prompt_ids": list(turn.prompt_ids),
         "response_ids": list(turn.response_ids),
         "behavior_logprobs": list(turn.behavior_logprobs),
-        "version_spans": [[span.start, span.end, span.policy_version] for span in turn.version_spans],
+        "version_spans": [
+            [span.start, span.end, span.policy_version] for span in turn.version_spans
+        ],
         "finish_reason": turn.finish,
         "seed": turn.seed,
         "temperature": turn.temperature,
@@ -103,7 +111,9 @@ def _sample_json(sample: Trajectory) -> dict[str, Any]:
         "token_ids": list(sample.token_ids),
         "loss_mask": list(sample.loss_mask),
         "behavior_logprobs": list(sample.behavior_logprobs),
-        "version_spans": [[span.start, span.end, span.policy_version] for span in sample.version_spans],
+        "version_spans": [
+            [span.start, span.end, span.policy_version] for span in sample.version_spans
+        ],
         "reward": sample.reward,
         "seed": sample.seed,
         "temperature": sample.temperature,

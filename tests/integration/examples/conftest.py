@@ -19,7 +19,14 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
         def start(example: str) -> str:
             port, log = free_port(), tmp_path / "gateway.log"
-            words = ["serve", "gateway", "--config", f"examples/{example}/serve.toml", "--http-port", str(port)]
+            words = [
+                "serve",
+                "gateway",
+                "--config",
+                f"examples/{example}/serve.toml",
+                "--http-port",
+                str(port),
+            ]
             words += ["--grpc-port", "0", f'run.dir="{tmp_path}"']
             process = stack.enter_context(background(*words, log=log))
             until_it_serves(f"http://127.0.0.1:{port}", process, log)

@@ -14,11 +14,17 @@ from example_runs import ROOT, Serve, run_example
 SCRIPT = "batch_evaluation/evaluate.py"
 
 
-def test_the_figures_are_the_expected_ones_and_a_mismatch_exits_with_1(serve: Serve, tmp_path: Path) -> None:
+def test_the_figures_are_the_expected_ones_and_a_mismatch_exits_with_1(
+    serve: Serve, tmp_path: Path
+) -> None:
     url = serve("batch_evaluation")
     done = run_example(SCRIPT, "--url", url)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = {line.split("│")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("│")}
+    lines = {
+        line.split("│")[1].strip(): line
+        for line in done.stdout.splitlines()
+        if line.startswith("│")
+    }
     assert "4/4" in lines["sum"]
     assert "+ - + -" in lines["difference"]
     assert "0.6667" in lines["pass@2"]
@@ -26,7 +32,10 @@ def test_the_figures_are_the_expected_ones_and_a_mismatch_exits_with_1(serve: Se
     other.write_text(json.dumps({"accuracy": 0.6, "pass@8": 1.0}))
     done = run_example(SCRIPT, "--url", url, "--expected", str(other))
     assert done.returncode == 1
-    assert done.stderr.splitlines() == ["accuracy: expected 0.6, found 0.5000", "pass@8: expected 1.0, found nan"]
+    assert done.stderr.splitlines() == [
+        "accuracy: expected 0.6, found 0.5000",
+        "pass@8: expected 1.0, found nan",
+    ]
 
 
 @pytest.mark.parametrize(("n", "right"), [(1, 0), (4, 1), (4, 3), (5, 2), (6, 6)])

@@ -1,4 +1,6 @@
-"""examples/openai_agent as its README runs it: a run of the real services whose rollouts are the agent's."""
+"""examples/openai_agent as its README runs it: a run of the real services whose rollouts are the
+agent's.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ from example_runs import ROOT, background, run_example, until_it_serves
 
 from paceline.local.ports import free_ports
 
-FILES = [word for name in ("demo/demo.toml", "openai_agent/agent.toml") for word in ("--config", f"examples/{name}")]
+FILES = [
+    word
+    for name in ("demo/demo.toml", "openai_agent/agent.toml")
+    for word in ("--config", f"examples/{name}")
+]
 
 
 def test_the_agents_reward_is_that_of_the_demos_task() -> None:
@@ -48,8 +54,14 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
 def _own_places(tmp_path: Path, ports: list[int]) -> list[str]:
     """A run of its own: folder, ports, Redis servers."""
     names = ["coordinator", "gateway", "http", "policy_trainer", "drafter_trainer"]
-    words = [f'addresses.{name}="127.0.0.1:{port}"' for name, port in zip(names, ports, strict=False)]
+    words = [
+        f'addresses.{name}="127.0.0.1:{port}"' for name, port in zip(names, ports, strict=False)
+    ]
     words += [f'addresses.events="tcp://127.0.0.1:{ports[5]}"']
     words += [f'redis.durable_url="redis://127.0.0.1:{ports[6]}/0"']
     words += [f'redis.features_url="redis://127.0.0.1:{ports[7]}/0"']
-    return [*words, f'run.dir="{tmp_path / "run"}"', f'telemetry.spans_dir="{tmp_path / "run/spans"}"']
+    return [
+        *words,
+        f'run.dir="{tmp_path / "run"}"',
+        f'telemetry.spans_dir="{tmp_path / "run/spans"}"',
+    ]

@@ -1,4 +1,6 @@
-"""A gateway over real worker processes of the scripted engine, with real gRPC and HTTP on free ports."""
+"""A gateway over real worker processes of the scripted engine, with real gRPC and HTTP on free
+ports.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +40,14 @@ class Served:
     http: httpx.AsyncClient
     codec: TextCodec
 
-    def tasks_request(self, *, purpose: int = tpb.PURPOSE_TRAIN, **options: Any) -> rpb.RunTasksRequest:
+    def tasks_request(
+        self, *, purpose: int = tpb.PURPOSE_TRAIN, **options: Any
+    ) -> rpb.RunTasksRequest:
         """Two tasks, two samples each: 1+1 answered right by sample 0 or 1, 2+2 always wrong."""
         return rpb.RunTasksRequest(
-            context=tpb.CommandContext(run_id=self.config.run.id, step=options.pop("step", 0), epoch=1),
+            context=tpb.CommandContext(
+                run_id=self.config.run.id, step=options.pop("step", 0), epoch=1
+            ),
             purpose=purpose,
             tasks=[
                 rpb.TaskSpec(task_id="a", prompt="1+1=", answer="2", group_id="g-a", task_index=0),
@@ -77,7 +83,10 @@ def script(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
     codec = TextCodec(model_dir)
 
     def line(prompt: str, *responses: str) -> dict[str, Any]:
-        return {"prompt": codec.encode(prompt), "responses": [[*codec.encode(text)[1:], EOS] for text in responses]}
+        return {
+            "prompt": codec.encode(prompt),
+            "responses": [[*codec.encode(text)[1:], EOS] for text in responses],
+        }
 
     return {"script": [line("1+1=", "1+1=2 #2", "1+1=3 #3"), line("2+2=", "2+2=5 #5")]}
 
@@ -96,19 +105,30 @@ def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> Se
             "spool_dir": str(tmp_path / "spool"),
             **keys,
         }
-        settings["engine"] = {"kind": "scripted", "workers": 2, "script": str(path), **settings.get("engine", {})}
+        settings["engine"] = {
+            "kind": "scripted",
+            "workers": 2,
+            "script": str(path),
+            **settings.get("engine", {}),
+        }
         config = GatewayConfig.model_validate(settings)
         async with running(config) as (grpc_port, http_port):
             connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=20) as http:
-                yield Served(config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir))
+            async with httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{http_port}", timeout=20
+            ) as http:
+                yield Served(
+                    config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir)
+                )
             await connection.close()
 
     return serve
 
 
 @pytest.fixture
-def conversations(model_dir: Path, script: dict[str, Any], serve_gateway: ServeGateway) -> ServeGateway:
+def conversations(
+    model_dir: Path, script: dict[str, Any], serve_gateway: ServeGateway
+) -> ServeGateway:
     """`serve_gateway` over a model that holds conversations and calls tools (conversations.py)."""
     teach(model_dir, script)
 

@@ -1,4 +1,6 @@
-"""A model that holds conversations, for tests of the chat APIs: a template that shows tools, and scripted replies."""
+"""A model that holds conversations, for tests of the chat APIs: a template that shows tools, and
+scripted replies.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ TEMPLATE = (
     "{% if tools %}[tools]{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n"
     'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call> to call one.<eos>\n{% endif %}'
     "{% for message in messages %}[{{ message.role }}] "
-    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% "
+    "endif %}"
     "{{ message.content }}"
     "{% for call in message.tool_calls or [] %}\n<tool_call>\n"
     '{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'

@@ -1,6 +1,8 @@
-"""A real engine worker whose rounds over a long request end only once a command waits; it tells of every step it takes.
+"""A real engine worker whose rounds over a long request end only once a command waits; it tells of
+every step it takes.
 
-So a test knows exactly which round is under way when a command comes, whatever the speed of the machine.
+So a test knows exactly which round is under way when a command comes, whatever the speed of the
+machine.
 """
 
 from __future__ import annotations
@@ -38,7 +40,12 @@ class HeldWorker(worker.Worker):
 
     def _tell(self, event: str, request_ids: list[int]) -> None:
         load = self._engine.load
-        told = {"event": event, "ids": request_ids, "running": load.running, "waiting": load.waiting}
+        told = {
+            "event": event,
+            "ids": request_ids,
+            "running": load.running,
+            "waiting": load.waiting,
+        }
         self._events.send_json(told)
 
     def _enqueue(self, command: pb.EnqueueRequests) -> None:

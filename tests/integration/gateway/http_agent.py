@@ -40,15 +40,23 @@ class Agent:
     def headers(self) -> dict[str, str]:
         return {"authorization": f"Bearer {self.session['api_key']}"}
 
-    async def post(self, path: str, body: dict[str, Any] | None = None, *, status: int = 200) -> dict[str, Any]:
+    async def post(
+        self, path: str, body: dict[str, Any] | None = None, *, status: int = 200
+    ) -> dict[str, Any]:
         response = await self.http.post(path, json=body or {}, headers=self.headers)
         assert response.status_code == status, response.text
         return dict(response.json())
 
-    async def chat(self, messages: list[dict[str, Any]], *, status: int = 200, **body: Any) -> dict[str, Any]:
-        return await self.post("/v1/chat/completions", {"messages": messages, "max_tokens": 64, **body}, status=status)
+    async def chat(
+        self, messages: list[dict[str, Any]], *, status: int = 200, **body: Any
+    ) -> dict[str, Any]:
+        return await self.post(
+            "/v1/chat/completions", {"messages": messages, "max_tokens": 64, **body}, status=status
+        )
 
-    async def act(self, verb: str, body: dict[str, Any] | None = None, *, status: int = 200) -> dict[str, Any]:
+    async def act(
+        self, verb: str, body: dict[str, Any] | None = None, *, status: int = 200
+    ) -> dict[str, Any]:
         """reward, complete, abort or fail, on the session of the key."""
         return await self.post(f"/v1/sessions/current/{verb}", body, status=status)
 
@@ -59,7 +67,9 @@ class Agent:
         return dict((await self.http.get("/v1/sessions/current", headers=self.headers)).json())
 
     async def export(self, form: str) -> list[dict[str, Any]]:
-        response = await self.http.get(f"/v1/sessions/{self.id}/export", params={"form": form}, headers=self.headers)
+        response = await self.http.get(
+            f"/v1/sessions/{self.id}/export", params={"form": form}, headers=self.headers
+        )
         assert response.status_code == 200, response.text
         return list(response.json()[form])
 
@@ -73,7 +83,9 @@ async def opened(served: Any, **body: Any) -> Agent:
 
 async def claimed(served: Any, wait_s: float = 5.0, **body: Any) -> Agent | None:
     """A task of the run; None when none came."""
-    response = await served.http.post("/v1/sessions", json={"claim": True, "wait_s": wait_s, **body})
+    response = await served.http.post(
+        "/v1/sessions", json={"claim": True, "wait_s": wait_s, **body}
+    )
     assert response.status_code in (201, 204), response.text
     return Agent(served.http, response.json()) if response.status_code == 201 else None
 
@@ -120,7 +132,9 @@ async def until_running(served: Any, count: int) -> None:
 async def until_open(served: Any, count: int) -> None:
     """Waits for so many open sessions."""
     async with asyncio.timeout(10):
-        while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).open_sessions != count:
+        while (
+            await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        ).open_sessions != count:
             pass
 
 

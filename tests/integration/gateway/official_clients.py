@@ -12,12 +12,23 @@ import openai
 from integration.gateway.conversations import WEATHER
 
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER}}
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER},
+    }
 ]
 FLAT_TOOLS: list[Any] = [
-    {"type": "function", "name": "weather", "description": "The weather.", "parameters": WEATHER, "strict": False}
+    {
+        "type": "function",
+        "name": "weather",
+        "description": "The weather.",
+        "parameters": WEATHER,
+        "strict": False,
+    }
 ]
-CLAUDE_TOOLS: list[Any] = [{"name": "weather", "description": "The weather.", "input_schema": WEATHER}]
+CLAUDE_TOOLS: list[Any] = [
+    {"name": "weather", "description": "The weather.", "input_schema": WEATHER}
+]
 OSLO = {"city": "Oslo", "days": 1.0}
 ASK = "What is the weather in Oslo?"
 
@@ -33,16 +44,22 @@ class Clients:
     async def tree(self) -> list[dict[str, Any]]:
         """Turns of the session."""
         answer = await self.served.http.get(
-            "/v1/sessions/current/export?form=tree", headers={"authorization": f"Bearer {self.openai.api_key}"}
+            "/v1/sessions/current/export?form=tree",
+            headers={"authorization": f"Bearer {self.openai.api_key}"},
         )
         assert answer.status_code == 200, answer.text
         return list(answer.json()["tree"])
 
     async def line(self, *finishes: str) -> None:
-        """The session is one line of turns that ended so, each going on from the tokens of the one before."""
+        """The session is one line of turns that ended so, each going on from the tokens of the one
+        before.
+        """
         turns = await self.tree()
         assert [turn["finish_reason"] for turn in turns] == list(finishes)
-        assert [turn["parent"] for turn in turns] == [None, *(turn["completion_id"] for turn in turns[:-1])]
+        assert [turn["parent"] for turn in turns] == [
+            None,
+            *(turn["completion_id"] for turn in turns[:-1]),
+        ]
 
 
 @asynccontextmanager

@@ -12,7 +12,12 @@ import pytest
 
 from rollout_gateway.http.bodies import MAX_BODY_BYTES
 
-COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/responses",
+    "/v1/messages",
+)
 COUNT, SESSIONS, REWARDS = "/v1/messages/count_tokens", "/v1/sessions", "/v1/rewards"
 HI = [{"role": "user", "content": "Hi"}]
 GOOD: dict[str, dict[str, Any]] = {
@@ -64,11 +69,21 @@ async def still_well(served: Any) -> AsyncIterator[httpx.AsyncClient]:
         assert answer.status_code == 200, (path, answer.text)
 
 
-async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(conversations: Any) -> None:
+async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(
+    conversations: Any,
+) -> None:
     async with conversations() as served, still_well(served) as http:
         for path, good in GOOD.items():
             deep = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
-            for raw in (b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}', deep):
+            for raw in (
+                b"{",
+                b"[]",
+                b'"x"',
+                b"\xff\xfe",
+                b'{"model": "\xff"}',
+                b'{"model": "\\ud800"}',
+                deep,
+            ):
                 told(path, await http.post(path, content=raw))
             whole = json.dumps({**good, "model": "x" * MAX_BODY_BYTES}).encode()
             assert told(path, await http.post(path, content=whole), 413)["message"]
@@ -112,7 +127,9 @@ async def test_sampling_out_of_range_is_told_by_field(conversations: Any) -> Non
                 await refused(http, path, "top_p", {"top_p": wrong})
             for number in ("NaN", "Infinity", "-Infinity", "1e999"):
                 good = json.dumps(GOOD[path])[:-1]
-                answer = await http.post(path, content=f'{good}, "temperature": {number}}}'.encode())
+                answer = await http.post(
+                    path, content=f'{good}, "temperature": {number}}}'.encode()
+                )
                 assert "temperature" in told(path, answer)["message"]
         for path in (COMPLETIONS, CHAT):
             for count in (0, -1, 129, 10**30, "two"):
@@ -145,7 +162,9 @@ async def test_wrong_messages_are_told_by_path(conversations: Any) -> None:
             for missing in (None, 5, True):
                 await refused(http, path, field, {field: missing})
             image = {"type": "input_image" if path == RESPONSES else "image", "image_url": "data:"}
-            answer = await http.post(path, json={**GOOD[path], field: [{"role": "user", "content": [image]}]})
+            answer = await http.post(
+                path, json={**GOOD[path], field: [{"role": "user", "content": [image]}]}
+            )
             assert f"{field}[0].content" in told(path, answer)["message"]
 
 
@@ -157,10 +176,16 @@ async def test_wrong_items_of_responses_are_told_by_path(conversations: Any) -> 
             ("input[0]", {"input": [{"type": ["message"]}]}),
             ("input[0].arguments", {"input": [{**call, "arguments": {"a": 1}}]}),
             ("input[0].call_id", {"input": [{**call, "call_id": ""}]}),
-            ("input[0].output", {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]}),
+            (
+                "input[0].output",
+                {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+            ),
             ("tools[0].type", {"tools": [{"type": "web_search"}]}),
             ("tools[0].name", {"tools": [{"type": "function"}]}),
-            ("tools[0].parameters", {"tools": [{"type": "function", "name": "f", "parameters": []}]}),
+            (
+                "tools[0].parameters",
+                {"tools": [{"type": "function", "name": "f", "parameters": []}]},
+            ),
             ("tool_choice", {"tool_choice": "often"}),
             ("tool_choice", {"tool_choice": "required"}),
             ("text.format.type", {"text": {"format": {"type": "xml"}}}),
@@ -206,7 +231,10 @@ async def test_wrong_blocks_of_anthropic_are_told_by_path(conversations: Any) ->
             ("messages: ", {"messages": [{"role": "assistant", "content": "alone"}]}),
             ("system[0]", {"system": [{"type": "image"}]}),
             ("tools[0].input_schema", {"tools": [{"name": "f"}]}),
-            ("tools[0].type", {"tools": [{"type": "web_search_20250305", "name": "w", "input_schema": {}}]}),
+            (
+                "tools[0].type",
+                {"tools": [{"type": "web_search_20250305", "name": "w", "input_schema": {}}]},
+            ),
             ("tool_choice.name", {"tool_choice": {"type": "tool"}}),
             ("tool_choice.type", {"tool_choice": {"type": "often"}}),
             ("tool_choice ", {"tool_choice": {"type": "any"}}),
@@ -239,21 +267,41 @@ async def test_json_inside_the_body_may_be_hostile(conversations: Any) -> None:
                 MESSAGES: f'"name": "f", "input_schema": {{"a": {number}}}',
             }.items():
                 body = f'{json.dumps(GOOD[path])[:-1]}, "tools": [{{{tool}}}]}}'
-                assert "tools[0]" in told(path, await http.post(path, content=body.encode()))["message"]
+                assert (
+                    "tools[0]"
+                    in told(path, await http.post(path, content=body.encode()))["message"]
+                )
 
 
 async def test_unknown_fields_are_ignored(conversations: Any) -> None:
     async with conversations() as served:
         for path in SPEAKING:
-            answer = await served.http.post(path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"})
+            answer = await served.http.post(
+                path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"}
+            )
             assert answer.status_code == 200, (path, answer.text)
-        message = {"role": "user", "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}]}
-        answer = await served.http.post(MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]})
+        message = {
+            "role": "user",
+            "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
+        }
+        answer = await served.http.post(
+            MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]}
+        )
         assert answer.status_code == 200, answer.text
 
 
 async def test_null_counts_as_left_out(conversations: Any) -> None:
-    open_ = ("temperature", "top_p", "stream", "stop", "seed", "tools", "tool_choice", "metadata", "n")
+    open_ = (
+        "temperature",
+        "top_p",
+        "stream",
+        "stop",
+        "seed",
+        "tools",
+        "tool_choice",
+        "metadata",
+        "n",
+    )
     async with conversations() as served:
         for path in SPEAKING:
             answer = await served.http.post(path, json={**GOOD[path], **dict.fromkeys(open_)})
@@ -269,7 +317,9 @@ async def test_paths_and_methods_that_are_not_served_answer_in_shape(conversatio
             told(path, await served.http.put(path, json={}), 405)
 
 
-async def test_keys_open_their_own_session_only(conversations: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_open_their_own_session_only(
+    conversations: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
     async with conversations() as served:
         http = served.http
@@ -296,9 +346,13 @@ async def test_keys_open_their_own_session_only(conversations: Any, monkeypatch:
             theirs = f"{SESSIONS}/{other['id']}{path}"
             told(theirs, await http.request(method, theirs, headers=key, json={"value": 1}), 403)
             unknown = f"{SESSIONS}/nobody{path}"
-            told(unknown, await http.request(method, unknown, headers=token, json={"value": 1}), 404)
+            told(
+                unknown, await http.request(method, unknown, headers=token, json={"value": 1}), 404
+            )
             current = f"{SESSIONS}/current{path}"
-            told(current, await http.request(method, current, headers=token, json={"value": 1}), 400)
+            told(
+                current, await http.request(method, current, headers=token, json={"value": 1}), 400
+            )
         assert (
             await http.post(MESSAGES, json=GOOD[MESSAGES], headers={"x-api-key": one["api_key"]})
         ).status_code == 200
@@ -306,4 +360,8 @@ async def test_keys_open_their_own_session_only(conversations: Any, monkeypatch:
         for path in SPEAKING:
             error = told(path, await http.post(path, json=GOOD[path], headers=key), 409)
             assert "unscored" in error["message"]
-        told(SESSIONS, await http.post(f"{SESSIONS}/{one['id']}/reward", json={"value": 1}, headers=token), 409)
+        told(
+            SESSIONS,
+            await http.post(f"{SESSIONS}/{one['id']}/reward", json={"value": 1}, headers=token),
+            409,
+        )

@@ -1,4 +1,6 @@
-"""Tasks of a run that agents from outside claim: offers, faults, rewards, and what the step gets of it."""
+"""Tasks of a run that agents from outside claim: offers, faults, rewards, and what the step gets of
+it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any
 
 import pytest
 import redis.asyncio
-from integration.gateway.http_agent import SLOW, Agent, claimed, message_of, task_run, until_open, until_running, user
+from integration.gateway.http_agent import (
+    SLOW,
+    Agent,
+    claimed,
+    message_of,
+    task_run,
+    until_open,
+    until_running,
+    user,
+)
 
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
@@ -45,18 +56,35 @@ async def solve(agent: Agent, reward: float | None = 1.0) -> dict[str, Any]:
     return await agent.act("complete", {} if reward is None else {"reward": reward})
 
 
-async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_agent(serve_gateway: Any) -> None:
-    async with serve_gateway(**ONE) as served, task_run(served, served.tasks_request(**EXTERNAL, step=3)) as told:
+async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_agent(
+    serve_gateway: Any,
+) -> None:
+    async with (
+        serve_gateway(**ONE) as served,
+        task_run(served, served.tasks_request(**EXTERNAL, step=3)) as told,
+    ):
         agents = [await claim(served) for _ in range(2)]
         for _ in range(2):
-            found = await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=10)
+            found = await served.stub.OpenSession(
+                rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=10
+            )
             assert found.task.answer == ""
             task = {"id": found.task.task_id, "prompt": found.task.prompt}
-            session = {"id": found.session_id, "api_key": found.api_key, "group_id": found.group_id, "task": task}
+            session = {
+                "id": found.session_id,
+                "api_key": found.api_key,
+                "group_id": found.group_id,
+                "task": task,
+            }
             agents.append(Agent(served.http, session))
         nothing = await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True), timeout=5)
         assert (nothing.session_id, await claimed(served, wait_s=0)) == ("", None)
-        assert sorted(agent.session["task"]["prompt"] for agent in agents) == ["1+1=", "1+1=", "2+2=", "2+2="]
+        assert sorted(agent.session["task"]["prompt"] for agent in agents) == [
+            "1+1=",
+            "1+1=",
+            "2+2=",
+            "2+2=",
+        ]
         assert {agent.session["group_id"] for agent in agents} == {"g-a", "g-b"}
         for number, agent in enumerate(agents):
             assert (await solve(agent, float(number)))["state"] == "final"
@@ -111,7 +139,9 @@ class Rule:
 '''
 
 
-async def test_a_repeated_complete_waits_for_the_rule_and_ends_as_the_first(serve_gateway: Any, tmp_path: Path) -> None:
+async def test_a_repeated_complete_waits_for_the_rule_and_ends_as_the_first(
+    serve_gateway: Any, tmp_path: Path
+) -> None:
     gate, rule = tmp_path / "gate", tmp_path / "rule.py"
     rule.write_text(SLOW_RULE.format(gate=gate))
     async with (
@@ -140,13 +170,18 @@ async def test_a_failed_attempt_is_offered_again_so_often_and_then_unscored(
             agent = await claim(served)
             await agent.chat([user("1+1=")])
             await agent.act("fail", {"reason": reason})
-            assert f"failed: {reason}" in (await agent.chat([user("x")], status=409))["error"]["message"]
+            assert (
+                f"failed: {reason}"
+                in (await agent.chat([user("x")], status=409))["error"]["message"]
+            )
             keys.append(agent.session["api_key"])
         assert len(set(keys)) == attempts
         assert await claimed(served, wait_s=0) is None
     (sample,) = samples_of(told)
     assert not sample.HasField("reward")
-    assert [(g.group_id, g.scored_sessions) for g in told[-1].finished.closed_groups] == [("g-a", 0)]
+    assert [(g.group_id, g.scored_sessions) for g in told[-1].finished.closed_groups] == [
+        ("g-a", 0)
+    ]
 
 
 async def test_the_key_of_a_failed_attempt_does_not_open_the_next_one(serve_gateway: Any) -> None:
@@ -155,7 +190,10 @@ async def test_the_key_of_a_failed_attempt_does_not_open_the_next_one(serve_gate
         await first.act("fail", {"reason": "infra"})
         second = await claim(served)
         assert second.id == first.id
-        for call in (first.chat([user("1+1=")], status=409), first.act("reward", {"value": -1.0}, status=409)):
+        for call in (
+            first.chat([user("1+1=")], status=409),
+            first.act("reward", {"value": -1.0}, status=409),
+        ):
             assert "failed: infra" in (await call)["error"]["message"]
         named = await served.http.get(f"/v1/sessions/{second.id}", headers=first.headers)
         assert named.status_code == 409
@@ -194,7 +232,9 @@ async def test_a_silent_claimed_session_is_offered_again(serve_gateway: Any) -> 
 
 async def test_a_claimer_that_goes_away_takes_no_task(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE) as served:
-        waiting = asyncio.create_task(served.http.post("/v1/sessions", json={"claim": True, "wait_s": 30}))
+        waiting = asyncio.create_task(
+            served.http.post("/v1/sessions", json={"claim": True, "wait_s": 30})
+        )
         by_grpc = served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=30), timeout=30)
         await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         await served.http.get("/health")
@@ -279,13 +319,18 @@ async def test_branches_of_claimed_sessions_land_once_under_their_step_and_group
     assert record is not None
     assert (record["reason"], record["step"]) == ("unscored", 5)
     closed = {group.group_id: group.scored_sessions for group in told[-1].finished.closed_groups}
-    assert closed == {group: sum(sample.group_id == group for sample in scored) for group in ("g-a", "g-b")}
+    assert closed == {
+        group: sum(sample.group_id == group for sample in scored) for group in ("g-a", "g-b")
+    }
     assert sorted(closed.values()) == [1, 2]
     assert again == unscored.session_id
 
 
 async def claimed_again(served: Any) -> str:
-    """After a restart the ledger answers for what is final; only the rest is offered. Returns its session."""
+    """After a restart the ledger answers for what is final; only the rest is offered.
+
+    Returns its session.
+    """
     async with aclosing(_first_offer(served)) as offers:
         return await anext(offers)
 

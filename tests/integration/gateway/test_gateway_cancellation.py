@@ -1,4 +1,6 @@
-"""A caller that goes away frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on both engines."""
+"""A caller that goes away frees its slot in the engine: by counts of rounds, over HTTP and gRPC, on
+both engines.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,12 @@ async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 
 def settings(kind: str) -> dict[str, Any]:
-    # Two requests reach the worker, which runs one: the other waits there, not in the gateway's own queue.
-    keys: dict[str, Any] = {"engine": {"kind": kind, "workers": 1, "max_batch": 1}, "queue": {"running": 2}}
+    # Two requests reach the worker, which runs one: the other waits there, not in the gateway's own
+    # queue.
+    keys: dict[str, Any] = {
+        "engine": {"kind": kind, "workers": 1, "max_batch": 1},
+        "queue": {"running": 2},
+    }
     return {**keys, "model": str(POLICY), "drafter": "ngram"} if kind == "embedded" else keys
 
 
@@ -69,7 +75,9 @@ async def whole(served: Any, body: dict[str, Any]) -> None:
 
 
 async def streamed(served: Any, body: dict[str, Any]) -> None:
-    async with served.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+    async with served.http.stream(
+        "POST", "/v1/completions", json={**body, "stream": True}
+    ) as response:
         assert response.status_code == 200
         async for _ in response.aiter_lines():
             pass
@@ -118,7 +126,9 @@ async def test_a_caller_that_goes_away_is_in_no_round_after_the_one_under_way(
             await asyncio.wait_for(staying, DEADLINE_S)
 
 
-async def test_a_caller_that_goes_away_while_it_waits_never_enters(serve_gateway: Any, events: Events) -> None:
+async def test_a_caller_that_goes_away_while_it_waits_never_enters(
+    serve_gateway: Any, events: Events
+) -> None:
     async with serve_gateway(**settings("scripted")) as served:
         for call in CALLERS:
             running = begin(call(served, LONG))

@@ -24,15 +24,23 @@ def user(text: str) -> dict[str, str]:
 
 
 @pytest.fixture(params=["sync", "async"])
-async def connect(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Connect]:
-    """`connect(served)`: a client of either kind that has the gateway's token, which the gateway asks for."""
+async def connect(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Connect]:
+    """`connect(served)`: a client of either kind that has the gateway's token, which the gateway
+    asks for.
+    """
     monkeypatch.setenv("PACELINE_TOKEN", TOKEN)
     async with AsyncExitStack() as clients:
 
         def make(served: Any, **options: Any) -> Any:
             url = str(served.http.base_url)
             options = {"token": TOKEN, "deadline_s": 15.0, "generation_deadline_s": 15.0, **options}
-            client: Any = InThread(Client(url, **options)) if request.param == "sync" else AsyncClient(url, **options)
+            client: Any = (
+                InThread(Client(url, **options))
+                if request.param == "sync"
+                else AsyncClient(url, **options)
+            )
             clients.push_async_callback(client.close)
             return client
 
@@ -54,8 +62,14 @@ async def test_tokens_go_in_and_come_out_as_they_are(serve_gateway: Any, connect
         caller = connect(served).attach(TOKEN)
         tokens = await caller.generate(list(served.codec.encode("1+1=")), max_tokens=64, seed=1)
         assert tokens.token_ids == (*served.codec.encode("1+1=3 #3")[1:], 1)
-        assert tokens.logprobs == tuple(-(1 + token % 7) / 8 for token in tokens.token_ids)  # the script's
-        assert (tokens.text, tokens.finish_reason, tokens.usage.prompt_tokens) == ("1+1=3 #3", "stop", 5)
+        assert tokens.logprobs == tuple(
+            -(1 + token % 7) / 8 for token in tokens.token_ids
+        )  # the script's
+        assert (tokens.text, tokens.finish_reason, tokens.usage.prompt_tokens) == (
+            "1+1=3 #3",
+            "stop",
+            5,
+        )
         assert (await caller.generate("1+1=", max_tokens=64, seed=0)).text == "1+1=2 #2"
         with pytest.raises(InvalidInput, match="max_tokens"):
             await caller.generate("1+1=", max_tokens=-1)
@@ -65,27 +79,47 @@ async def test_a_streamed_answer_is_the_whole_one(serve_gateway: Any, connect: C
     async with serve_gateway(engine={"workers": 1}) as served:
         caller = connect(served).attach(TOKEN)
         whole = await caller.chat([user("2+2=")], max_tokens=64, return_token_ids=True)
-        assert (whole.text, whole.message["role"], whole.tool_calls) == ("2+2=5 #5", "assistant", ())
+        assert (whole.text, whole.message["role"], whole.tool_calls) == (
+            "2+2=5 #5",
+            "assistant",
+            (),
+        )
         stream = caller.chat_stream([user("2+2=")], max_tokens=64, return_token_ids=True)
         assert "".join([str(delta) async for delta in stream]) == whole.text
         joined = stream.answer()
-        assert (joined.message, joined.token_ids, joined.usage) == (whole.message, whole.token_ids, whole.usage)
+        assert (joined.message, joined.token_ids, joined.usage) == (
+            whole.message,
+            whole.token_ids,
+            whole.usage,
+        )
         assert joined.finish_reason == whole.finish_reason == "stop"
 
 
-async def test_leaving_a_stream_frees_the_engine(serve_gateway: Any, connect: Connect, script: dict[str, Any]) -> None:
+async def test_leaving_a_stream_frees_the_engine(
+    serve_gateway: Any, connect: Connect, script: dict[str, Any]
+) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(engine={"workers": 1}) as served:
-        stream = connect(served).attach(TOKEN).chat_stream([user("2+2=")], max_tokens=450, ignore_eos=True)
+        stream = (
+            connect(served)
+            .attach(TOKEN)
+            .chat_stream([user("2+2=")], max_tokens=450, ignore_eos=True)
+        )
         async for _ in stream:
             break
         await stream.close()
         async with asyncio.timeout(10):
-            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0].health.running:
+            while (
+                (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5))
+                .workers[0]
+                .health.running
+            ):
                 pass
 
 
-async def test_a_session_is_what_its_agent_said_and_earned(serve_gateway: Any, connect: Connect) -> None:
+async def test_a_session_is_what_its_agent_said_and_earned(
+    serve_gateway: Any, connect: Connect
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         client = connect(served)
         async with client.session(task="sums", group="g1", group_size=2, sample_index=1) as session:
@@ -96,12 +130,22 @@ async def test_a_session_is_what_its_agent_said_and_earned(serve_gateway: Any, c
             info = await session.info()
             assert (info.state, info.turns, info.reward, info.task_id) == ("open", 2, None, "sums")
             assert (info.group_id, info.group_size, info.sample_index) == ("g1", 2, 1)
-            assert info.completion_tokens == first.usage.completion_tokens + second.usage.completion_tokens
+            assert (
+                info.completion_tokens
+                == first.usage.completion_tokens + second.usage.completion_tokens
+            )
             tree = (await session.export())["tree"]
-            assert [turn["completion_id"] for turn in tree] == [first.completion_id, second.completion_id]
+            assert [turn["completion_id"] for turn in tree] == [
+                first.completion_id,
+                second.completion_id,
+            ]
             assert [turn["reward"] for turn in tree] == [0.5, 0.25]
             (sample,) = await session.export(form="samples")
-            said = [token for token, counts in zip(sample.token_ids, sample.loss_mask, strict=True) if counts]
+            said = [
+                token
+                for token, counts in zip(sample.token_ids, sample.loss_mask, strict=True)
+                if counts
+            ]
             assert tuple(said[: len(first.token_ids)]) == first.token_ids
             assert len(said) == info.completion_tokens
             assert len(sample.behavior_logprobs) == len(sample.token_ids)
@@ -111,11 +155,15 @@ async def test_a_session_is_what_its_agent_said_and_earned(serve_gateway: Any, c
         assert caught.value.reason == "SESSION_ENDED"
 
 
-async def test_how_a_block_is_left_is_how_the_session_ends(serve_gateway: Any, connect: Connect) -> None:
+async def test_how_a_block_is_left_is_how_the_session_ends(
+    serve_gateway: Any, connect: Connect
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         client = connect(served)
 
-        async def left_by(error: BaseException | None, reward: float | None = None) -> tuple[str, str]:
+        async def left_by(
+            error: BaseException | None, reward: float | None = None
+        ) -> tuple[str, str]:
             session = await client.session()
             with nullcontext() if error is None else pytest.raises(type(error)):
                 async with session:
@@ -134,12 +182,16 @@ async def test_how_a_block_is_left_is_how_the_session_ends(serve_gateway: Any, c
         assert await left_by(KeyboardInterrupt()) == ("aborted", "")
 
 
-async def test_an_openai_client_and_another_process_go_on_with_a_session(serve_gateway: Any, connect: Connect) -> None:
+async def test_an_openai_client_and_another_process_go_on_with_a_session(
+    serve_gateway: Any, connect: Connect
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         client = connect(served)
         session = await client.session()
         async with openai.AsyncOpenAI(**session.openai_options(), max_retries=0) as agent:
-            answer = await agent.chat.completions.create(model="any", messages=[user("2+2=")], max_tokens=64)
+            answer = await agent.chat.completions.create(
+                model="any", messages=[user("2+2=")], max_tokens=64
+            )
         assert answer.choices[0].message.content == "2+2=5 #5"
         elsewhere = connect(served, token="").attach(session.api_key)
         info = await elsewhere.info()
@@ -149,7 +201,9 @@ async def test_an_openai_client_and_another_process_go_on_with_a_session(serve_g
         assert (await session.complete()).state == "final"
 
 
-async def test_a_sessions_key_acts_on_no_other_session(serve_gateway: Any, connect: Connect) -> None:
+async def test_a_sessions_key_acts_on_no_other_session(
+    serve_gateway: Any, connect: Connect
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         one, other = await connect(served).session(), await connect(served).session()
         stranger = connect(served, token=one.api_key)
@@ -175,7 +229,9 @@ async def give_two_rewards(session: Any) -> None:
     await session.reward(0.5)
 
 
-async def test_tasks_of_a_run_are_claimed_led_and_counted(serve_gateway: Any, connect: Connect) -> None:
+async def test_tasks_of_a_run_are_claimed_led_and_counted(
+    serve_gateway: Any, connect: Connect
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         request = served.tasks_request(environment="external", reward="agent")
         told: list[Any] = []

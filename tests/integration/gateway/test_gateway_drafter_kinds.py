@@ -1,4 +1,6 @@
-"""A drafter of another kind, pushed and committed over gRPC, serves on every worker, also on a replaced one."""
+"""A drafter of another kind, pushed and committed over gRPC, serves on every worker, also on a
+replaced one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
     serve_gateway: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Worker processes find the user's kind as they find any module.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    )
     candidate = tmp_path / "candidate"
     TwinNet(read_config(POLICY), seed=1).save(candidate)
     settings = {

@@ -1,4 +1,6 @@
-"""The embedded engine behind the gateway: the demo's start policy, real weights, real speculation."""
+"""The embedded engine behind the gateway: the demo's start policy, real weights, real
+speculation.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
         model=str(POLICY), drafter="eagle", features={"dtype": "float32"}, engine=engine, **keys
     ) as served:
 
-        async def answers(arm: str, purpose: int, step: int) -> dict[tuple[str, int], rpb.SampleFinished]:
+        async def answers(
+            arm: str, purpose: int, step: int
+        ) -> dict[tuple[str, int], rpb.SampleFinished]:
             request = served.tasks_request(purpose=purpose, step=step, capture=True, forced_arm=arm)
             news = [one async for one in served.stub.RunTasks(request, timeout=60)]
             found = [one.sample for one in news if one.HasField("sample")]
@@ -49,13 +53,17 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
 
         stream = RedisStream(redis_client, run_key(run_id, "features"))
         await stream.create_group("test")
-        batches = [decode_features(e.fields, e.payload) for e in await stream.read("test", "c", 4, 5.0)]
+        batches = [
+            decode_features(e.fields, e.payload) for e in await stream.read("test", "c", 4, 5.0)
+        ]
         assert all((batch.hidden_size, batch.hidden.dtype) == (128, "F32") for batch in batches)
         assert {batch.lm_head_hash for batch in batches} != {""}
 
         tensors = list(decode_safetensors((POLICY / "model.safetensors").read_bytes()).values())
         context = tpb.CommandContext(run_id=run_id, step=0, epoch=1)
-        await push_weights(served.channel, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context)
+        await push_weights(
+            served.channel, build_manifest(pb.WEIGHT_TARGET_POLICY, 1, tensors), tensors, context
+        )
         await commit_versions(served.channel, context, VersionSet(1, 1, 0))
         again = await answers("off", tpb.PURPOSE_EVAL, 0)
         for key, sample in plain.items():
@@ -63,10 +71,17 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
                 assert again[key].tokens_hash == sample.tokens_hash
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         assert [worker.health.versions.policy for worker in status.workers] == [1, 1]
-        drafter = list(decode_safetensors(save(EagleNet(read_config(POLICY), seed=1).export_tensors())).values())
-        await push_weights(served.channel, build_manifest(pb.WEIGHT_TARGET_DRAFTER, 1, drafter), drafter, context)
+        drafter = list(
+            decode_safetensors(
+                save(EagleNet(read_config(POLICY), seed=1).export_tensors())
+            ).values()
+        )
+        await push_weights(
+            served.channel, build_manifest(pb.WEIGHT_TARGET_DRAFTER, 1, drafter), drafter, context
+        )
         await commit_versions(served.channel, context, VersionSet(2, 1, 1))
-        # Nobody pushed drafter 0, so that no worker can serve it again: the coordinator gives such a set up.
+        # Nobody pushed drafter 0, so that no worker can serve it again: the coordinator gives such
+        # a set up.
         with pytest.raises(WeightsError, match="not prepared"):
             await commit_versions(served.channel, context, VersionSet(3, 1, 0))
 
@@ -76,7 +91,13 @@ async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: An
     async with serve_gateway(model=str(POLICY), drafter="eagle", engine=engine) as served:
 
         async def said(**options: Any) -> list[int]:
-            body = {"prompt": "12:8=", "max_tokens": 12, "seed": 1, "ignore_eos": True, "return_token_ids": True}
+            body = {
+                "prompt": "12:8=",
+                "max_tokens": 12,
+                "seed": 1,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
             response = await served.http.post("/v1/completions", json={**body, **options})
             assert response.status_code == 200, response.text
             return list(response.json()["choices"][0]["token_ids"])
@@ -84,8 +105,14 @@ async def test_a_bias_by_token_id_and_penalties_reach_the_draw(serve_gateway: An
         assert await said(logit_bias={"40": 100}) == [40] * 12
         assert 40 not in await said(logit_bias={"40": -100, "41": 30, "42": 30})
         assert await said(repetition_penalty=10) != await said()
-        chat = {"messages": [{"role": "user", "content": "12:8="}], "max_tokens": 4, "logit_bias": {"40": 100}}
-        answer = await served.http.post("/v1/chat/completions", json={**chat, "return_token_ids": True})
+        chat = {
+            "messages": [{"role": "user", "content": "12:8="}],
+            "max_tokens": 4,
+            "logit_bias": {"40": 100},
+        }
+        answer = await served.http.post(
+            "/v1/chat/completions", json={**chat, "return_token_ids": True}
+        )
         assert answer.json()["choices"][0]["token_ids"] == [40] * 4
 
 

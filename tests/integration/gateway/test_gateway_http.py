@@ -29,7 +29,9 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         codec = served.codec
-        answer = await complete(served.http, model="any-name", seed=1, return_token_ids=True, logprobs=2)
+        answer = await complete(
+            served.http, model="any-name", seed=1, return_token_ids=True, logprobs=2
+        )
         assert answer["model"] == "tiny-model"
         (choice,) = answer["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("2+2=5 #5", "stop")
@@ -52,18 +54,33 @@ async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
 
 async def test_streams_join_to_the_whole_answer(serve_gateway: Any) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
-        body = {"prompt": "1+1=", "max_tokens": 64, "n": 2, "seed": 0, "stream": True, "return_token_ids": True}
+        body = {
+            "prompt": "1+1=",
+            "max_tokens": 64,
+            "n": 2,
+            "seed": 0,
+            "stream": True,
+            "return_token_ids": True,
+        }
         pieces = events((await served.http.post("/v1/completions", json=body)).text)
         for index, text in enumerate(("1+1=2 #2", "1+1=3 #3")):
             own = [p["choices"][0] for p in pieces if p["choices"][0]["index"] == index]
             assert "".join(one["text"] for one in own) == text
-            assert [t for one in own for t in one["token_ids"]] == [*served.codec.encode(text)[1:], 1]
+            assert [t for one in own for t in one["token_ids"]] == [
+                *served.codec.encode(text)[1:],
+                1,
+            ]
             assert [one["finish_reason"] for one in own][-1] == "stop"
 
 
 async def test_chat_uses_the_template_and_streams_deltas(serve_gateway: Any) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
-        messages = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]}]
+        messages = [
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}],
+            }
+        ]
         body = {"messages": messages, "max_completion_tokens": 64, "stop": " #", "logprobs": True}
         answer = (await served.http.post("/v1/chat/completions", json=body)).json()
         assert answer["object"] == "chat.completion"
@@ -112,21 +129,34 @@ async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None
         for raw in (b"{", b'{"prompt": "\xff"}', b'{"prompt": "1", "temperature": NaN}', b"[]"):
             response = await served.http.post("/v1/completions", content=raw)
             assert response.status_code == 400, (raw, response.text)
-        unknown = await served.http.post("/v1/completions", json={"prompt": "2+2=", "max_tokens": 1, "user": "me"})
+        unknown = await served.http.post(
+            "/v1/completions", json={"prompt": "2+2=", "max_tokens": 1, "user": "me"}
+        )
         assert unknown.status_code == 200
         missing = await served.http.post("/v1/chat/completions", json={"messages": []})
         assert missing.json()["error"]["param"] == "messages"
 
 
-async def test_penalties_of_an_engine_without_them_are_refused_by_capability_and_setting(serve_gateway: Any) -> None:
+async def test_penalties_of_an_engine_without_them_are_refused_by_capability_and_setting(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
-        for asked in ({"presence_penalty": 1}, {"repetition_penalty": 1.2}, {"logit_bias": {"5": 1}}):
+        for asked in (
+            {"presence_penalty": 1},
+            {"repetition_penalty": 1.2},
+            {"logit_bias": {"5": 1}},
+        ):
             response = await served.http.post("/v1/completions", json={"prompt": "1", **asked})
             assert response.status_code == 400, (asked, response.text)
             message = response.json()["error"]["message"]
             assert "capability penalties" in message
             assert "engine.kind=embedded" in message
-        off = {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1, "logit_bias": None}
+        off = {
+            "presence_penalty": 0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1,
+            "logit_bias": None,
+        }
         assert (await complete(served.http, **off))["choices"]
 
 
@@ -160,7 +190,10 @@ async def test_a_client_that_goes_away_frees_the_engine(
 
 
 def test_the_gateway_process_imports_no_torch() -> None:
-    code = "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' "
+        "in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

@@ -1,4 +1,6 @@
-"""response_format over HTTP on the engine that can: what comes back is JSON of the schema, and is not trained."""
+"""response_format over HTTP on the engine that can: what comes back is JSON of the schema, and is
+not trained.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ SCHEMA = {
 
 
 def asked(form: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "48:36="}], "max_tokens": 150, "response_format": form, **more}
+    return {
+        "messages": [{"role": "user", "content": "48:36="}],
+        "max_tokens": 150,
+        "response_format": form,
+        **more,
+    }
 
 
 async def test_answers_are_json_of_the_schema_and_cannot_be_trained(serve_gateway: Any) -> None:
@@ -36,6 +43,11 @@ async def test_answers_are_json_of_the_schema_and_cannot_be_trained(serve_gatewa
         headers = {"authorization": f"Bearer {session['api_key']}"}
         refused = await served.http.post("/v1/chat/completions", json=asked(form), headers=headers)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "not_trainable")
-        bad = {"type": "json_schema", "json_schema": {"name": "bad", "schema": {"type": "nonsense"}}}
+        bad = {
+            "type": "json_schema",
+            "json_schema": {"name": "bad", "schema": {"type": "nonsense"}},
+        }
         wrong = await served.http.post("/v1/chat/completions", json=asked(bad))
-        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "response_format"), wrong.text
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "response_format"), (
+            wrong.text
+        )

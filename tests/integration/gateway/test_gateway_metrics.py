@@ -50,7 +50,9 @@ async def complete(http: Any, count: int) -> None:
         assert response.status_code == 200, response.text
 
 
-async def test_the_page_holds_what_requests_and_rounds_gave(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_the_page_holds_what_requests_and_rounds_gave(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     script |= {"arms": ["off", "eagle:3_1_4"], "accept_lengths": {"eagle:3_1_4": 3.0}}
     script |= {"default_cost_s": 0.01, "costs_s": {}}
     async with serve_gateway(engine={"workers": 1}) as served:
@@ -77,10 +79,16 @@ async def test_the_page_holds_what_requests_and_rounds_gave(serve_gateway: Any, 
     assert set(stages) == {"prefill", "draft", "forward", "sample", "keep"}
     assert stages["forward"] == pytest.approx(0.01 * sum(pulls.values()))
     assert by_label(found, "rounds_total", "engine") == {"scripted": sum(pulls.values())}
-    assert by_label(found, "verified_tokens_total", "engine") == {"scripted": pulls["off"] + 4 * pulls["eagle:3_1_4"]}
+    assert by_label(found, "verified_tokens_total", "engine") == {
+        "scripted": pulls["off"] + 4 * pulls["eagle:3_1_4"]
+    }
     assert by_label(found, "tokens_total", "worker") == {"0": 6 * 24}
-    assert by_label(found, "busy_time_seconds_total", "worker")["0"] == pytest.approx(0.01 * sum(pulls.values()))
-    assert by_label(found, "tokens_per_second", "worker")["0"] == pytest.approx(144 / stages["forward"])
+    assert by_label(found, "busy_time_seconds_total", "worker")["0"] == pytest.approx(
+        0.01 * sum(pulls.values())
+    )
+    assert by_label(found, "tokens_per_second", "worker")["0"] == pytest.approx(
+        144 / stages["forward"]
+    )
     assert not [name for name in found if "tflops" in name]  # a script has no device
     assert found["paceline_gateway_requests_total"][0][1] == 6
 
@@ -105,13 +113,17 @@ async def test_the_embedded_engine_tells_tokens_per_second_per_tflops(serve_gate
     tflops = by_label(found, "device_tflops", "worker")["0"]
     assert tflops > 0
     per_second = by_label(found, "tokens_per_second", "worker")["0"]
-    assert by_label(found, "tokens_per_second_per_tflops", "worker")["0"] == pytest.approx(per_second / tflops)
+    assert by_label(found, "tokens_per_second_per_tflops", "worker")["0"] == pytest.approx(
+        per_second / tflops
+    )
     stages = by_label(found, "round_time_seconds_total", "stage")
     assert min(stages["prefill"], stages["forward"], stages["sample"], stages["keep"]) > 0
     assert 0 <= by_label(found, "kv_hit_rate", "worker")["0"] < 1
 
 
-async def test_metrics_need_the_token_when_there_is_one(serve_gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_need_the_token_when_there_is_one(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
     async with serve_gateway(engine={"workers": 1}) as served:
         assert (await served.http.get("/metrics")).status_code == 401
@@ -121,7 +133,9 @@ async def test_metrics_need_the_token_when_there_is_one(serve_gateway: Any, monk
         assert allowed.status_code == 200
 
 
-async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(serve_gateway: Any) -> None:
+async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(
+    serve_gateway: Any,
+) -> None:
     telemetry.setup("gateway", TelemetryConfig(prometheus=False))
     async with serve_gateway(engine={"workers": 1}) as served:
         response = await served.http.get("/metrics")
@@ -129,7 +143,9 @@ async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(ser
     assert "telemetry.prometheus=true" in response.json()["error"]["message"]
 
 
-async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(serve_gateway: Any, tmp_path: Path) -> None:
+async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(
+    serve_gateway: Any, tmp_path: Path
+) -> None:
     telemetry.setup("gateway", TelemetryConfig(spans_dir=str(tmp_path / "spans")))
     async with serve_gateway(engine={"workers": 2}) as served:
         await complete(served.http, 1)

@@ -1,4 +1,6 @@
-"""The published document holds: generated requests, right and wrong ones, get the answers it promises."""
+"""The published document holds: generated requests, right and wrong ones, get the answers it
+promises.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ HEADERS = {"authorization": f"Bearer {TOKEN}"}
 
 
 class Generated:
-    """Generated requests to one gateway; right ones name what exists, so that they reach more than a 404."""
+    """Generated requests to one gateway; right ones name what exists, so that they reach more than
+    a 404.
+    """
 
     def __init__(self, url: str) -> None:
         self.statuses: Counter[tuple[str, int]] = Counter()  # of right requests
@@ -92,7 +96,9 @@ class Generated:
 
 
 def run(url: str) -> Counter[tuple[str, int]]:
-    """Statuses of the right requests; called from a thread, because the gateway runs on the test's event loop."""
+    """Statuses of the right requests; called from a thread, because the gateway runs on the test's
+    event loop.
+    """
     generated = Generated(url)
     generated.run()
     return generated.statuses

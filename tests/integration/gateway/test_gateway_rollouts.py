@@ -1,4 +1,6 @@
-"""RolloutService over real worker processes: generation, tasks, rewards, restarts of workers, arms."""
+"""RolloutService over real worker processes: generation, tasks, rewards, restarts of workers,
+arms.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
 from rollout_gateway.worker_process import WorkerProcess
 
 
-async def generated(stub: RolloutServiceStub, request: rpb.GenerateRequest) -> list[rpb.GenerateResponse]:
+async def generated(
+    stub: RolloutServiceStub, request: rpb.GenerateRequest
+) -> list[rpb.GenerateResponse]:
     return [piece async for piece in stub.Generate(request, timeout=20)]
 
 
-async def run_tasks(stub: RolloutServiceStub, request: rpb.RunTasksRequest) -> list[rpb.RunTasksResponse]:
+async def run_tasks(
+    stub: RolloutServiceStub, request: rpb.RunTasksRequest
+) -> list[rpb.RunTasksResponse]:
     return [news async for news in stub.RunTasks(request, timeout=30)]
 
 
@@ -38,7 +44,9 @@ def samples(news: list[rpb.RunTasksResponse]) -> dict[tuple[str, int], rpb.Sampl
 async def test_generate_streams_the_scripted_tokens_and_text(serve_gateway: Any) -> None:
     async with serve_gateway() as served:
         request = rpb.GenerateRequest(
-            text="2+2=", sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=3), forced_arm="off"
+            text="2+2=",
+            sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=3),
+            forced_arm="off",
         )
         pieces = await generated(served.stub, request)
         assert "".join(piece.text for piece in pieces) == "2+2=5 #5"
@@ -67,7 +75,11 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"text": "1"}, {"max_tokens": 4, "repetition_penalty": -1}, "repetition_penalty"),
     ({"text": "1"}, {"max_tokens": 4, "logit_bias": {9: 101}}, "logit_bias of token 9"),
     ({"text": "1"}, {"max_tokens": 4, "logit_bias": {320: 1}}, "logit_bias names a token"),
-    ({"text": "1"}, {"max_tokens": 4, "logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias has too many"),
+    (
+        {"text": "1"},
+        {"max_tokens": 4, "logit_bias": dict.fromkeys(range(301), 1.0)},
+        "logit_bias has too many",
+    ),
     ({"token_ids": rpb.TokenIds(ids=[99999])}, {"max_tokens": 4}, "token id out of range"),
     ({"token_ids": rpb.TokenIds(ids=[5] * 600)}, {"max_tokens": 4}, "does not fit"),
     ({}, {"max_tokens": 4}, "no prompt"),
@@ -78,7 +90,10 @@ async def test_bad_requests_name_what_is_wrong(serve_gateway: Any) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         for prompt, sampling, words in BAD_REQUESTS:
             with pytest.raises(grpc.aio.AioRpcError, match=words) as raised:
-                await generated(served.stub, rpb.GenerateRequest(**prompt, sampling=tpb.SamplingParams(**sampling)))
+                await generated(
+                    served.stub,
+                    rpb.GenerateRequest(**prompt, sampling=tpb.SamplingParams(**sampling)),
+                )
             assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -104,8 +119,12 @@ async def test_training_ends_with_the_scored_sessions_of_each_group_and_an_evalu
     serve_gateway: Any,
 ) -> None:
     async with serve_gateway() as served:
-        trained = (await run_tasks(served.stub, served.tasks_request(samples_per_task=3)))[-1].finished
-        evaluated = (await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL)))[-1].finished
+        trained = (await run_tasks(served.stub, served.tasks_request(samples_per_task=3)))[
+            -1
+        ].finished
+        evaluated = (await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL)))[
+            -1
+        ].finished
     closed = [(group.group_id, group.scored_sessions) for group in trained.closed_groups]
     assert closed == [("g-a", 3), ("g-b", 3)]
     assert not evaluated.closed_groups
@@ -122,7 +141,9 @@ async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
         for change in changes:
             with (
                 pytest.raises(
-                    InvalidInput if "purpose" in change or "samples_per_task" in change else NotFound
+                    InvalidInput
+                    if "purpose" in change or "samples_per_task" in change
+                    else NotFound
                 ) as raised,
                 rpc_errors(),
             ):
@@ -154,13 +175,23 @@ async def test_a_command_of_an_old_lease_is_refused(serve_gateway: Any) -> None:
 async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens(
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:
-    script |= {"real_time": True, "default_cost_s": 0.02, "costs_s": {}, "arms": ["off"], "response_tokens": [60, 60]}
+    script |= {
+        "real_time": True,
+        "default_cost_s": 0.02,
+        "costs_s": {},
+        "arms": ["off"],
+        "response_tokens": [60, 60],
+    }
     async with serve_gateway() as served:
         prompt = rpb.TokenIds(ids=[40, 41, 42])
         request = rpb.GenerateRequest(
             token_ids=prompt, sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=5)
         )
-        whole = [token for piece in await generated(served.stub, request) for token in piece.chunk.token_ids]
+        whole = [
+            token
+            for piece in await generated(served.stub, request)
+            for token in piece.chunk.token_ids
+        ]
 
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         pids = [worker.pid for worker in status.workers]
@@ -183,14 +214,18 @@ async def test_an_engine_fault_ends_its_requests_with_the_message_and_the_worker
     script["fault_token"] = 99
     async with serve_gateway(engine={"workers": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=4, seed=1)
-        bad = await generated(served.stub, rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=[99]), sampling=sampling))
+        bad = await generated(
+            served.stub, rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=[99]), sampling=sampling)
+        )
         assert bad[-1].chunk.finish_reason == tpb.FINISH_REASON_ERROR
         assert "asks for a fault" in bad[-1].chunk.error
         good = await generated(served.stub, rpb.GenerateRequest(text="2+2=", sampling=sampling))
         assert good[-1].chunk.finish_reason == tpb.FINISH_REASON_LENGTH
 
 
-async def test_cancelling_a_call_frees_the_engine(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_cancelling_a_call_frees_the_engine(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(engine={"workers": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
@@ -224,7 +259,9 @@ async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[st
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
         first = served.stub.Generate(request, timeout=20)
         await first.read()
-        others = [asyncio.ensure_future(generated(served.stub, request)) for _ in range(2)]  # one waits, one is refused
+        others = [
+            asyncio.ensure_future(generated(served.stub, request)) for _ in range(2)
+        ]  # one waits, one is refused
         done, waiting = await asyncio.wait(others, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         error = done.pop().exception()
         assert isinstance(error, grpc.aio.AioRpcError)
@@ -258,7 +295,9 @@ async def test_workers_hear_what_the_others_learned_when_tasks_end(
         assert message.evidence.acceptance
 
 
-async def test_bandits_that_do_not_share_send_nothing(serve_gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bandits_that_do_not_share_send_nothing(
+    serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send = WorkerProcess.send
 
     def listen(process: WorkerProcess, command: pb.WorkerCommand) -> None:
@@ -280,7 +319,10 @@ async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> Non
 async def test_a_taken_port_is_refused(serve_gateway: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        for addresses in ({"gateway": address, "http": "127.0.0.1:0"}, {"gateway": "127.0.0.1:0", "http": address}):
+        for addresses in (
+            {"gateway": address, "http": "127.0.0.1:0"},
+            {"gateway": "127.0.0.1:0", "http": address},
+        ):
             with pytest.raises(ConfigError, match="in use"):
                 async with serve_gateway(engine={"workers": 1}, addresses=addresses):
                     pass

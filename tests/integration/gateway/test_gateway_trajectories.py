@@ -1,4 +1,6 @@
-"""Finished branches reach the ledger once, whatever fails on the way; rows follow; sessions keep exact tokens."""
+"""Finished branches reach the ledger once, whatever fails on the way; rows follow; sessions keep
+exact tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def redis_keys(url: str, run_id: str) -> dict[str, Any]:
 async def run_tasks(served: Any, **options: Any) -> dict[tuple[str, int], rpb.SampleFinished]:
     news = [one async for one in served.stub.RunTasks(served.tasks_request(**options), timeout=30)]
     assert news[-1].HasField("finished")
-    return {(one.sample.task_id, one.sample.sample_index): one.sample for one in news if one.HasField("sample")}
+    return {
+        (one.sample.task_id, one.sample.sample_index): one.sample
+        for one in news
+        if one.HasField("sample")
+    }
 
 
 async def appended(client: redis.asyncio.Redis, run_id: str, name: str, count: int) -> list[Any]:
@@ -49,7 +55,9 @@ async def test_training_samples_become_trajectories_and_hidden_rows(
             assert (trajectory.step, trajectory.group_size) == (3, 2)
             assert trajectory.key.session_id == sample.session_id
             assert trajectory.reward == sample.reward.value
-            assert trajectory.seed == request_seed(7, 3, trajectory.task_id, trajectory.sample_index)
+            assert trajectory.seed == request_seed(
+                7, 3, trajectory.task_id, trajectory.sample_index
+            )
             prompt = served.codec.encode("1+1=" if trajectory.task_id == "a" else "2+2=")
             assert trajectory.token_ids[: len(prompt)] == prompt
             assert trajectory.loss_mask == (0,) * 5 + (1,) * sample.response_tokens
@@ -76,7 +84,9 @@ async def test_a_share_of_the_requests_chosen_by_their_seeds_is_captured(
         chosen = {found[key].session_id for key, seed in seeds.items() if seed % 10_000 < 5_000}
         assert 0 < len(chosen) < len(found) == 16
         entries = await appended(redis_client, run_id, "features", len(chosen))
-        assert {decode_features(entry.fields, entry.payload).session_id for entry in entries} == chosen
+        assert {
+            decode_features(entry.fields, entry.payload).session_id for entry in entries
+        } == chosen
 
 
 async def test_repeated_calls_append_nothing_new_even_after_a_restart(
@@ -92,19 +102,28 @@ async def test_repeated_calls_append_nothing_new_even_after_a_restart(
         generated = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         assert sum(worker.health.tokens_emitted for worker in generated.workers) == 0
     for key, sample in first.items():
-        assert (after[key].reward, after[key].response_tokens) == (sample.reward, sample.response_tokens)
+        assert (after[key].reward, after[key].response_tokens) == (
+            sample.reward,
+            sample.response_tokens,
+        )
         assert after[key].tokens_hash == sample.tokens_hash
     assert (await Ledger(redis_client, run_id).count()).final == 4
 
 
 async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
-    serve_gateway: Any, script: dict[str, Any], redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
+    serve_gateway: Any,
+    script: dict[str, Any],
+    redis_url: str,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
         left = served.stub.RunTasks(served.tasks_request(), timeout=30)
         async with asyncio.timeout(5):
-            while not (await served.stub.GetStatus(rpb.GetStatusRequest())).workers[0].health.running:
+            while (
+                not (await served.stub.GetStatus(rpb.GetStatusRequest())).workers[0].health.running
+            ):
                 pass
         left.cancel()
         assert len(await run_tasks(served)) == 4
@@ -116,7 +135,9 @@ async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
 async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_limit(
     serve_gateway: Any, durable_server: Any, run_id: str
 ) -> None:
-    async with serve_gateway(**redis_keys(durable_server.url, run_id), max_unsent_bytes=100) as served:
+    async with serve_gateway(
+        **redis_keys(durable_server.url, run_id), max_unsent_bytes=100
+    ) as served:
         session = await open_session(served)
         await generate(served, session, "2+2=")
         durable_server.kill()
@@ -143,15 +164,25 @@ async def open_session(served: Any, **options: Any) -> str:
     return str((await served.stub.OpenSession(request, timeout=5)).session_id)
 
 
-async def generate(served: Any, session: str, prompt: str | list[int], **sampling: Any) -> list[int]:
-    source = {"text": prompt} if isinstance(prompt, str) else {"token_ids": rpb.TokenIds(ids=prompt)}
+async def generate(
+    served: Any, session: str, prompt: str | list[int], **sampling: Any
+) -> list[int]:
+    source = (
+        {"text": prompt} if isinstance(prompt, str) else {"token_ids": rpb.TokenIds(ids=prompt)}
+    )
     params = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 64, "seed": 2, **sampling})
     request = rpb.GenerateRequest(session_id=session, sampling=params, **source)
-    return [token async for piece in served.stub.Generate(request, timeout=20) for token in piece.chunk.token_ids]
+    return [
+        token
+        async for piece in served.stub.Generate(request, timeout=20)
+        for token in piece.chunk.token_ids
+    ]
 
 
 async def post(served: Any, session: str, value: float) -> int:
-    request = rpb.PostRewardRequest(session_id=session, reward=tpb.Reward(value=value, source="test"))
+    request = rpb.PostRewardRequest(
+        session_id=session, reward=tpb.Reward(value=value, source="test")
+    )
     return int((await served.stub.PostReward(request, timeout=5)).state)
 
 
@@ -171,12 +202,15 @@ async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history
         assert await post(served, session, 1.0) == rpb.SESSION_STATE_OPEN
         with pytest.raises(grpc.aio.AioRpcError, match="another reward"):
             await post(served, session, 0.0)
-        closed = await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
+        closed = await served.stub.CloseSession(
+            rpb.CloseSessionRequest(session_id=session), timeout=5
+        )
         assert closed.state == rpb.SESSION_STATE_FINAL
         with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
             await post(served, session, 0.0)
         branches = [
-            decode_trajectory(e.fields, e.payload) for e in await appended(redis_client, run_id, "trajectories", 2)
+            decode_trajectory(e.fields, e.payload)
+            for e in await appended(redis_client, run_id, "trajectories", 2)
         ]
         trunk, fork = sorted(branches, key=lambda one: one.key.branch_id)
         assert trunk.token_ids == (*longer, *second)
@@ -190,7 +224,9 @@ async def test_a_session_without_a_reward_is_never_published(
     async with serve_gateway(engine={"workers": 1}, **redis_keys(redis_url, run_id)) as served:
         session = await open_session(served)
         await generate(served, session, "2+2=")
-        closed = await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
+        closed = await served.stub.CloseSession(
+            rpb.CloseSessionRequest(session_id=session), timeout=5
+        )
         assert closed.state == rpb.SESSION_STATE_UNSCORED
     assert (await Ledger(redis_client, run_id).count()).final == 0
     record = await Ledger(redis_client, run_id).get(f"{session}/0")
@@ -198,7 +234,9 @@ async def test_a_session_without_a_reward_is_never_published(
     assert record["reason"] == "unscored"
 
 
-async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_says_so(serve_gateway: Any) -> None:
+async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_says_so(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
             await generate(served, await open_session(served), "2+2=", top_k=5)
@@ -206,8 +244,12 @@ async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_say
         assert await generate(served, free, "2+2=", top_k=5)
 
 
-async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}, sessions={"timeout_s": 0.3, "limit": 1}) as served:
+async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(
+    serve_gateway: Any,
+) -> None:
+    async with serve_gateway(
+        engine={"workers": 1}, sessions={"timeout_s": 0.3, "limit": 1}
+    ) as served:
         session = await open_session(served)
         with pytest.raises(grpc.aio.AioRpcError, match="too many sessions"):
             await open_session(served)

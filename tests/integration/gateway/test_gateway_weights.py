@@ -1,4 +1,6 @@
-"""New versions reach every worker, also late and replaced ones; a set is served as a whole or not at all."""
+"""New versions reach every worker, also late and replaced ones; a set is served as a whole or not
+at all.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def commit(served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN
 
 async def worker_versions(served: Any) -> list[tuple[int, int]]:
     status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
-    return [(w.health.versions.policy, w.health.versions.drafter) for w in status.workers if w.ready]
+    return [
+        (w.health.versions.policy, w.health.versions.drafter) for w in status.workers if w.ready
+    ]
 
 
 async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
@@ -44,7 +48,9 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         assert await worker_versions(served) == [(0, 0), (0, 0)]
         sampling = tpb.SamplingParams(temperature=1, max_tokens=100, seed=1, ignore_eos=True)
-        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20).__aiter__()
+        call = served.stub.Generate(
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20
+        ).__aiter__()
         first = await anext(call)
         await commit(served, VersionSet(1, 1, 0))
         chunks = [first.chunk] + [piece.chunk async for piece in call]
@@ -55,7 +61,9 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
         assert await worker_versions(served) == [(1, 0), (1, 0)]
 
 
-async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set(serve_gateway: Any) -> None:
+async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 3)
         await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
@@ -73,7 +81,9 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
         assert (status.versions.seq, status.versions.policy, status.versions.drafter) == (1, 3, 2)
 
 
-async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(serve_gateway: Any) -> None:
+async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
         with pytest.raises(WeightsError, match="not prepared"):
             await commit(served, VersionSet(1, 5, 0))
@@ -100,7 +110,9 @@ async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict
     async with serve_gateway(engine={"workers": 1}) as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
-        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20).__aiter__()
+        call = served.stub.Generate(
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20
+        ).__aiter__()
         await anext(call)
         await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)
         chunks = [piece.chunk async for piece in call]

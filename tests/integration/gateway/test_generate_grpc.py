@@ -9,7 +9,15 @@ from typing import Any
 
 import grpc
 import pytest
-from integration.gateway.http_agent import SLOW, Agent, Oracle, loads, prompt_of, until_running, user
+from integration.gateway.http_agent import (
+    SLOW,
+    Agent,
+    Oracle,
+    loads,
+    prompt_of,
+    until_running,
+    user,
+)
 
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -21,7 +29,8 @@ HERMES = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
     '<tool_call>{"name": ..., "arguments": ...}</tool_call>\n{% endif %}'
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson "
+    "}}</tool_call>{% endfor %}"
     "{% endfor %}[assistant]"
 )
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
@@ -35,11 +44,15 @@ def asked(**fields: Any) -> rpb.GenerateRequest:
 
 def talk(messages: list[dict[str, Any]], tools: Any = None, choice: str = "") -> rpb.Conversation:
     return rpb.Conversation(
-        messages_json=json.dumps(messages), tools_json=json.dumps(tools) if tools else "", tool_choice=choice
+        messages_json=json.dumps(messages),
+        tools_json=json.dumps(tools) if tools else "",
+        tool_choice=choice,
     )
 
 
-async def whole(served: Any, request: rpb.GenerateRequest) -> tuple[list[int], rpb.GenerateResponse, str]:
+async def whole(
+    served: Any, request: rpb.GenerateRequest
+) -> tuple[list[int], rpb.GenerateResponse, str]:
     """All tokens, the last piece, all text."""
     pieces = [piece async for piece in served.stub.Generate(request, timeout=20)]
     tokens = [token for piece in pieces for token in piece.chunk.token_ids]
@@ -67,12 +80,27 @@ async def show(served: Any, session: str) -> tuple[rpb.GetSessionResponse, list[
 async def test_tokens_text_and_conversations_extend_one_session(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE) as served:
         session = (await opened(served)).session_id
-        first, last, text = await whole(served, asked(session_id=session, conversation=talk([user("2+2=")])))
-        assert (text, last.prompt_tokens, json.loads(last.message_json)["content"]) == ("2+2=5 #5", 5, "2+2=5 #5")
+        first, last, text = await whole(
+            served, asked(session_id=session, conversation=talk([user("2+2=")]))
+        )
+        assert (text, last.prompt_tokens, json.loads(last.message_json)["content"]) == (
+            "2+2=5 #5",
+            5,
+            "2+2=5 #5",
+        )
         history = [user("2+2="), json.loads(last.message_json), user("more")]
         second, end, _ = await whole(served, asked(session_id=session, conversation=talk(history)))
-        ids = [*served.codec.encode("2+2="), *first, *served.codec.encode_piece("more"), *second, 7, 8]
-        third, by_ids, _ = await whole(served, asked(session_id=session, token_ids=rpb.TokenIds(ids=ids)))
+        ids = [
+            *served.codec.encode("2+2="),
+            *first,
+            *served.codec.encode_piece("more"),
+            *second,
+            7,
+            8,
+        ]
+        third, by_ids, _ = await whole(
+            served, asked(session_id=session, token_ids=rpb.TokenIds(ids=ids))
+        )
         assert not by_ids.message_json
         fourth, by_text, said = await whole(served, asked(session_id=session, text="1+1="))
         shown, tree = await show(served, session)
@@ -82,7 +110,9 @@ async def test_tokens_text_and_conversations_extend_one_session(serve_gateway: A
         assert [turn["response_ids"] for turn in tree] == [first, second, third, fourth]
         oracle = Oracle(served)
         for turn in tree:
-            assert turn["response_ids"] == oracle.said(prompt_of(tree, turn["completion_id"]), turn["seed"])
+            assert turn["response_ids"] == oracle.said(
+                prompt_of(tree, turn["completion_id"]), turn["seed"]
+            )
         line, other = shown.branches
         assert list(line.token_ids) == [*ids, *third]
         assert sum(line.loss_mask) == len(first) + len(second) + len(third)
@@ -106,11 +136,17 @@ async def test_outside_a_session_text_and_tokens_leave_nothing_and_a_conversatio
         ids = rpb.TokenIds(ids=served.codec.encode("2+2="))
         for prompt in ({"text": "2+2="}, {"token_ids": ids}):
             tokens, last, text = await whole(served, asked(**prompt))
-            assert (text, tokens[-1], last.chunk.finish_reason) == ("2+2=5 #5", 1, tpb.FINISH_REASON_STOP)
+            assert (text, tokens[-1], last.chunk.finish_reason) == (
+                "2+2=5 #5",
+                1,
+                tpb.FINISH_REASON_STOP,
+            )
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
         assert status.open_sessions == 0
         _, last, _ = await whole(served, asked(conversation=talk([user("2+2=")])))
-        reward = rpb.PostRewardRequest(completion_id=last.completion_id, reward=tpb.Reward(value=1.0))
+        reward = rpb.PostRewardRequest(
+            completion_id=last.completion_id, reward=tpb.Reward(value=1.0)
+        )
         assert (await served.stub.PostReward(reward, timeout=5)).state == rpb.SESSION_STATE_OPEN
 
 
@@ -120,20 +156,30 @@ async def test_tools_are_offered_forced_and_read(
 ) -> None:
     (model_dir / "chat_template.jinja").write_text(HERMES)
     script["replies"] = [
-        {"pattern": r"<tool_call>\s*\{\"name\": \"add\"[^<]*$", "texts": [' {"a": 9}}\n</tool_call>']},
+        {
+            "pattern": r"<tool_call>\s*\{\"name\": \"add\"[^<]*$",
+            "texts": [' {"a": 9}}\n</tool_call>'],
+        },
         {"pattern": "<tools>", "texts": [CALL]},
         {"pattern": ".", "texts": ["no tools"]},
     ]
     async with serve_gateway(engine={"workers": 1, "max_sequence_tokens": 4096}) as served:
         place = {"session_id": (await opened(served)).session_id} if inside else {}
 
-        async def ask(choice: str, tools: Any = TOOLS) -> tuple[dict[str, Any], rpb.GenerateResponse]:
-            _, last, _ = await whole(served, asked(**place, conversation=talk([user("2+7")], tools, choice)))
+        async def ask(
+            choice: str, tools: Any = TOOLS
+        ) -> tuple[dict[str, Any], rpb.GenerateResponse]:
+            _, last, _ = await whole(
+                served, asked(**place, conversation=talk([user("2+7")], tools, choice))
+            )
             return json.loads(last.message_json), last
 
         message, last = await ask("auto")
         (call,) = message["tool_calls"]
-        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("add", {"a": 2})
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == (
+            "add",
+            {"a": 2},
+        )
         assert last.chunk.finish_reason == tpb.FINISH_REASON_STOP
         message, _ = await ask("add")
         assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"a": 9}
@@ -164,21 +210,39 @@ async def test_a_request_without_a_place_or_a_prompt_is_refused(serve_gateway: A
         bad["prompt does not fit"].token_ids.CopyFrom(rpb.TokenIds())
         for match, request in bad.items():
             await refused(whole(served, request), grpc.StatusCode.INVALID_ARGUMENT, match)
-        await refused(whole(served, asked(session_id="nobody", text="x")), grpc.StatusCode.NOT_FOUND, "no such session")
-        openings = ({"turn_discount": 1.5}, {"timeout_s": -1.0}, {"timeout_s": float("nan")}, {"task_id": "t" * 201})
+        await refused(
+            whole(served, asked(session_id="nobody", text="x")),
+            grpc.StatusCode.NOT_FOUND,
+            "no such session",
+        )
+        openings = (
+            {"turn_discount": 1.5},
+            {"timeout_s": -1.0},
+            {"timeout_s": float("nan")},
+            {"task_id": "t" * 201},
+        )
         for fields in openings:
-            await refused(opened(served, **fields), grpc.StatusCode.INVALID_ARGUMENT, next(iter(fields)))
-        await refused(opened(served, claim=True, wait_s=61.0), grpc.StatusCode.INVALID_ARGUMENT, "wait_s")
+            await refused(
+                opened(served, **fields), grpc.StatusCode.INVALID_ARGUMENT, next(iter(fields))
+            )
+        await refused(
+            opened(served, claim=True, wait_s=61.0), grpc.StatusCode.INVALID_ARGUMENT, "wait_s"
+        )
 
 
-async def test_pieces_of_a_reader_that_stops_are_merged(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_pieces_of_a_reader_that_stops_are_merged(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     tokens = 20_000
     script |= {"max_sequence_tokens": tokens + 10, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(**ONE) as served:
         session = (await opened(served)).session_id
         sampling = {"max_tokens": tokens, "ignore_eos": True, "top_logprobs": 20}  # much to send
         request = asked(session_id=session, text="2+2=", sampling=sampling)
-        small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10)]  # what may lie unread
+        small = [
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.http2.lookahead_bytes", 64 << 10),
+        ]  # what may lie unread
         async with grpc.aio.insecure_channel(served.channel.address, options=small) as peer:
             call = RolloutServiceStub(peer).Generate(request, timeout=60)
             first = await call.read()
@@ -188,7 +252,10 @@ async def test_pieces_of_a_reader_that_stops_are_merged(serve_gateway: Any, scri
             rest = []
             while (piece := await call.read()) is not grpc.aio.EOF:
                 rest.append(piece)
-        said = [*first.chunk.token_ids, *(token for piece in rest for token in piece.chunk.token_ids)]
+        said = [
+            *first.chunk.token_ids,
+            *(token for piece in rest for token in piece.chunk.token_ids),
+        ]
         _, (turn,) = await show(served, session)
         assert said == turn["response_ids"]
         assert len(said) == tokens
@@ -203,7 +270,9 @@ async def test_a_cancelled_generation_frees_its_place_and_leaves_no_turn(
     async with serve_gateway(**ONE, sessions={"max_parallel": 1}) as served:
         session = (await opened(served)).session_id
         long = {"max_tokens": 400, "ignore_eos": True}
-        call = served.stub.Generate(asked(session_id=session, text="2+2=", sampling=long), timeout=30)
+        call = served.stub.Generate(
+            asked(session_id=session, text="2+2=", sampling=long), timeout=30
+        )
         await call.read()
         beside = whole(served, asked(session_id=session, text="2+2="))
         await refused(beside, grpc.StatusCode.RESOURCE_EXHAUSTED, "under way")
@@ -217,7 +286,9 @@ async def test_a_cancelled_generation_frees_its_place_and_leaves_no_turn(
 async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
     async with serve_gateway(**ONE) as served:
         session = (await opened(served, turn_discount=0.5)).session_id
-        _, first, _ = await whole(served, asked(session_id=session, conversation=talk([user("2+2=")])))
+        _, first, _ = await whole(
+            served, asked(session_id=session, conversation=talk([user("2+2=")]))
+        )
         history = [user("2+2="), json.loads(first.message_json), user("more")]
         _, second, _ = await whole(served, asked(session_id=session, conversation=talk(history)))
 
@@ -229,9 +300,19 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
         for key in ("a", "a", "b"):
             assert await post(0.25, idempotency_key=key, **added) == rpb.SESSION_STATE_OPEN
         await post(1.0, completion_id=second.completion_id, session_id=session)
-        await refused(post(0.5, completion_id=second.completion_id), grpc.StatusCode.FAILED_PRECONDITION, "another")
-        await refused(post(0.5, session_id=session, completion_id="x"), grpc.StatusCode.NOT_FOUND, "no such completion")
-        await refused(post(float("nan"), session_id=session), grpc.StatusCode.INVALID_ARGUMENT, "finite")
+        await refused(
+            post(0.5, completion_id=second.completion_id),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "another",
+        )
+        await refused(
+            post(0.5, session_id=session, completion_id="x"),
+            grpc.StatusCode.NOT_FOUND,
+            "no such completion",
+        )
+        await refused(
+            post(float("nan"), session_id=session), grpc.StatusCode.INVALID_ARGUMENT, "finite"
+        )
         missing = served.stub.PostReward(rpb.PostRewardRequest(session_id=session), timeout=5)
         await refused(missing, grpc.StatusCode.INVALID_ARGUMENT, "no reward")
         shown, _ = await show(served, session)
@@ -242,16 +323,23 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
             return int((await served.stub.CloseSession(request, timeout=5)).state)
 
         assert await close(session) == await close(session, abort=True) == rpb.SESSION_STATE_FINAL
-        await refused(post(1.0, session_id=session), grpc.StatusCode.FAILED_PRECONDITION, "has ended")
+        await refused(
+            post(1.0, session_id=session), grpc.StatusCode.FAILED_PRECONDITION, "has ended"
+        )
         ways = {
             rpb.SESSION_STATE_UNSCORED: {},
             rpb.SESSION_STATE_ABORTED: {"abort": True},
-            rpb.SESSION_STATE_FAILED: {"fail_reason": rpb.FAIL_REASON_DATA, "message": "no such file"},
+            rpb.SESSION_STATE_FAILED: {
+                "fail_reason": rpb.FAIL_REASON_DATA,
+                "message": "no such file",
+            },
         }
         for state, way in ways.items():
             session = (await opened(served)).session_id
             assert await close(session, **way) == state
-            again = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+            again = await served.stub.GetSession(
+                rpb.GetSessionRequest(session_id=session), timeout=5
+            )
             assert again.state == state
         session = (await opened(served)).session_id
         await refused(close(session, fail_reason=7), grpc.StatusCode.INVALID_ARGUMENT, "reason")
@@ -271,4 +359,9 @@ async def test_a_session_opened_over_grpc_goes_on_over_http(serve_gateway: Any) 
         assert [turn["completion_id"] for turn in tree] == [answer["id"], last.completion_id]
         assert tree[1]["parent"] == answer["id"]
         (branch,) = shown.branches
-        assert (branch.task_id, branch.group_id, branch.group_size, branch.sample_index) == ("t", "g", 2, 1)
+        assert (branch.task_id, branch.group_id, branch.group_size, branch.sample_index) == (
+            "t",
+            "g",
+            2,
+            1,
+        )

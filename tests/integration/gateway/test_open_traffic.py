@@ -1,4 +1,6 @@
-"""Groups that agents open themselves become those of the step that finds them closed; idle workers are lent out."""
+"""Groups that agents open themselves become those of the step that finds them closed; idle workers
+are lent out.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def finished(served: Any, group: str, size: int, rewards: list[float | Non
     """Siblings of one group that come and go; their sessions."""
     ids = []
     for index, reward in enumerate(rewards):
-        agent = await opened(served, task_id=f"t-{group}", group_id=group, group_size=size, sample_index=index)
+        agent = await opened(
+            served, task_id=f"t-{group}", group_id=group, group_size=size, sample_index=index
+        )
         await one_turn(agent, reward)
         ids.append(agent.id)
     return ids
@@ -87,7 +91,10 @@ async def test_groups_belong_to_the_step_that_finds_them_closed_also_after_a_res
         found = await stream_of(redis_client, run_id, 4)
     assert {one.group_id: one.step for one in found} == {"early": 4, "later": 4, "next": 5}
     assert [one.group_size for one in found if one.group_id == "early"] == [2, 2]
-    async with serve_gateway(**ONE, **keys) as served, task_run(served, step_request(served, 4, groups=2)) as after:
+    async with (
+        serve_gateway(**ONE, **keys) as served,
+        task_run(served, step_request(served, 4, groups=2)) as after,
+    ):
         pass
     assert sorted(closed_of(after)) == sorted(closed_of(first))
     for session, sample in samples_of(after).items():
@@ -155,8 +162,12 @@ async def test_sessions_that_no_step_took_leave_a_note_when_the_gateway_stops(
     assert (record["reason"], record["final"]) == ("no_step", False)
 
 
-async def test_admission_stops_while_too_much_waits_for_a_step(serve_gateway: Any, redis_url: str, run_id: str) -> None:
-    async with serve_gateway(**ONE, **redis_keys(redis_url, run_id), max_unsent_bytes=500) as served:
+async def test_admission_stops_while_too_much_waits_for_a_step(
+    serve_gateway: Any, redis_url: str, run_id: str
+) -> None:
+    async with serve_gateway(
+        **ONE, **redis_keys(redis_url, run_id), max_unsent_bytes=500
+    ) as served:
         before = await opened(served)
         await finished(served, "g", 1, [1.0])
         for path, body in (
@@ -195,7 +206,9 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
                 assert sorted([worker, *shares_of(told)]) == [0, 1, 2]
                 assert not busy.done()
                 others = [await opened(served) for _ in range(4)]
-                calls = [other.chat([user("1+1=")], max_tokens=20, ignore_eos=True) for other in others]
+                calls = [
+                    other.chat([user("1+1=")], max_tokens=20, ignore_eos=True) for other in others
+                ]
                 more = asyncio.gather(*calls)
                 await until_running(served, 5)
                 assert (await loads(served))[worker] == 5

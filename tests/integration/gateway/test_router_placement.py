@@ -22,8 +22,12 @@ Serve = Callable[..., AbstractAsyncContextManager[Router]]
 
 
 def request(number: int, prompt: list[int], max_tokens: int = 4) -> pb.EngineRequest:
-    sampling = tpb.SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=number, ignore_eos=True)
-    return pb.EngineRequest(request_id=number, prompt_token_ids=prompt, sampling=sampling, stream=True)
+    sampling = tpb.SamplingParams(
+        temperature=1.0, max_tokens=max_tokens, seed=number, ignore_eos=True
+    )
+    return pb.EngineRequest(
+        request_id=number, prompt_token_ids=prompt, sampling=sampling, stream=True
+    )
 
 
 @pytest.fixture
@@ -32,7 +36,9 @@ def serve_router() -> Serve:
     async def serve(kind: str) -> AsyncIterator[Router]:
         engine = {"kind": kind, "workers": 2, "restart_backoff_s": 0.01}
         config = GatewayConfig.model_validate({"model": str(POLICY), "engine": engine})
-        router = Router(2, config.engine, engine_settings(config), None, lambda _: None, lambda _: None)
+        router = Router(
+            2, config.engine, engine_settings(config), None, lambda _: None, lambda _: None
+        )
         await router.start()
         try:
             yield router
@@ -61,7 +67,9 @@ async def test_the_next_turn_finds_its_conversation_in_the_cache(serve_router: S
         assert (strays, fresh.cached_prompt_tokens) == (0, 0)
 
 
-async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_back_after(serve_router: Serve) -> None:
+async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_back_after(
+    serve_router: Serve,
+) -> None:
     async with serve_router("scripted") as router:
         assert (await ended(router, request(1, [5]), prefer=1))[0] == 1
         router.release(1)
@@ -85,7 +93,9 @@ async def test_a_released_worker_serves_while_it_is_the_only_one(serve_router: S
         assert (await ended(router, request(1, [5])))[0] == 0
 
 
-async def test_idleness_is_told_by_worker_and_only_after_the_last_token(serve_router: Serve) -> None:
+async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
+    serve_router: Serve,
+) -> None:
     async with serve_router("scripted") as router:
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
         busy = asyncio.create_task(router.idle_for(0, 0.01))

@@ -1,4 +1,6 @@
-"""Agents' sessions over HTTP: exact tokens, rewards, ends, quotas; the scripted engine's own choice is the oracle."""
+"""Agents' sessions over HTTP: exact tokens, rewards, ends, quotas; the scripted engine's own choice
+is the oracle.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ async def two_turns(agent: Agent) -> tuple[dict[str, Any], dict[str, Any]]:
     return first, second
 
 
-def assert_each_said_token_trains_once(samples: list[dict[str, Any]], tree: list[dict[str, Any]]) -> None:
+def assert_each_said_token_trains_once(
+    samples: list[dict[str, Any]], tree: list[dict[str, Any]]
+) -> None:
     trained = sorted(
-        token for sample in samples for token, bit in zip(sample["token_ids"], sample["loss_mask"], strict=True) if bit
+        token
+        for sample in samples
+        for token, bit in zip(sample["token_ids"], sample["loss_mask"], strict=True)
+        if bit
     )
     assert trained == sorted(token for turn in tree for token in turn["response_ids"])
 
@@ -43,28 +50,45 @@ async def test_a_conversation_under_a_key_is_one_sample_of_exactly_what_the_engi
 ) -> None:
     async with serve_gateway(**ONE) as served:
         agent = await opened(served, task_id="t", group_id="g", group_size=2, sample_index=1)
-        assert (agent.session["object"], agent.session["state"], agent.session["task"]) == ("session", "open", None)
+        assert (agent.session["object"], agent.session["state"], agent.session["task"]) == (
+            "session",
+            "open",
+            None,
+        )
         first, second = await two_turns(agent)
         tree, oracle = await agent.export("tree"), Oracle(served)
         assert [turn["completion_id"] for turn in tree] == [first["id"], second["id"]]
         assert tree[1]["parent"] == first["id"]
         for turn in tree:
-            assert turn["response_ids"] == oracle.said(prompt_of(tree, turn["completion_id"]), turn["seed"])
+            assert turn["response_ids"] == oracle.said(
+                prompt_of(tree, turn["completion_id"]), turn["seed"]
+            )
         assert prompt_of(tree, first["id"]) == list(served.codec.encode("2+2="))
         (sample,) = await agent.export("samples")
-        parts = [tree[0]["prompt_ids"], tree[0]["response_ids"], tree[1]["prompt_ids"], tree[1]["response_ids"]]
+        parts = [
+            tree[0]["prompt_ids"],
+            tree[0]["response_ids"],
+            tree[1]["prompt_ids"],
+            tree[1]["response_ids"],
+        ]
         assert sample["token_ids"] == [token for part in parts for token in part]
-        assert sample["loss_mask"] == [bit for n, part in enumerate(parts) for bit in [n % 2] * len(part)]
+        assert sample["loss_mask"] == [
+            bit for n, part in enumerate(parts) for bit in [n % 2] * len(part)
+        ]
         assert sample["reward"] is None
         said = sample["behavior_logprobs"]
-        assert all((value < 0) == bool(bit) for value, bit in zip(said, sample["loss_mask"], strict=True))
+        assert all(
+            (value < 0) == bool(bit) for value, bit in zip(said, sample["loss_mask"], strict=True)
+        )
         shown = await agent.show()
         assert (shown["turns"], shown["task_id"], shown["group_id"]) == (2, "t", "g")
         assert shown["completion_tokens"] == sum(sample["loss_mask"])
         assert shown["prompt_tokens"] == len(sample["loss_mask"]) - sum(sample["loss_mask"])
 
 
-async def test_a_changed_history_begins_a_branch_and_every_token_trains_once(serve_gateway: Any) -> None:
+async def test_a_changed_history_begins_a_branch_and_every_token_trains_once(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(**ONE) as served:
         agent = await opened(served)
         first, _ = await two_turns(agent)
@@ -77,7 +101,9 @@ async def test_a_changed_history_begins_a_branch_and_every_token_trains_once(ser
         assert_each_said_token_trains_once(samples, tree)
 
 
-async def test_two_requests_at_once_on_one_session_fork(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_two_requests_at_once_on_one_session_fork(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     script |= SLOW
     async with serve_gateway() as served:
         agent = await opened(served)
@@ -105,7 +131,9 @@ async def test_rewards_of_session_and_turns_add_up_by_branch(serve_gateway: Any)
         assert (await agent.act("complete"))["state"] == "final"
 
 
-async def test_with_turn_discount_every_turn_is_a_sample_with_its_return(serve_gateway: Any) -> None:
+async def test_with_turn_discount_every_turn_is_a_sample_with_its_return(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(**ONE) as served:
         agent = await opened(served, turn_discount=0.5)
         first, second = await two_turns(agent)
@@ -128,7 +156,9 @@ async def test_rewards_twice_in_conflict_accumulated_and_late(serve_gateway: Any
         for key, value in (("a", 0.25), ("a", 0.25), ("b", 0.5)):
             await agent.reward(value, idempotency_key=key, **turn)
         assert (await agent.export("tree"))[0]["reward"] == 0.75
-        assert (await agent.reward(9, idempotency_key="a", status=409, **turn))["error"]["code"] == "reward_conflict"
+        assert (await agent.reward(9, idempotency_key="a", status=409, **turn))["error"][
+            "code"
+        ] == "reward_conflict"
         assert "idempotency_key" in (await agent.reward(1, status=400, **turn))["error"]["message"]
         await agent.reward(1, completion_id="chatcmpl-unknown", status=404)
         for bad in ("much", None, "NaN"):
@@ -139,7 +169,9 @@ async def test_rewards_twice_in_conflict_accumulated_and_late(serve_gateway: Any
         assert "final" in late["error"]["message"]
 
 
-async def test_complete_abort_and_fail_end_a_session_and_a_repeated_complete_learns_how(serve_gateway: Any) -> None:
+async def test_complete_abort_and_fail_end_a_session_and_a_repeated_complete_learns_how(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(**ONE) as served:
         agent = await opened(served)
         await agent.chat([user("2+2=")])
@@ -161,7 +193,9 @@ async def test_complete_abort_and_fail_end_a_session_and_a_repeated_complete_lea
 
         failed = await opened(served)
         await failed.act("fail", {"reason": "elsewhere"}, status=400)
-        assert (await failed.act("fail", {"reason": "data", "message": "no such file"}))["fail_reason"] == "data"
+        assert (await failed.act("fail", {"reason": "data", "message": "no such file"}))[
+            "fail_reason"
+        ] == "data"
         told = await failed.chat([user("2+2=")], status=409)
         assert "failed: data" in told["error"]["message"]
         assert (await failed.show())["state"] == "failed"
@@ -175,14 +209,23 @@ async def test_keys_open_their_own_session_and_nothing_else(
         assert (await served.http.post("/v1/sessions", json={})).status_code == 401
         served.http.headers["authorization"] = f"Bearer {TOKEN}"
         one, other = await opened(served), await opened(served)
-        for method, path in (("GET", ""), ("GET", "/export"), ("POST", "/reward"), ("POST", "/complete")):
+        for method, path in (
+            ("GET", ""),
+            ("GET", "/export"),
+            ("POST", "/reward"),
+            ("POST", "/complete"),
+        ):
             url = f"/v1/sessions/{other.id}{path}"
             refused = await served.http.request(method, url, headers=one.headers, json={"value": 1})
             assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
-        assert (await served.http.post("/v1/sessions", headers=one.headers, json={})).status_code == 403
+        assert (
+            await served.http.post("/v1/sessions", headers=one.headers, json={})
+        ).status_code == 403
         assert (await served.http.get("/metrics", headers=one.headers)).status_code == 403
         stranger = {"authorization": "Bearer sk-pl-nobody"}
-        assert (await served.http.get(f"/v1/sessions/{one.id}", headers=stranger)).status_code == 401
+        assert (
+            await served.http.get(f"/v1/sessions/{one.id}", headers=stranger)
+        ).status_code == 401
         body = {"messages": [user("2+2=")]}
         for headers in (stranger, {"authorization": "Bearer wrong"}, {"authorization": ""}):
             answer = await served.http.post("/v1/chat/completions", headers=headers, json=body)
@@ -191,7 +234,8 @@ async def test_keys_open_their_own_session_and_nothing_else(
         assert (await served.http.get("/v1/sessions/current")).status_code == 400
         assert (await served.http.get(f"/v1/sessions/{one.id}")).json()["id"] == one.id
         anthropic = await served.http.get(
-            "/v1/sessions/current", headers={"authorization": "", "x-api-key": one.session["api_key"]}
+            "/v1/sessions/current",
+            headers={"authorization": "", "x-api-key": one.session["api_key"]},
         )
         assert anthropic.json()["id"] == one.id
 
@@ -223,10 +267,14 @@ def assert_refused_for_now(response: Any) -> None:
 
 
 def assert_used_up(response: Any) -> None:
-    assert (response.status_code, response.json()["error"]["code"]) == (409, "session_quota"), response.text
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "session_quota"), (
+        response.text
+    )
 
 
-async def test_quotas_of_a_session_count_choices_and_no_waiting_renews_them(serve_gateway: Any) -> None:
+async def test_quotas_of_a_session_count_choices_and_no_waiting_renews_them(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(**ONE, sessions={"max_turns": 3, "max_parallel": 2}) as served:
         agent = await opened(served)
 
@@ -252,7 +300,9 @@ async def test_quotas_of_a_session_count_choices_and_no_waiting_renews_them(serv
         assert_refused_for_now(await served.http.post("/v1/sessions", json={}))
 
 
-async def test_a_request_beside_max_parallel_others_is_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
+async def test_a_request_beside_max_parallel_others_is_refused(
+    serve_gateway: Any, script: dict[str, Any]
+) -> None:
     script |= SLOW
     async with serve_gateway(**ONE, sessions={"max_parallel": 1}) as served:
         agent = await opened(served)
@@ -267,11 +317,16 @@ async def test_a_request_beside_max_parallel_others_is_refused(serve_gateway: An
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_full_queue_is_429_for_streams_too(serve_gateway: Any, script: dict[str, Any], stream: bool) -> None:
+async def test_a_full_queue_is_429_for_streams_too(
+    serve_gateway: Any, script: dict[str, Any], stream: bool
+) -> None:
     script |= SLOW
     async with serve_gateway(**ONE, queue={"running": 1, "limit": 1}) as served:
         long = {"messages": [user("2+2=")], "max_tokens": 300, "ignore_eos": True, "stream": stream}
-        calls = [asyncio.create_task(served.http.post("/v1/chat/completions", json=long)) for _ in range(3)]
+        calls = [
+            asyncio.create_task(served.http.post("/v1/chat/completions", json=long))
+            for _ in range(3)
+        ]
         ended, others = await asyncio.wait(calls, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         assert len(others) == 2
         assert_refused_for_now(ended.pop().result())
@@ -287,8 +342,16 @@ async def test_a_client_that_leaves_a_stream_leaves_no_turn(
     script |= SLOW
     async with serve_gateway(**ONE, sessions={"max_parallel": choices}) as served:
         agent = await opened(served)
-        body = {"messages": [user("2+2=")], "max_tokens": 400, "ignore_eos": True, "stream": True, "n": choices}
-        async with served.http.stream("POST", "/v1/chat/completions", headers=agent.headers, json=body) as response:
+        body = {
+            "messages": [user("2+2=")],
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+            "n": choices,
+        }
+        async with served.http.stream(
+            "POST", "/v1/chat/completions", headers=agent.headers, json=body
+        ) as response:
             lines = response.aiter_lines()
             async for line in lines:
                 if line:
@@ -304,10 +367,14 @@ async def test_a_streamed_turn_is_recorded_before_its_last_event(serve_gateway: 
     async with serve_gateway(**ONE) as served:
         agent = await opened(served)
         body = {"messages": [user("2+2=")], "max_tokens": 64, "stream": True}
-        async with served.http.stream("POST", "/v1/chat/completions", headers=agent.headers, json=body) as response:
+        async with served.http.stream(
+            "POST", "/v1/chat/completions", headers=agent.headers, json=body
+        ) as response:
             async for line in response.aiter_lines():
                 if '"finish_reason":"stop"' in line:
-                    await agent.reward(1.0, completion_id=json.loads(line.removeprefix("data: "))["id"])
+                    await agent.reward(
+                        1.0, completion_id=json.loads(line.removeprefix("data: "))["id"]
+                    )
         assert [turn["reward"] for turn in await agent.export("tree")] == [1.0]
 
 
@@ -317,7 +384,11 @@ async def test_choices_are_rewarded_by_id_and_index(serve_gateway: Any) -> None:
         answer = await agent.chat([user("1+1=")], n=3)
         for index in range(3):
             await agent.reward(float(index), completion_id=f"{answer['id']}:{index}")
-        assert sorted(sample["reward"] for sample in await agent.export("samples")) == [0.0, 1.0, 2.0]
+        assert sorted(sample["reward"] for sample in await agent.export("samples")) == [
+            0.0,
+            1.0,
+            2.0,
+        ]
         await agent.reward(1.0, completion_id=answer["id"], status=404)
 
 
@@ -327,7 +398,9 @@ async def test_a_client_without_a_session_gets_one_per_conversation_and_is_rewar
     async with serve_gateway(**ONE) as served:
 
         async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-            answer = await served.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 64})
+            answer = await served.http.post(
+                "/v1/chat/completions", json={"messages": messages, "max_tokens": 64}
+            )
             assert answer.status_code == 200, answer.text
             return dict(answer.json())
 
@@ -346,7 +419,9 @@ async def test_a_client_without_a_session_gets_one_per_conversation_and_is_rewar
         assert (await reward(other["id"], 1.0))["id"] != one["id"]
         assert (await reward(second["id"], 0.0, status=409))["error"]["code"] == "reward_conflict"
         await reward("chatcmpl-unknown", 1.0, status=404)
-        assert (await served.http.post("/v1/rewards", json={"value": 1})).json()["error"]["param"] == "completion_id"
+        assert (await served.http.post("/v1/rewards", json={"value": 1})).json()["error"][
+            "param"
+        ] == "completion_id"
         tree = (await served.http.get(f"/v1/sessions/{one['id']}/export")).json()["tree"]
         assert [(turn["completion_id"], turn["parent"]) for turn in tree] == [
             (first["id"], None),
@@ -376,15 +451,22 @@ async def test_a_session_that_generates_for_longer_than_its_time_out_is_not_sile
         assert answer["usage"]["completion_tokens"] == 100
 
 
-async def test_sampling_that_cannot_be_trained_needs_a_session_that_is_not(serve_gateway: Any) -> None:
+async def test_sampling_that_cannot_be_trained_needs_a_session_that_is_not(
+    serve_gateway: Any,
+) -> None:
     async with serve_gateway(**ONE) as served:
         trained, free = await opened(served), await opened(served, trainable=False)
         refused = await trained.chat([user("2+2=")], top_p=0.5, status=400)
         assert "top_p=0.5" in refused["error"]["message"]
         await trained.chat([user("2+2=")], temperature=0, status=400)
         await trained.chat([user("2+2=")], temperature=0.5)
-        assert "one temperature" in (await trained.chat([user("x")], temperature=0.7, status=400))["error"]["message"]
-        assert message_of(await free.chat([user("2+2=")], top_p=0.5, top_k=3))["content"] == "2+2=5 #5"
+        assert (
+            "one temperature"
+            in (await trained.chat([user("x")], temperature=0.7, status=400))["error"]["message"]
+        )
+        assert (
+            message_of(await free.chat([user("2+2=")], top_p=0.5, top_k=3))["content"] == "2+2=5 #5"
+        )
         assert (await free.act("complete", {"reward": 1.0}))["state"] == "final"
         without = {"messages": [user("2+2=")], "top_p": 0.5, "max_tokens": 64}
         answer = await served.http.post("/v1/chat/completions", json=without)

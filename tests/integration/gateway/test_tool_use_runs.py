@@ -1,4 +1,6 @@
-"""RunTasks of conversations with tools and of code: built-in environment and rule over real workers and sandboxes."""
+"""RunTasks of conversations with tools and of code: built-in environment and rule over real workers
+and sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ REPLIES = [
 ]
 
 
-async def ran(served: Any, tasks: list[rpb.TaskSpec], environment: str, reward: str) -> dict[str, rpb.SampleFinished]:
+async def ran(
+    served: Any, tasks: list[rpb.TaskSpec], environment: str, reward: str
+) -> dict[str, rpb.SampleFinished]:
     request = rpb.RunTasksRequest(
         context=tpb.CommandContext(run_id=served.config.run.id, epoch=1),
         purpose=tpb.PURPOSE_EVAL,
@@ -50,9 +54,14 @@ async def test_a_task_is_solved_with_the_calculator_and_with_python(
     async with serve_gateway(engine={"workers": 1}) as served:
         samples = await ran(served, tasks, "tool_use", "math_answer")
         codec = served.codec
-    assert {name: sample.reward.value for name, sample in samples.items()} == {"product": 1.0, "sum": 1.0}
+    assert {name: sample.reward.value for name, sample in samples.items()} == {
+        "product": 1.0,
+        "sum": 1.0,
+    }
     said = [REPLIES[0]["texts"][0], REPLIES[1]["texts"][0]]
-    assert samples["product"].response_tokens == sum(len(codec.encode_piece(text)) + 1 for text in said)
+    assert samples["product"].response_tokens == sum(
+        len(codec.encode_piece(text)) + 1 for text in said
+    )
 
 
 async def test_code_is_scored_by_the_share_of_its_tests(
@@ -61,7 +70,10 @@ async def test_code_is_scored_by_the_share_of_its_tests(
     teach(model_dir, script)
     script["replies"] = REPLIES
     task = rpb.TaskSpec(
-        task_id="f", prompt="increment", group_id="g", metadata={"tests": "assert f(1) == 2\nassert f(1) == 3\n"}
+        task_id="f",
+        prompt="increment",
+        group_id="g",
+        metadata={"tests": "assert f(1) == 2\nassert f(1) == 3\n"},
     )
     async with serve_gateway(engine={"workers": 1}) as served:
         samples = await ran(served, [task], "single_turn", "code_tests")

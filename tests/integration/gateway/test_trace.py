@@ -1,4 +1,6 @@
-"""One trace follows a request from the caller's header into the engine, streamed or not, left or read to its end."""
+"""One trace follows a request from the caller's header into the engine, streamed or not, left or
+read to its end.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def spans_dir(tmp_path: Path) -> Iterator[Path]:
 def spans_of(directory: Path) -> list[dict[str, Any]]:
     """All spans of the caller's trace; ends telemetry, so that they are written."""
     telemetry.shutdown()
-    lines = [line for path in directory.glob("gateway-*.jsonl") for line in path.read_text().splitlines()]
+    lines = [
+        line for path in directory.glob("gateway-*.jsonl") for line in path.read_text().splitlines()
+    ]
     return [span for span in map(json.loads, lines) if span["trace_id"] == TRACE]
 
 
@@ -42,7 +46,9 @@ async def test_http_and_engine_spans_hang_below_the_callers(
     async with serve_gateway(engine={"workers": 1}) as served:
         agent = await opened(served)
         body = {**BODY, "stream": stream, "n": choices}
-        answer = await served.http.post("/v1/chat/completions", json=body, headers={**agent.headers, **HEADER})
+        answer = await served.http.post(
+            "/v1/chat/completions", json=body, headers={**agent.headers, **HEADER}
+        )
         assert answer.status_code == 200
     spans = spans_of(spans_dir)
     (outer,) = [span for span in spans if span["name"] == "http.request"]
@@ -62,7 +68,9 @@ async def test_a_stream_that_its_client_leaves_ends_its_spans_in_order(
         agent = await opened(served)
         body = {**BODY, "stream": True, "ignore_eos": True}
         headers = {**agent.headers, **HEADER}
-        async with served.http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as response:
+        async with served.http.stream(
+            "POST", "/v1/chat/completions", json=body, headers=headers
+        ) as response:
             async for _ in response.aiter_lines():
                 break
         await until_running(served, 0)
@@ -78,6 +86,8 @@ async def test_a_stream_that_its_client_leaves_ends_its_spans_in_order(
     assert names.count("engine.request") == 2
     assert names.count("http.request") == 1
     by_id = {span["span_id"]: span for span in spans}
-    parents = {by_id[span["parent_id"]]["name"] for span in spans if span["name"] == "engine.request"}
+    parents = {
+        by_id[span["parent_id"]]["name"] for span in spans if span["name"] == "engine.request"
+    }
     assert parents == {"http.request", "RolloutService.Generate"}
     assert not [record for record in caplog.records if "detach" in record.getMessage()]

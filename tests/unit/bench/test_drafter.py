@@ -16,14 +16,20 @@ from paceline.tasks import read_tasks
 SHIFT = 30
 
 
-def run(arm: str, probes: list[float], *, rate: float = 1000.0, step_s: float = 1.0, wait: float = 0.0) -> Run:
+def run(
+    arm: str, probes: list[float], *, rate: float = 1000.0, step_s: float = 1.0, wait: float = 0.0
+) -> Run:
     steps: list[dict[str, Any]] = [
         {
-            "step": str(i), "response_tokens": "2000", "rollout_s": 2000 / rate, "step_s": step_s,
-            "drafter_slot_s": 0.5, "evaluations": {"accept_length_probe": value} if value else {},
+            "step": str(i),
+            "response_tokens": "2000",
+            "rollout_s": 2000 / rate,
+            "step_s": step_s,
+            "drafter_slot_s": 0.5,
+            "evaluations": {"accept_length_probe": value} if value else {},
         }
         for i, value in enumerate(probes)
-    ]  # fmt: skip
+    ]
     summary = {"preempt_wait_share": wait, "drafter_steps_per_rl_step": 6.0, "wall_s": 60.0}
     return Run(0, arm, summary, steps, 1.0)
 
@@ -43,7 +49,9 @@ def runs(wait: float = 0.01) -> dict[str, Run]:
 
 
 def found(wait: float = 0.01, scratch: float = 4.0, packing: float = 2.2) -> dict[str, Goal]:
-    return {goal.name.partition(" 1.")[0]: goal for goal in goals(runs(wait), SHIFT, scratch, packing)}
+    return {
+        goal.name.partition(" 1.")[0]: goal for goal in goals(runs(wait), SHIFT, scratch, packing)
+    }
 
 
 def test_recovery_counts_the_steps_from_the_shift_to_95_percent() -> None:
@@ -57,8 +65,12 @@ def test_goals_compare_equal_steps_and_settled_acceptance() -> None:
     assert named["tokens/s, harvested / none"].value == pytest.approx(1.5)
     assert named["tokens/s, harvested / frozen"].value == pytest.approx(1.25)
     assert named["step seconds, serial / harvested"].value == pytest.approx(1.2)
-    assert named["acceptance at the end, harvested from cold / frozen warm"].value == pytest.approx(4.4 / 1.5)
-    assert named["acceptance at the end, harvested / from scratch on the last policy"].value == pytest.approx(4.4 / 4.0)
+    assert named["acceptance at the end, harvested from cold / frozen warm"].value == pytest.approx(
+        4.4 / 1.5
+    )
+    assert named[
+        "acceptance at the end, harvested / from scratch on the last policy"
+    ].value == pytest.approx(4.4 / 4.0)
     assert all(goal.met for goal in named.values())
 
 

@@ -15,25 +15,45 @@ from paceline.bench.e2e import chosen_arms, compare, first_difference, speed_rat
 from paceline.errors import InvalidInput
 
 
-def steps(rate: float, *, differs_at: int = 0, probe: float | None = None, count: int = 30) -> list[dict[str, Any]]:
+def steps(
+    rate: float, *, differs_at: int = 0, probe: float | None = None, count: int = 30
+) -> list[dict[str, Any]]:
     made = []
     for i in range(count):
         flipped = bool(differs_at) and i + 1 >= differs_at
         step: dict[str, Any] = {
-            "step": str(i), "response_tokens": "2000", "rollout_s": 2000 / (rate * (1 + 0.01 * (i % 3))),
-            "tokens_hash": f"{'f' if flipped else 'a'}{i}", "reward_mean": 0.5 + 0.01 * i + (0.1 if flipped else 0.0),
-        }  # fmt: skip
+            "step": str(i),
+            "response_tokens": "2000",
+            "rollout_s": 2000 / (rate * (1 + 0.01 * (i % 3))),
+            "tokens_hash": f"{'f' if flipped else 'a'}{i}",
+            "reward_mean": 0.5 + 0.01 * i + (0.1 if flipped else 0.0),
+        }
         if probe is not None and i % 10 == 9:
             step["evaluations"] = {"accept_length_probe": probe + 0.1 * (i // 10)}
         made.append(step)
     return made
 
 
-def run(seed: int, arm: str, rate: float, *, last: float = 0.9, probe: float | None = None, differs_at: int = 0) -> Run:
+def run(
+    seed: int,
+    arm: str,
+    rate: float,
+    *,
+    last: float = 0.9,
+    probe: float | None = None,
+    differs_at: int = 0,
+) -> Run:
     summary = {
-        "accuracy_first": 0.5, "accuracy_last": last, "drafter_steps_per_rl_step": 2.0, "preempt_wait_share": 0.01,
-        "near_ties": 3, "wall_s": 60.0, "steps": 30, "drafter_steps": 60, "drafter_tokens": 900,
-    }  # fmt: skip
+        "accuracy_first": 0.5,
+        "accuracy_last": last,
+        "drafter_steps_per_rl_step": 2.0,
+        "preempt_wait_share": 0.01,
+        "near_ties": 3,
+        "wall_s": 60.0,
+        "steps": 30,
+        "drafter_steps": 60,
+        "drafter_tokens": 900,
+    }
     return Run(seed, arm, summary, steps(rate, differs_at=differs_at, probe=probe), 100.0)
 
 
@@ -49,7 +69,9 @@ def runs() -> list[Run]:
 
 
 def goals() -> dict[str, tuple[float, bool | None]]:
-    return {goal.name.partition(" 1.")[0]: (goal.value, goal.met) for goal in compare(runs(), "t").goals}
+    return {
+        goal.name.partition(" 1.")[0]: (goal.value, goal.met) for goal in compare(runs(), "t").goals
+    }
 
 
 def test_goals_are_medians_over_seeds() -> None:
@@ -106,7 +128,9 @@ def write(directory: Path, one: Run, **cost: Any) -> None:
 
 
 def options(out: Path, count: int = 30) -> argparse.Namespace:
-    return argparse.Namespace(quick=False, seeds=1, steps=count, arms="none,cotrained", out=out, overrides=[])
+    return argparse.Namespace(
+        quick=False, seeds=1, steps=count, arms="none,cotrained", out=out, overrides=[]
+    )
 
 
 async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +146,9 @@ async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         await e2e.run(options(tmp_path, count=40))
 
 
-async def test_unfinished_runs_are_taken_up_and_new_ones_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
 
     async def pretend(command: list[str]) -> float:
@@ -132,7 +158,9 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(tmp_path: Path, m
         if not directory.exists():
             directory.mkdir(parents=True)
         (directory / "summary.json").write_text(json.dumps(one.summary))
-        (directory / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in one.steps))
+        (directory / "steps.jsonl").write_text(
+            "".join(json.dumps(step) + "\n" for step in one.steps)
+        )
         return 1.0
 
     started = tmp_path / "cotrained-0" / "demo-0-1"
@@ -142,4 +170,6 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(tmp_path: Path, m
     await e2e.run(options(tmp_path))
     assert "--no-speculation" in commands[0]
     assert commands[1][-2:] == ["--resume", "demo-0-1"]
-    assert read_run(started, 0, "cotrained").cpu_s is None  # the cost of the first part is not known
+    assert (
+        read_run(started, 0, "cotrained").cpu_s is None
+    )  # the cost of the first part is not known

@@ -51,7 +51,9 @@ def test_pairs_must_be_pairs_of_positive_numbers() -> None:
 
 
 def test_json_holds_rows_goals_machine_versions_and_date(tmp_path: Path) -> None:
-    result = BenchResult("t", [{"a": 1.5, "b": None}], [Goal("fast", 0.4, 0.5, True), Goal("odd", 1.0, 0.9, None)])
+    result = BenchResult(
+        "t", [{"a": 1.5, "b": None}], [Goal("fast", 0.4, 0.5, True), Goal("odd", 1.0, 0.9, None)]
+    )
     result.write_json(tmp_path / "deep" / "t.json")
     facts = json.loads((tmp_path / "deep" / "t.json").read_text())
     assert facts.keys() == {"rows", "goals", "machine", "versions", "date"}
@@ -69,5 +71,9 @@ def test_rows_of_one_section_stand_in_a_table_under_its_name() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     BenchResult("whole", rows, []).print(console)
     lines = [line.strip() for line in console.export_text().splitlines()]
-    assert [line for line in lines if line in ("whole", "first", "second")] == ["whole", "first", "second"]
+    assert [line for line in lines if line in ("whole", "first", "second")] == [
+        "whole",
+        "first",
+        "second",
+    ]
     assert sum("1.500" in line or "2.500" in line for line in lines[: lines.index("second")]) == 2

@@ -16,19 +16,32 @@ from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
 
 def record(step: int, **more: object) -> pb.StepRecord:
     return pb.StepRecord(
-        step=step, versions=VersionSet(policy=step, drafter=step // 5), reward_mean=0.5, response_tokens=4000,
-        rollout_s=2.0, step_s=4.0, accept_length=1.5 + step, arm_rounds={"off": 30, "eagle:3_1_4": 10}, drafter_steps=2,
-        finished_at_s=100.0 + 4 * step, **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+        step=step,
+        versions=VersionSet(policy=step, drafter=step // 5),
+        reward_mean=0.5,
+        response_tokens=4000,
+        rollout_s=2.0,
+        step_s=4.0,
+        accept_length=1.5 + step,
+        arm_rounds={"off": 30, "eagle:3_1_4": 10},
+        drafter_steps=2,
+        finished_at_s=100.0 + 4 * step,
+        **more,  # type: ignore[arg-type]
+    )
 
 
 def slot_fact(slot: int, holder: int, at_s: float) -> pb.Fact:
     status = pb.SlotStatus(slot=slot, holder=holder)
-    return pb.Fact(context=CommandContext(step=1), at_s=at_s, slot_changed=pb.SlotChanged(slot=status))
+    return pb.Fact(
+        context=CommandContext(step=1), at_s=at_s, slot_changed=pb.SlotChanged(slot=status)
+    )
 
 
 def finished(step: int, **more: object) -> pb.Fact:
-    return pb.Fact(context=CommandContext(step=step), step_finished=pb.StepFinished(record=record(step, **more)))
+    return pb.Fact(
+        context=CommandContext(step=step),
+        step_finished=pb.StepFinished(record=record(step, **more)),
+    )
 
 
 def text_of(state: RunState, width: int = 100) -> str:
@@ -82,11 +95,17 @@ def test_a_failed_run_that_begins_again_is_not_failed() -> None:
 
 
 def test_the_timeline_shows_who_held_a_slot_at_the_end_of_each_moment() -> None:
-    changes = [SlotChange(2.0, 0, "engine"), SlotChange(6.0, 0, "drafter"), SlotChange(3.0, 1, "policy")]
+    changes = [
+        SlotChange(2.0, 0, "engine"),
+        SlotChange(6.0, 0, "drafter"),
+        SlotChange(3.0, 1, "policy"),
+    ]
     line = slot_line(changes, 0, now_s=10.0, width=10, seconds=10.0)
     assert line.plain == " " + "█" * 9
     styles = {str(span.style): span.end - span.start for span in line.spans}
-    assert [style for span in line.spans if (style := str(span.style))] == ["blue"] * 4 + ["green"] * 5
+    assert [style for span in line.spans if (style := str(span.style))] == ["blue"] * 4 + [
+        "green"
+    ] * 5
     assert set(styles) == {"blue", "green"}
 
 
@@ -114,12 +133,31 @@ def test_the_picture_shows_services_first_and_then_the_run() -> None:
     for step in range(6):
         state.take_fact(finished(step, evaluations={"accuracy": 0.6, "accept_length_probe": 2.25}))
     state.take_fact(slot_fact(0, pb.HOLDER_DRAFTER, 105.0))
-    state.take_fact(pb.Fact(version_committed=pb.VersionCommitted(versions=VersionSet(seq=6, policy=6, drafter=1))))
+    state.take_fact(
+        pb.Fact(
+            version_committed=pb.VersionCommitted(versions=VersionSet(seq=6, policy=6, drafter=1))
+        )
+    )
     state.take_event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
     shown = text_of(state)
-    for part in ("step 6 of 10", "0.600", "2,000", "2.25", "d1 6.50", "off 75%", "eagle:3_1_4 25%", "p6.d1", "slot 0"):
+    for part in (
+        "step 6 of 10",
+        "0.600",
+        "2,000",
+        "2.25",
+        "d1 6.50",
+        "off 75%",
+        "eagle:3_1_4 25%",
+        "p6.d1",
+        "slot 0",
+    ):
         assert part in shown
-    for part in ("1:05 elapsed", "0:16 left", "drafter training", "gateway died: was killed by SIGKILL"):
+    for part in (
+        "1:05 elapsed",
+        "0:16 left",
+        "drafter training",
+        "gateway died: was killed by SIGKILL",
+    ):
         assert part in shown
 
 
@@ -135,5 +173,12 @@ def test_the_picture_fits_its_width(width: int) -> None:
 def test_a_finished_step_is_one_line() -> None:
     line = step_line(record(4, evaluations={"accuracy": 0.5}), 10)
     assert "\n" not in line
-    for part in ("step 5/10", "reward 0.500", "2,000 tokens/s", "acceptance 5.50", "p4.d0", "held-out accuracy 0.500"):
+    for part in (
+        "step 5/10",
+        "reward 0.500",
+        "2,000 tokens/s",
+        "acceptance 5.50",
+        "p4.d0",
+        "held-out accuracy 0.500",
+    ):
         assert part in line

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.run_files import DemoOptions, RunFiles, parse_override, prepare_run, read_toml, repository_root
+from paceline.cli.run_files import (
+    DemoOptions,
+    RunFiles,
+    parse_override,
+    prepare_run,
+    read_toml,
+    repository_root,
+)
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, NotFound
 
@@ -55,10 +62,16 @@ def test_runs_are_numbered_and_own_their_ports(tmp_path: Path) -> None:
     assert a["telemetry"]["spans_dir"] == str(first.spans)
 
 
-def test_paths_of_the_examples_exist_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_the_examples_exist_from_any_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tree = prepare_run(DemoOptions(out=tmp_path)).read_config()
-    for section, key in (("coordinator", "tasks_path"), ("gateway", "model"), ("policy_trainer", "model")):
+    for section, key in (
+        ("coordinator", "tasks_path"),
+        ("gateway", "model"),
+        ("policy_trainer", "model"),
+    ):
         assert Path(tree[section][key]).is_absolute()
         assert Path(tree[section][key]).exists()
 
@@ -90,7 +103,11 @@ def test_a_resumed_run_keeps_its_settings_and_takes_more_steps(tmp_path: Path) -
     resumed = prepare_run(DemoOptions(out=tmp_path, steps=8, resume=files.run_id))
     tree = resumed.read_config()
     assert resumed == files
-    assert (tree["coordinator"]["steps"], tree["coordinator"]["prompts_per_step"], tree["run"]["seed"]) == (8, 4, 9)
+    assert (
+        tree["coordinator"]["steps"],
+        tree["coordinator"]["prompts_per_step"],
+        tree["run"]["seed"],
+    ) == (8, 4, 9)
     assert tree["gateway"]["drafter"] == "off"
 
 

@@ -1,4 +1,6 @@
-"""Commands that are a module of a service: the CLI hands the whole line over and imports none of it."""
+"""Commands that are a module of a service: the CLI hands the whole line over and imports none of
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from paceline.cli.main import TOOLS, app
 
 
 @pytest.mark.parametrize("name", ["train-drafter", "export-drafter"])
-def test_a_tools_options_and_help_go_to_its_module(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tools_options_and_help_go_to_its_module(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda path, argv: started.append(argv))
     module, _ = TOOLS[name]

@@ -15,7 +15,10 @@ from paceline.events import FactPublisher
 from paceline.local.ports import free_port
 from paceline.rpc import Server
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceServicer, add_CoordinatorServiceServicer_to_server
+from paceline.v1.coordinator_pb2_grpc import (
+    CoordinatorServiceServicer,
+    add_CoordinatorServiceServicer_to_server,
+)
 from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
 
 RUN = "demo-0-1"
@@ -32,9 +35,13 @@ class Finished(CoordinatorServiceServicer):
         self.records: list[pb.StepRecord] = []
         self.asked = asyncio.Event()
 
-    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
+    async def GetSnapshot(
+        self, request: pb.GetSnapshotRequest, context: Any
+    ) -> pb.GetSnapshotResponse:
         self.asked.set()
-        return pb.GetSnapshotResponse(run_id=RUN, step=len(self.records), total_steps=9, phase="rollout")
+        return pb.GetSnapshotResponse(
+            run_id=RUN, step=len(self.records), total_steps=9, phase="rollout"
+        )
 
     async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> pb.ListStepsResponse:
         return pb.ListStepsResponse(steps=self.records[request.from_step :])
@@ -42,7 +49,10 @@ class Finished(CoordinatorServiceServicer):
 
 @pytest.fixture
 async def run() -> AsyncIterator[tuple[ServiceConfig, Finished, FactPublisher]]:
-    addresses = {"coordinator": f"127.0.0.1:{free_port()}", "events": f"tcp://127.0.0.1:{free_port()}"}
+    addresses = {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "events": f"tcp://127.0.0.1:{free_port()}",
+    }
     config = ServiceConfig.model_validate({"run": {"id": RUN}, "addresses": addresses})
     servicer, server = Finished(), Server(config.addresses.coordinator, config.security)
     server.add(add_CoordinatorServiceServicer_to_server, servicer, "paceline.v1.CoordinatorService")
@@ -76,7 +86,9 @@ async def test_missed_steps_are_asked_for_and_each_is_told_once(
     following = asyncio.create_task(follow(config, state, on_record))
     await asyncio.wait_for(servicer.asked.wait(), 10)
     servicer.records = [record(step) for step in range(4)]  # finished while nobody listened
-    fact = pb.Fact(context=CommandContext(run_id=RUN, step=4), step_finished=pb.StepFinished(record=record(4)))
+    fact = pb.Fact(
+        context=CommandContext(run_id=RUN, step=4), step_finished=pb.StepFinished(record=record(4))
+    )
     await asyncio.wait_for(publish_until(facts, fact, heard), 10)
     assert told == [0, 1, 2, 3, 4]
     await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
@@ -85,12 +97,17 @@ async def test_missed_steps_are_asked_for_and_each_is_told_once(
 
 
 async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
-    addresses = {"coordinator": f"127.0.0.1:{free_port()}", "events": f"tcp://127.0.0.1:{free_port()}"}
+    addresses = {
+        "coordinator": f"127.0.0.1:{free_port()}",
+        "events": f"tcp://127.0.0.1:{free_port()}",
+    }
     config = ServiceConfig.model_validate({"run": {"id": RUN}, "addresses": addresses})
     state, began = RunState(RUN, 9), asyncio.Event()
     following = asyncio.create_task(follow(config, state, lambda _: began.set()))
     with FactPublisher(config.addresses.events, RUN) as facts:
-        fact = pb.Fact(context=CommandContext(run_id=RUN), step_finished=pb.StepFinished(record=record(0)))
+        fact = pb.Fact(
+            context=CommandContext(run_id=RUN), step_finished=pb.StepFinished(record=record(0))
+        )
         await asyncio.wait_for(publish_until(facts, fact, began), 20)
         await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
         await asyncio.wait_for(following, 20)

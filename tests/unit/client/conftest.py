@@ -36,7 +36,9 @@ async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
         def make(base_url: str, **options: Any) -> Any:
             options = {"token": "gateway-token", "deadline_s": 10.0, "backoff": QUICK, **options}
             client: Any = (
-                InThread(Client(base_url, **options)) if request.param == "sync" else AsyncClient(base_url, **options)
+                InThread(Client(base_url, **options))
+                if request.param == "sync"
+                else AsyncClient(base_url, **options)
             )
             clients.push_async_callback(client.close)
             return client

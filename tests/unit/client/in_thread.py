@@ -1,4 +1,7 @@
-"""The synchronous client behind awaitable names, so that one test body runs over both. Calls run in threads."""
+"""The synchronous client behind awaitable names, so that one test body runs over both.
+
+Calls run in threads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,15 @@ _END = object()
 
 
 class InThread:
-    """Wraps a Client, a Session or a ChatStream: calls become awaitable, blocks and loops asynchronous."""
+    """Wraps a Client, a Session or a ChatStream: calls become awaitable, blocks and loops
+    asynchronous.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._iterator: Any = None  # kept: it must not be closed by the garbage collection of another thread
+        self._iterator: Any = (
+            None  # kept: it must not be closed by the garbage collection of another thread
+        )
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -45,7 +52,10 @@ class InThread:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await asyncio.to_thread(self._inner.__exit__, kind, error, trace)
 
@@ -73,7 +83,10 @@ class Opening:
         return self._session
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._session is not None
         await self._session.__aexit__(kind, error, trace)

@@ -1,4 +1,6 @@
-"""A real HTTP server on a free port that answers as a script says: well, wrongly, late, in part or not at all."""
+"""A real HTTP server on a free port that answers as a script says: well, wrongly, late, in part or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Seen:
 
 @dataclass
 class ScriptedGateway:
-    """What is asked is remembered; the n-th request meets the n-th step, those after the script `otherwise`."""
+    """What is asked is remembered; the n-th request meets the n-th step, those after the script
+    `otherwise`.
+    """
 
     base_url: str = ""
     seen: list[Seen] = field(default_factory=list)
@@ -66,13 +70,17 @@ class ScriptedGateway:
             raw += message.get("body", b"")
             more = message.get("more_body", False)
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        path = scope["raw_path"].decode() + (f"?{query.decode()}" if (query := scope["query_string"]) else "")
+        path = scope["raw_path"].decode() + (
+            f"?{query.decode()}" if (query := scope["query_string"]) else ""
+        )
         self.seen.append(Seen(scope["method"], path, headers, json.loads(raw) if raw else None))
         step = self.steps.popleft() if self.steps else self.otherwise or reply(200, SESSION)
         await step(receive, send)
 
     def hang(self, *before: bytes, status: int = 200) -> Step:
-        """Send the head and these pieces, if there are any, then nothing until the client hangs up."""
+        """Send the head and these pieces, if there are any, then nothing until the client hangs
+        up.
+        """
         gone = self.gone  # of this test
 
         async def step(receive: Receive, send: Send) -> None:
@@ -99,9 +107,15 @@ def reply(status: int, body: Any, **headers: str) -> Step:
     return step
 
 
-def refuse(status: int, message: str, code: str, kind: str = "server_error", **headers: str) -> Step:
+def refuse(
+    status: int, message: str, code: str, kind: str = "server_error", **headers: str
+) -> Step:
     """The gateway's error body."""
-    return reply(status, {"error": {"message": message, "type": kind, "param": None, "code": code}}, **headers)
+    return reply(
+        status,
+        {"error": {"message": message, "type": kind, "param": None, "code": code}},
+        **headers,
+    )
 
 
 def events(*chunks: Any, done: bool = True) -> Step:
@@ -109,7 +123,13 @@ def events(*chunks: Any, done: bool = True) -> Step:
     said = [f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode() for chunk in chunks]
 
     async def step(receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream")],
+            }
+        )
         for piece in [*said, *([b"data: [DONE]\n\n"] if done else [])]:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
@@ -137,7 +157,9 @@ def close_within(*before: bytes) -> Step:
 
 
 async def drip(receive: Receive, send: Send) -> None:
-    """A body that goes on for ever, a byte at a time: every read succeeds, the answer never comes."""
+    """A body that goes on for ever, a byte at a time: every read succeeds, the answer never
+    comes.
+    """
     await send({"type": "http.response.start", "status": 200, "headers": []})
     gone = asyncio.ensure_future(receive())
     while not gone.done():
@@ -155,7 +177,9 @@ def listening(port: int = 0) -> socket.socket:
 
 
 @contextmanager
-def serving(gateway: ScriptedGateway, on: socket.socket, **options: Any) -> Iterator[ScriptedGateway]:
+def serving(
+    gateway: ScriptedGateway, on: socket.socket, **options: Any
+) -> Iterator[ScriptedGateway]:
     """Serve in a thread until the block is left; `options` are uvicorn's."""
     config = uvicorn.Config(gateway, http="h11", lifespan="off", log_level="error", **options)
     server = uvicorn.Server(config)

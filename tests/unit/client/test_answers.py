@@ -24,15 +24,49 @@ from paceline.client.failures import error_of
 from paceline.errors import DataLoss, InvalidInput, PacelineError
 
 NAMES = [
-    *("id", "choices", "message", "delta", "content", "tool_calls", "function", "arguments", "name", "index", "usage"),
-    *("token_ids", "logprobs", "token_logprobs", "text", "prompt_tokens", "completion_tokens", "state", "api_key"),
-    *("task", "prompt", "metadata", "reward", "turns", "loss_mask", "behavior_logprobs", "error", "type", "code"),
+    *(
+        "id",
+        "choices",
+        "message",
+        "delta",
+        "content",
+        "tool_calls",
+        "function",
+        "arguments",
+        "name",
+        "index",
+        "usage",
+    ),
+    *(
+        "token_ids",
+        "logprobs",
+        "token_logprobs",
+        "text",
+        "prompt_tokens",
+        "completion_tokens",
+        "state",
+        "api_key",
+    ),
+    *(
+        "task",
+        "prompt",
+        "metadata",
+        "reward",
+        "turns",
+        "loss_mask",
+        "behavior_logprobs",
+        "error",
+        "type",
+        "code",
+    ),
     *("prompt_tokens_details", "cached_tokens", "finish_reason", "reasoning_content", "group_size"),
 ]
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(NAMES), inner, max_size=6)
+    ),
     max_leaves=20,
 )
 OBJECTS = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=8)
@@ -45,7 +79,14 @@ CHAT = {
 
 @given(data=OBJECTS)
 def test_json_of_any_shape_is_read_or_is_data_loss(data: dict[str, Any]) -> None:
-    for read in (ChatAnswer.read, Tokens.read, SessionInfo.read, OpenedSession.read, Sample.read, Joined().add):
+    for read in (
+        ChatAnswer.read,
+        Tokens.read,
+        SessionInfo.read,
+        OpenedSession.read,
+        Sample.read,
+        Joined().add,
+    ):
         with contextlib.suppress(DataLoss), documented_shape():
             try:
                 read(data)
@@ -56,7 +97,9 @@ def test_json_of_any_shape_is_read_or_is_data_loss(data: dict[str, Any]) -> None
 @given(changed=st.sampled_from(["id", "choices", "usage", "message", "content"]), value=VALUES)
 def test_one_wrong_field_of_an_answer_is_data_loss_or_harmless(changed: str, value: Any) -> None:
     data = json.loads(json.dumps(CHAT))
-    place = {"message": data["choices"][0], "content": data["choices"][0]["message"]}.get(changed, data)
+    place = {"message": data["choices"][0], "content": data["choices"][0]["message"]}.get(
+        changed, data
+    )
     place[changed] = value
     with contextlib.suppress(DataLoss), documented_shape():
         answer = ChatAnswer.read(data)
@@ -64,7 +107,10 @@ def test_one_wrong_field_of_an_answer_is_data_loss_or_harmless(changed: str, val
         assert answer.raw is data
 
 
-@given(status=st.integers(400, 599), body=st.binary(max_size=40) | VALUES.map(lambda one: json.dumps(one).encode()))
+@given(
+    status=st.integers(400, 599),
+    body=st.binary(max_size=40) | VALUES.map(lambda one: json.dumps(one).encode()),
+)
 def test_any_body_under_any_status_is_an_error_of_ours(status: int, body: bytes) -> None:
     assert isinstance(error_of(status, body), PacelineError)
 

@@ -37,13 +37,28 @@ from paceline.errors import PacelineError
 def test_status_and_code_choose_class_and_reason(
     status: int, code: str | None, cls: type[PacelineError], reason: str
 ) -> None:
-    said = {"error": {"message": "what was wrong; seen: 1; allowed: 2", "type": "any", "param": None, "code": code}}
+    said = {
+        "error": {
+            "message": "what was wrong; seen: 1; allowed: 2",
+            "type": "any",
+            "param": None,
+            "code": code,
+        }
+    }
     error = error_of(status, json.dumps(said).encode())
-    assert (type(error), error.reason, str(error)) == (cls, reason, "what was wrong; seen: 1; allowed: 2")
+    assert (type(error), error.reason, str(error)) == (
+        cls,
+        reason,
+        "what was wrong; seen: 1; allowed: 2",
+    )
 
 
-@pytest.mark.parametrize("body", [b"", b"<html>", b"null", b'{"error": "text"}', b'{"error": {"message": 7}}', b"\xff"])
-def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status(body: bytes) -> None:
+@pytest.mark.parametrize(
+    "body", [b"", b"<html>", b"null", b'{"error": "text"}', b'{"error": {"message": 7}}', b"\xff"]
+)
+def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status(
+    body: bytes,
+) -> None:
     error = error_of(404, body)
     assert type(error) is errors.NotFound
     assert "HTTP 404" in str(error)
@@ -51,8 +66,15 @@ def test_a_body_that_is_not_the_gateways_is_quoted_under_the_class_of_its_status
     assert len(str(error_of(500, b"x" * 100_000))) < 1000
 
 
-async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(gateway: ScriptedGateway, client: Any) -> None:
-    ended = refuse(409, "session s1 has ended; seen: final; allowed: open", "session_ended", "invalid_request_error")
+async def test_a_refusal_is_raised_at_once_with_the_call_it_belongs_to(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    ended = refuse(
+        409,
+        "session s1 has ended; seen: final; allowed: open",
+        "session_ended",
+        "invalid_request_error",
+    )
     for step, cls in (
         (ended, errors.FailedPrecondition),
         (refuse(401, "no such key", "unauthenticated"), errors.InvalidInput),

@@ -21,20 +21,35 @@ from unit.client.scripted_gateway import (
 )
 
 from paceline.client import Backoff
-from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
+from paceline.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    PacelineError,
+    ResourceExhausted,
+    Unavailable,
+)
 
 COMPLETION = {
     "id": "cmpl-1",
     "choices": [
-        {"text": "ab", "token_ids": [4, 5], "logprobs": {"token_logprobs": [-0.5, -1]}, "finish_reason": "stop"}
+        {
+            "text": "ab",
+            "token_ids": [4, 5],
+            "logprobs": {"token_logprobs": [-0.5, -1]},
+            "finish_reason": "stop",
+        }
     ],
     "usage": {"prompt_tokens": 3, "completion_tokens": 2},
 }
 BUSY = refuse(503, "no worker serves", "unavailable")
 
 
-async def test_what_is_refused_with_503_or_429_is_asked_again(gateway: ScriptedGateway, client: Any) -> None:
-    full = refuse(429, "the queue is full", "resource_exhausted", "rate_limit_error", retry_after="0")
+async def test_what_is_refused_with_503_or_429_is_asked_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
+    full = refuse(
+        429, "the queue is full", "resource_exhausted", "rate_limit_error", retry_after="0"
+    )
     session = await client.session()
     for step, again in ((BUSY, 2), (full, 3)):
         gateway.then(*[step] * again, reply(200, COMPLETION))
@@ -43,7 +58,9 @@ async def test_what_is_refused_with_503_or_429_is_asked_again(gateway: ScriptedG
     assert gateway.paths() == ["POST /v1/sessions"] + ["POST /v1/completions"] * 7
 
 
-async def test_a_generation_whose_answer_was_lost_is_not_asked_again(gateway: ScriptedGateway, client: Any) -> None:
+async def test_a_generation_whose_answer_was_lost_is_not_asked_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     for step in (close, close_within(b'{"id": '), reply(502, b"<html>"), reply(504, b"")):
         asked = len(gateway.seen)
@@ -54,7 +71,9 @@ async def test_a_generation_whose_answer_was_lost_is_not_asked_again(gateway: Sc
         assert "POST /v1/completions" in caught.value.__notes__[0]
 
 
-async def test_other_calls_whose_answer_was_lost_are_asked_again(gateway: ScriptedGateway, client: Any) -> None:
+async def test_other_calls_whose_answer_was_lost_are_asked_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     for step in (close, close_within(b'{"id": '), reply(502, b"<html>"), reply(504, b"")):
         asked = len(gateway.seen)
         gateway.then(step)
@@ -64,7 +83,9 @@ async def test_other_calls_whose_answer_was_lost_are_asked_again(gateway: Script
     assert (await client.session()).id == "s1"
 
 
-async def test_a_reward_has_one_idempotency_key_however_often_it_is_sent(gateway: ScriptedGateway, client: Any) -> None:
+async def test_a_reward_has_one_idempotency_key_however_often_it_is_sent(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     gateway.then(close, BUSY, reply(200, SESSION), reply(200, SESSION))
     await session.reward(1.0)
@@ -88,15 +109,21 @@ async def test_a_server_that_is_not_there_yet_is_waited_for(connect: Connect) ->
                 servers.enter_context(serving(gateway, listening(port)))
             return 1.0
 
-        client = connect(f"http://127.0.0.1:{port}", backoff=Backoff(0.01, 0.01, serve_after_the_first_attempt))
+        client = connect(
+            f"http://127.0.0.1:{port}", backoff=Backoff(0.01, 0.01, serve_after_the_first_attempt)
+        )
         assert await client.health() == {"status": "ok"}
         assert len(gateway.seen) == 1
 
 
 @pytest.mark.parametrize("step", ["hang", "hang in the body", "drip"])
-async def test_no_call_outlasts_its_deadline(gateway: ScriptedGateway, connect: Connect, step: str) -> None:
+async def test_no_call_outlasts_its_deadline(
+    gateway: ScriptedGateway, connect: Connect, step: str
+) -> None:
     client = connect(gateway.base_url, deadline_s=0.4)
-    gateway.then({"hang": gateway.hang(), "hang in the body": gateway.hang(b"{"), "drip": drip}[step])
+    gateway.then(
+        {"hang": gateway.hang(), "hang in the body": gateway.hang(b"{"), "drip": drip}[step]
+    )
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"0\.4 s"):
         await client.session_info("s1")
@@ -104,7 +131,9 @@ async def test_no_call_outlasts_its_deadline(gateway: ScriptedGateway, connect: 
     assert len(gateway.seen) == 1
 
 
-async def test_a_generations_deadline_is_its_own_or_the_calls(gateway: ScriptedGateway, connect: Connect) -> None:
+async def test_a_generations_deadline_is_its_own_or_the_calls(
+    gateway: ScriptedGateway, connect: Connect
+) -> None:
     client = connect(gateway.base_url, generation_deadline_s=0.2)
     session = await client.session()
     gateway.then(gateway.hang(), gateway.hang())
@@ -115,9 +144,13 @@ async def test_a_generations_deadline_is_its_own_or_the_calls(gateway: ScriptedG
     assert "deadline_s" not in gateway.seen[-1].body
 
 
-async def test_a_wait_that_ends_after_the_deadline_is_not_begun(gateway: ScriptedGateway, connect: Connect) -> None:
+async def test_a_wait_that_ends_after_the_deadline_is_not_begun(
+    gateway: ScriptedGateway, connect: Connect
+) -> None:
     client = connect(gateway.base_url, deadline_s=5)
-    gateway.then(refuse(429, "the queue is full", "resource_exhausted", "rate_limit_error", retry_after="60"))
+    gateway.then(
+        refuse(429, "the queue is full", "resource_exhausted", "rate_limit_error", retry_after="60")
+    )
     began = time.monotonic()
     with pytest.raises(ResourceExhausted, match="the queue is full"):
         await client.session()
@@ -125,17 +158,25 @@ async def test_a_wait_that_ends_after_the_deadline_is_not_begun(gateway: Scripte
     assert len(gateway.seen) == 1
 
 
-async def test_refusals_that_do_not_end_are_told_as_they_are(gateway: ScriptedGateway, connect: Connect) -> None:
+async def test_refusals_that_do_not_end_are_told_as_they_are(
+    gateway: ScriptedGateway, connect: Connect
+) -> None:
     client = connect(gateway.base_url, deadline_s=0.2)
     gateway.otherwise = BUSY
-    with pytest.raises((Unavailable, DeadlineExceeded)) as caught:  # the last attempt may have had no time left
+    with pytest.raises(
+        (Unavailable, DeadlineExceeded)
+    ) as caught:  # the last attempt may have had no time left
         await client.models()
     assert "no worker serves" in "".join([str(caught.value), *caught.value.__notes__])
     assert len(gateway.seen) > 2
 
 
-@pytest.mark.parametrize("body", [b"<html>hello</html>", b"", b"[1]", b"\xff\xfe", {"id": 7, "state": "open"}, {}])
-async def test_a_body_that_is_no_answer_is_data_loss(gateway: ScriptedGateway, client: Any, body: Any) -> None:
+@pytest.mark.parametrize(
+    "body", [b"<html>hello</html>", b"", b"[1]", b"\xff\xfe", {"id": 7, "state": "open"}, {}]
+)
+async def test_a_body_that_is_no_answer_is_data_loss(
+    gateway: ScriptedGateway, client: Any, body: Any
+) -> None:
     gateway.then(reply(200, body))
     with pytest.raises(DataLoss):
         await client.session_info("s1")

@@ -8,7 +8,16 @@ from typing import Any
 import httpx
 import pytest
 from unit.client.conftest import Connect
-from unit.client.scripted_gateway import SESSION, ScriptedGateway, Seen, close, listening, refuse, reply, serving
+from unit.client.scripted_gateway import (
+    SESSION,
+    ScriptedGateway,
+    Seen,
+    close,
+    listening,
+    refuse,
+    reply,
+    serving,
+)
 
 from paceline.client import AsyncClient
 from paceline.errors import FailedPrecondition, InvalidInput, Unavailable
@@ -24,9 +33,18 @@ def last(gateway: ScriptedGateway) -> Seen:
 async def test_a_session_is_opened_with_what_is_given_under_the_gateways_token(
     gateway: ScriptedGateway, client: Any
 ) -> None:
-    session = await client.session(task="t", group="g", group_size=8, sample_index=0, trainable=False, timeout_s=9)
+    session = await client.session(
+        task="t", group="g", group_size=8, sample_index=0, trainable=False, timeout_s=9
+    )
     assert (session.id, session.group_id, session.task, session.ended) == ("s1", "g1", None, False)
-    expected = {"task_id": "t", "group_id": "g", "group_size": 8, "sample_index": 0, "trainable": False, "timeout_s": 9}
+    expected = {
+        "task_id": "t",
+        "group_id": "g",
+        "group_size": 8,
+        "sample_index": 0,
+        "trainable": False,
+        "timeout_s": 9,
+    }
     assert last(gateway).body == expected
     assert last(gateway).headers["authorization"] == "Bearer gateway-token"
     await client.session()
@@ -45,10 +63,16 @@ async def test_calls_of_a_session_carry_its_key(gateway: ScriptedGateway, client
     assert reward == {"value": 1.0, "completion_id": "chatcmpl-7", "accumulate": True}
     await client.attach("key-of-s1").info()
     assert [one.headers["authorization"] for one in gateway.seen[1:]] == ["Bearer key-of-s1"] * 3
-    assert gateway.paths()[1:] == ["GET /v1/sessions/s1", "POST /v1/sessions/s1/reward", "GET /v1/sessions/current"]
+    assert gateway.paths()[1:] == [
+        "GET /v1/sessions/s1",
+        "POST /v1/sessions/s1/reward",
+        "GET /v1/sessions/current",
+    ]
 
 
-async def test_leaving_the_block_completes_without_a_reward(gateway: ScriptedGateway, client: Any) -> None:
+async def test_leaving_the_block_completes_without_a_reward(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     async with client.session() as session:
         pass
     assert session.ended
@@ -72,7 +96,11 @@ async def test_leaving_the_block_completes_without_a_reward(gateway: ScriptedGat
         (ConnectionResetError(), "fail", {"reason": "infra"}),
         (httpx.ReadError("reset"), "fail", {"reason": "infra"}),
         (ExceptionGroup("two", [ValueError(), TimeoutError()]), "fail", {"reason": "infra"}),
-        (RuntimeError("x" * 9999), "fail", {"reason": "data", "message": ("RuntimeError: " + "x" * 9999)[:500]}),
+        (
+            RuntimeError("x" * 9999),
+            "fail",
+            {"reason": "data", "message": ("RuntimeError: " + "x" * 9999)[:500]},
+        ),
         (KeyboardInterrupt(), "abort", {}),
         (SystemExit(3), "abort", {}),
         (asyncio.CancelledError(), "abort", {}),
@@ -89,7 +117,9 @@ async def test_an_exception_ends_the_session_and_goes_on(
     assert last(gateway).body.items() >= body.items()
 
 
-async def test_cancelling_a_task_inside_the_block_aborts_the_session(gateway: ScriptedGateway) -> None:
+async def test_cancelling_a_task_inside_the_block_aborts_the_session(
+    gateway: ScriptedGateway,
+) -> None:
     async with AsyncClient(gateway.base_url, "") as client:
         inside = asyncio.Event()
 
@@ -106,14 +136,18 @@ async def test_cancelling_a_task_inside_the_block_aborts_the_session(gateway: Sc
     assert gateway.paths() == ["POST /v1/sessions", "POST /v1/sessions/s1/abort"]
 
 
-async def test_an_error_raised_from_a_lost_connection_is_infra(gateway: ScriptedGateway, client: Any) -> None:
+async def test_an_error_raised_from_a_lost_connection_is_infra(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     with pytest.raises(RuntimeError):
         async with client.session():
             raise RuntimeError("the agent's client gave up") from httpx.ConnectError("refused")
     assert last(gateway).body["reason"] == "infra"
 
 
-async def test_a_session_that_has_ended_is_not_ended_again(gateway: ScriptedGateway, client: Any) -> None:
+async def test_a_session_that_has_ended_is_not_ended_again(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     async with client.session() as session:
         await session.abort()
     session = await client.session()
@@ -149,7 +183,9 @@ async def test_an_end_whose_answer_was_lost_is_taken_from_the_sessions_state(
         assert len(gateway.seen) == before + asked
 
 
-async def test_what_left_the_block_is_not_hidden_by_a_gateway_that_is_away(connect: Connect) -> None:
+async def test_what_left_the_block_is_not_hidden_by_a_gateway_that_is_away(
+    connect: Connect,
+) -> None:
     gateway = ScriptedGateway()
     with serving(gateway, listening()):
         session = await connect(gateway.base_url, deadline_s=0.2).session()
@@ -185,10 +221,17 @@ async def test_exports_and_rewards_by_completion(gateway: ScriptedGateway, clien
         "reward": None,
     }
     session = await client.session()
-    gateway.then(reply(200, {"object": "session.tree", "turns": []}), reply(200, {"samples": [sample]}))
+    gateway.then(
+        reply(200, {"object": "session.tree", "turns": []}), reply(200, {"samples": [sample]})
+    )
     assert (await session.export())["turns"] == []
     (read,) = await session.export(form="samples")
-    assert (read.token_ids, read.loss_mask, read.behavior_logprobs, read.reward) == ((1, 2), (0, 1), (0, -0.5), None)
+    assert (read.token_ids, read.loss_mask, read.behavior_logprobs, read.reward) == (
+        (1, 2),
+        (0, 1),
+        (0, -0.5),
+        None,
+    )
     await client.reward("chatcmpl-7", 0.25)
     assert gateway.paths()[1:] == [
         "GET /v1/sessions/s1/export?form=tree",
@@ -197,7 +240,9 @@ async def test_exports_and_rewards_by_completion(gateway: ScriptedGateway, clien
     ]
 
 
-async def test_wrong_arguments_are_refused_before_anything_is_sent(gateway: ScriptedGateway, client: Any) -> None:
+async def test_wrong_arguments_are_refused_before_anything_is_sent(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     for value in (float("nan"), float("inf"), "much", None):
         with pytest.raises(InvalidInput, match="finite number"):

@@ -22,18 +22,37 @@ from paceline.client.flows import Answer, Flow, Lost, Pause, Send, ask, retry_af
 from paceline.client.settings import Settings
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
 
-NOT_WANTED = ("torch", "grpc", "transformers", "redis", "opentelemetry.sdk", "pydantic", "numpy", "zmq")
+NOT_WANTED = (
+    "torch",
+    "grpc",
+    "transformers",
+    "redis",
+    "opentelemetry.sdk",
+    "pydantic",
+    "numpy",
+    "zmq",
+)
 
 
 def test_importing_the_client_imports_nothing_heavy() -> None:
-    code = f"import sys, paceline.client; print([name for name in {NOT_WANTED} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    code = (
+        f"import sys, paceline.client; print([name for name in {NOT_WANTED} if name in "
+        f"sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
     assert found.stdout.strip() == "[]"
 
 
 def test_importing_the_client_is_timed_and_told(record_property: Any) -> None:
-    code = "import time; begin = time.perf_counter(); import paceline.client; print(time.perf_counter() - begin)"
-    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    code = (
+        "import time; begin = time.perf_counter(); import paceline.client; "
+        "print(time.perf_counter() - begin)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+    )
     record_property("import_s", float(found.stdout))
 
 
@@ -54,7 +73,16 @@ def test_a_base_url_is_taken_with_and_without_v1(given: str, root: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["", "host:8000", "ftp://host", "http://", "http://user:secret@host", "http://h?x=1", "http://h:x", "http://[::1"],
+    [
+        "",
+        "host:8000",
+        "ftp://host",
+        "http://",
+        "http://user:secret@host",
+        "http://h?x=1",
+        "http://h:x",
+        "http://[::1",
+    ],
 )
 def test_what_is_no_base_url_is_refused_without_showing_a_password(url: str) -> None:
     with pytest.raises(InvalidInput) as caught:
@@ -86,7 +114,9 @@ async def test_no_repr_shows_a_token_or_a_key(
     settings = Settings.of("http://h", "gateway-token")
     call = complete("s1", key="key-of-s1")
     send = next(ask(call, settings))
-    shown = repr([client, session, opened, settings, call, send, Client("http://h", "gateway-token")])
+    shown = repr(
+        [client, session, opened, settings, call, send, Client("http://h", "gateway-token")]
+    )
     assert "key-of-s1" not in shown
     assert "gateway-token" not in shown
     assert repr(AsyncClient("http://h", "x")) == "AsyncClient('http://h')"
@@ -96,7 +126,9 @@ async def test_no_repr_shows_a_token_or_a_key(
 
 
 def openssl(directory: Path, *arguments: str) -> None:
-    subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60)
+    subprocess.run(
+        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60
+    )
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +141,18 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-async def test_tls_trusts_the_authority_given_and_no_other(connect: Connect, certificate: Path) -> None:
-    files = {"ssl_certfile": str(certificate / "cert.pem"), "ssl_keyfile": str(certificate / "key.pem")}
+async def test_tls_trusts_the_authority_given_and_no_other(
+    connect: Connect, certificate: Path
+) -> None:
+    files = {
+        "ssl_certfile": str(certificate / "cert.pem"),
+        "ssl_keyfile": str(certificate / "key.pem"),
+    }
     gateway = ScriptedGateway(otherwise=reply(200, {"status": "ok"}))
     with serving(gateway, listening(), **files):
-        assert await connect(gateway.base_url, ca=certificate / "cert.pem").health() == {"status": "ok"}
+        assert await connect(gateway.base_url, ca=certificate / "cert.pem").health() == {
+            "status": "ok"
+        }
         assert await connect(gateway.base_url, verify=False).health() == {"status": "ok"}
         with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED") as caught:
             await connect(gateway.base_url, deadline_s=60).health()
@@ -135,9 +174,13 @@ class Clock:
         return self.now
 
     def settings(self, deadline_s: float) -> Settings:
-        return Settings.of("http://h", "", deadline_s, deadline_s, Backoff(draw=lambda: 1.0, clock=self))
+        return Settings.of(
+            "http://h", "", deadline_s, deadline_s, Backoff(draw=lambda: 1.0, clock=self)
+        )
 
-    def play(self, flow: Flow[Any], *outcomes: Answer | Lost, each_s: float = 0.0) -> tuple[list[float], Any]:
+    def play(
+        self, flow: Flow[Any], *outcomes: Answer | Lost, each_s: float = 0.0
+    ) -> tuple[list[float], Any]:
         """The pauses of a flow whose attempts end so, and its result or error."""
         left, pauses, outcome = list(outcomes), [], None
         try:
@@ -170,7 +213,9 @@ def test_waits_double_up_to_their_limit_and_stop_before_the_deadline() -> None:
 
 def test_retry_after_is_honoured_as_seconds_and_as_a_date() -> None:
     clock = Clock()
-    pauses, error = clock.play(ask(reward("s", 1.0), clock.settings(10)), refused(429, retry_after="3"))
+    pauses, error = clock.play(
+        ask(reward("s", 1.0), clock.settings(10)), refused(429, retry_after="3")
+    )
     assert pauses == [3.25, 3.25, 3.25]
     assert isinstance(error, ResourceExhausted)
     soon = format_datetime(datetime.now(UTC) + timedelta(seconds=20), usegmt=True)

@@ -38,20 +38,36 @@ async def gather(stream: Any, said: list[str]) -> None:
 
 def call(index: int, arguments: str, **named: str) -> dict[str, Any]:
     function = {"arguments": arguments} | ({"name": named["name"]} if named else {})
-    return {"index": index, "type": "function", "function": function} | ({"id": named["id"]} if named else {})
+    return {"index": index, "type": "function", "function": function} | (
+        {"id": named["id"]} if named else {}
+    )
 
 
-async def test_deltas_join_to_the_message_that_a_whole_answer_would_hold(gateway: ScriptedGateway, client: Any) -> None:
+async def test_deltas_join_to_the_message_that_a_whole_answer_would_hold(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     gateway.then(
         events(
             chunk({"role": "assistant", "reasoning_content": "hm"}),
             chunk({"content": "line\u2028two"}),
-            chunk({"tool_calls": [call(0, '{"a"', id="c1", name="add"), call(1, "{}", id="c2", name="now")]}),
+            chunk(
+                {
+                    "tool_calls": [
+                        call(0, '{"a"', id="c1", name="add"),
+                        call(1, "{}", id="c2", name="now"),
+                    ]
+                }
+            ),
             chunk({"tool_calls": [call(0, ": 1}")]}),
             chunk({"content": "\x85"}, "tool_calls"),
             chunk(
-                None, usage={"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
+                None,
+                usage={
+                    "prompt_tokens": 9,
+                    "completion_tokens": 4,
+                    "prompt_tokens_details": {"cached_tokens": 8},
+                },
             ),
         )
     )
@@ -71,13 +87,23 @@ async def test_deltas_join_to_the_message_that_a_whole_answer_would_hold(gateway
         ],
     }
     assert [one.parsed() for one in answer.tool_calls] == [{"a": 1}, {}]
-    assert (answer.completion_id, answer.finish_reason, answer.reasoning) == ("chatcmpl-1", "tool_calls", "hm")
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.cached_tokens) == (9, 4, 8)
+    assert (answer.completion_id, answer.finish_reason, answer.reasoning) == (
+        "chatcmpl-1",
+        "tool_calls",
+        "hm",
+    )
+    assert (
+        answer.usage.prompt_tokens,
+        answer.usage.completion_tokens,
+        answer.usage.cached_tokens,
+    ) == (9, 4, 8)
     asked = gateway.seen[-1].body
     assert (asked["stream"], asked["stream_options"]) == (True, {"include_usage": True})
 
 
-async def test_a_stream_is_asked_for_again_only_before_it_begins(gateway: ScriptedGateway, client: Any) -> None:
+async def test_a_stream_is_asked_for_again_only_before_it_begins(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     busy = refuse(503, "no worker serves", "unavailable")
     full = refuse(429, "full", "resource_exhausted", "rate_limit_error", retry_after="0")
@@ -105,10 +131,21 @@ async def test_a_stream_is_asked_for_again_only_before_it_begins(gateway: Script
     ("step", "error"),
     [
         (
-            events({"error": {"message": "the engine failed", "type": "server_error", "code": "internal"}}),
+            events(
+                {
+                    "error": {
+                        "message": "the engine failed",
+                        "type": "server_error",
+                        "code": "internal",
+                    }
+                }
+            ),
             InternalError,
         ),
-        (events({"error": {"message": "late", "type": "rate_limit_error", "code": "queue"}}), ResourceExhausted),
+        (
+            events({"error": {"message": "late", "type": "rate_limit_error", "code": "queue"}}),
+            ResourceExhausted,
+        ),
         (events({"error": "?"}), InternalError),
         (events([1]), DataLoss),
         (events({"id": "c"}), DataLoss),
@@ -116,7 +153,9 @@ async def test_a_stream_is_asked_for_again_only_before_it_begins(gateway: Script
         (refuse(409, "ended", "session_ended"), FailedPrecondition),
     ],
 )
-async def test_errors_of_a_stream(gateway: ScriptedGateway, client: Any, step: Any, error: type[Exception]) -> None:
+async def test_errors_of_a_stream(
+    gateway: ScriptedGateway, client: Any, step: Any, error: type[Exception]
+) -> None:
     session = await client.session()
     gateway.then(step)
     with pytest.raises(error):
@@ -124,7 +163,9 @@ async def test_errors_of_a_stream(gateway: ScriptedGateway, client: Any, step: A
     assert len(gateway.seen) == 2
 
 
-async def test_a_stream_that_stalls_ends_at_its_deadline(gateway: ScriptedGateway, client: Any) -> None:
+async def test_a_stream_that_stalls_ends_at_its_deadline(
+    gateway: ScriptedGateway, client: Any
+) -> None:
     session = await client.session()
     gateway.then(gateway.hang(b'data: {"id": "c", "choices": [{"delta": {"content": "a"}}]}\n\n'))
     began = time.monotonic()
@@ -153,15 +194,22 @@ async def test_leaving_a_stream_early_hangs_up(gateway: ScriptedGateway, client:
     ends=st.sampled_from([b"\n", b"\r\n", b"\r"]),
     cuts=st.lists(st.integers(0, 400), max_size=12),
 )
-def test_events_are_the_same_wherever_the_bytes_are_cut(texts: list[str], ends: bytes, cuts: list[int]) -> None:
+def test_events_are_the_same_wherever_the_bytes_are_cut(
+    texts: list[str], ends: bytes, cuts: list[int]
+) -> None:
     lines: list[bytes] = [b": a comment", b""]
     for text in texts:
         said = json.dumps(text, ensure_ascii=False).encode()
         lines += [b"event: x", b'data: {"text":', b"data: " + said + b"}", b""]
     whole = ends.join([*lines, b"data:[DONE]", b"", b"data: after the end", b"", b""])
-    for places in ([0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)], range(len(whole) + 1)):
+    for places in (
+        [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)],
+        range(len(whole) + 1),
+    ):
         reader = EventReader()
-        found = [one["text"] for begin, end in pairwise(places) for one in reader.feed(whole[begin:end])]
+        found = [
+            one["text"] for begin, end in pairwise(places) for one in reader.feed(whole[begin:end])
+        ]
         assert found == texts
         assert reader.done
 

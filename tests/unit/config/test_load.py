@@ -38,7 +38,8 @@ def test_defaults_hold_when_nothing_is_given() -> None:
 
 def test_later_files_win_over_earlier_and_overrides_over_files(tmp_path: Path) -> None:
     first = write(
-        tmp_path / "a.toml", '[run]\nid="a"\nseed=1\n[gateway]\nrelease_after_s=1\n[gateway.engine]\nthreads=5'
+        tmp_path / "a.toml",
+        '[run]\nid="a"\nseed=1\n[gateway]\nrelease_after_s=1\n[gateway.engine]\nthreads=5',
     )
     second = write(tmp_path / "b.toml", '[run]\nseed=2\n[gateway.engine]\ndtype="float32"')
     config = load("engine.arms=['off', 'eagle:5_1_6']", "run.id=c", files=(first, second))
@@ -53,7 +54,9 @@ def test_one_key_keeps_the_rest_of_a_default_node_and_of_a_default_table() -> No
 
 
 def test_sections_of_other_services_are_left_to_them(tmp_path: Path) -> None:
-    path = write(tmp_path / "all.toml", "[policy_trainer]\nnobody_knows_me_here=1\n[coordinator]\nx=2")
+    path = write(
+        tmp_path / "all.toml", "[policy_trainer]\nnobody_knows_me_here=1\n[coordinator]\nx=2"
+    )
     assert load("policy_trainer.learning_rate=1", files=(path,)) == GatewayConfig()
 
 
@@ -62,7 +65,10 @@ def test_an_override_may_begin_with_the_services_own_section() -> None:
 
 
 def test_a_services_section_may_hold_a_shared_section_for_itself(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.toml", '[telemetry]\nlog_level="error"\n[gateway.telemetry]\nlog_level="debug"')
+    path = write(
+        tmp_path / "c.toml",
+        '[telemetry]\nlog_level="error"\n[gateway.telemetry]\nlog_level="debug"',
+    )
     assert load(files=(path,)).telemetry.log_level == "debug"
 
 
@@ -82,7 +88,9 @@ def test_a_text_setting_takes_an_override_as_it_is_written(text: str) -> None:
         ("spare.thread=1", "spare.threads"),
     ],
 )
-def test_an_unknown_key_fails_with_the_override_and_the_nearest_key(override: str, nearest: str) -> None:
+def test_an_unknown_key_fails_with_the_override_and_the_nearest_key(
+    override: str, nearest: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(override)
     assert f"override {override}" in str(caught.value)
@@ -92,7 +100,8 @@ def test_an_unknown_key_fails_with_the_override_and_the_nearest_key(override: st
 def test_an_unknown_key_in_a_file_names_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "typo.toml", "[gateway.engine]\nthreds = 2")
     with pytest.raises(
-        ConfigError, match=r"typo\.toml: gateway has no setting engine\.threds; nearest: engine\.threads"
+        ConfigError,
+        match=r"typo\.toml: gateway has no setting engine\.threds; nearest: engine\.threads",
     ):
         load(files=(path,))
 
@@ -106,14 +115,19 @@ def test_an_unknown_section_fails_with_the_nearest_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("engine.threads=many", ["engine.threads", "override engine.threads=many", "valid integer", "'many'"]),
+        (
+            "engine.threads=many",
+            ["engine.threads", "override engine.threads=many", "valid integer", "'many'"],
+        ),
         ("engine.threads=0", ["engine.threads", "greater than or equal to 1", "seen: 0"]),
         ("engine.dtype=fp8", ["engine.dtype", "'float32' or 'bfloat16'", "'fp8'"]),
         ("run.id=A B", ["run.id", "[a-z0-9-]{1,64}", "'A B'"]),
         ("engine=3", ["engine", "seen: 3"]),
     ],
 )
-def test_a_value_that_does_not_fit_names_key_value_and_what_is_allowed(override: str, said: list[str]) -> None:
+def test_a_value_that_does_not_fit_names_key_value_and_what_is_allowed(
+    override: str, said: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(override)
     assert [part for part in said if part not in str(caught.value)] == []
@@ -148,7 +162,11 @@ def test_a_tree_is_frozen() -> None:
 
 def test_known_keys_are_all_dotted_leaves() -> None:
     keys = known_keys(GatewayConfig)
-    assert [key for key in keys if not key.startswith(("run.", "redis.", "telemetry.", "security.", "addresses."))] == [
+    assert [
+        key
+        for key in keys
+        if not key.startswith(("run.", "redis.", "telemetry.", "security.", "addresses."))
+    ] == [
         "costs",
         "engine.arms",
         "engine.dtype",

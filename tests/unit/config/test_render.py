@@ -55,7 +55,12 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=2
     mode=st.sampled_from(Mode),
 )
 def test_a_printed_tree_loads_back_to_itself(
-    tmp_path_factory: pytest.TempPathFactory, note: str, cost: float, table: dict[str, float], limit: int, mode: Mode
+    tmp_path_factory: pytest.TempPathFactory,
+    note: str,
+    cost: float,
+    table: dict[str, float],
+    limit: int,
+    mode: Mode,
 ) -> None:
     engine = Engine(mode=mode, arms=(Arm(), Arm(name=note, cost=cost)), table=table, limit=limit)
     config = PolicyTrainerConfig(run=RunConfig(id="r-1", seed=7), engine=engine, note=note, on=True)

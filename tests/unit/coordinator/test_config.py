@@ -79,10 +79,22 @@ BY_GATEWAY = {"evaluation": {"environment": "single_turn", "reward": "math_answe
         (TASKS | HELDOUT, False, ("single_turn", "math_answer")),
         (TASKS | EXTERNAL | HELDOUT, False, ("external", "math_answer")),
         (TASKS | EXTERNAL | {"reward": "agent"} | HELDOUT, False, ("external", "agent")),
-        (TASKS | EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY, False, ("single_turn", "math_answer")),
+        (
+            TASKS | EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY,
+            False,
+            ("single_turn", "math_answer"),
+        ),
         (EXTERNAL | {"reward": "agent"}, True, ("external", "agent")),
-        (EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY, True, ("single_turn", "math_answer")),
-        (EXTERNAL | HELDOUT | {"evaluation": {"environment": "single_turn"}}, True, ("single_turn", "math_answer")),
+        (
+            EXTERNAL | {"reward": "agent"} | HELDOUT | BY_GATEWAY,
+            True,
+            ("single_turn", "math_answer"),
+        ),
+        (
+            EXTERNAL | HELDOUT | {"evaluation": {"environment": "single_turn"}},
+            True,
+            ("single_turn", "math_answer"),
+        ),
     ],
 )
 def test_combinations_of_tasks_environments_and_rewards_that_work(
@@ -96,17 +108,34 @@ def test_combinations_of_tasks_environments_and_rewards_that_work(
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({}, r"no training tasks; set coordinator.tasks_path; seen: coordinator.environment=single_turn"),
-        (HELDOUT, "no training tasks"),
-        (EXTERNAL | {"later": {"from_step": 3, "tasks_path": "l.jsonl"}}, "later needs coordinator.tasks_path"),
-        (TASKS | {"reward": "agent"}, r"coordinator.reward=agent needs an agent.*environment=single_turn"),
-        (EXTERNAL | HELDOUT, r"nobody claims held-out tasks; set coordinator.evaluation.environment; seen: external"),
         (
-            EXTERNAL | {"reward": "agent"} | HELDOUT | {"evaluation": {"environment": "single_turn"}},
+            {},
+            r"no training tasks; set coordinator.tasks_path; seen: coordinator.environment=single_turn",
+        ),
+        (HELDOUT, "no training tasks"),
+        (
+            EXTERNAL | {"later": {"from_step": 3, "tasks_path": "l.jsonl"}},
+            "later needs coordinator.tasks_path",
+        ),
+        (
+            TASKS | {"reward": "agent"},
+            r"coordinator.reward=agent needs an agent.*environment=single_turn",
+        ),
+        (
+            EXTERNAL | HELDOUT,
+            r"nobody claims held-out tasks; set coordinator.evaluation.environment; seen: external",
+        ),
+        (
+            EXTERNAL
+            | {"reward": "agent"}
+            | HELDOUT
+            | {"evaluation": {"environment": "single_turn"}},
             "coordinator.evaluation.reward=agent needs an agent",
         ),
     ],
 )
-def test_combinations_that_cannot_work_are_refused_with_the_setting_to_change(keys: dict[str, Any], says: str) -> None:
+def test_combinations_that_cannot_work_are_refused_with_the_setting_to_change(
+    keys: dict[str, Any], says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         CoordinatorConfig.model_validate(keys).check()

@@ -11,10 +11,15 @@ from coordinator.machine import step
 from coordinator.state import Settings, State, Versions
 from paceline.errors import InternalError
 
-BEGUN: list[Event] = [events.RunStarted(0, Settings(workers=1, total_steps=3), Versions()), events.StepBegan(1, 0)]
+BEGUN: list[Event] = [
+    events.RunStarted(0, Settings(workers=1, total_steps=3), Versions()),
+    events.StepBegan(1, 0),
+]
 
 
-def observed(happened: list[Event], groups: ClosedGroups | None = None) -> tuple[State, ClosedGroups]:
+def observed(
+    happened: list[Event], groups: ClosedGroups | None = None
+) -> tuple[State, ClosedGroups]:
     state, groups = State(), groups or ClosedGroups()
     for event in happened:
         after = step(state, event)[0]
@@ -36,7 +41,12 @@ def test_the_groups_of_a_step_are_those_that_closed_with_its_rollouts_in_order()
 
 
 def test_the_next_step_has_groups_of_its_own() -> None:
-    happened = [*BEGUN, finished(1, a=2), events.PolicyPrepared(3, 2, 1), events.Committed(4, Versions(1, 1, 0))]
+    happened = [
+        *BEGUN,
+        finished(1, a=2),
+        events.PolicyPrepared(3, 2, 1),
+        events.Committed(4, Versions(1, 1, 0)),
+    ]
     state, groups = observed(happened)
     assert groups.of(0) == {"a": 2}
     epoch = observed([*happened, events.StepBegan(5, 1)])[0].phase_epoch

@@ -69,11 +69,17 @@ def in_policy() -> State:
 def in_commit() -> State:
     """p1 is prepared and being committed."""
     state = in_policy()
-    return run(state, events.PolicyStepped(5, state.phase_epoch, 1), events.PolicyPrepared(6, state.phase_epoch, 1))[0]
+    return run(
+        state,
+        events.PolicyStepped(5, state.phase_epoch, 1),
+        events.PolicyPrepared(6, state.phase_epoch, 1),
+    )[0]
 
 
 @pytest.mark.parametrize(("before", "cause"), list(product(WorkerState, Cause)))
-def test_workers_move_as_the_design_says_and_in_no_other_way(before: WorkerState, cause: Cause) -> None:
+def test_workers_move_as_the_design_says_and_in_no_other_way(
+    before: WorkerState, cause: Cause
+) -> None:
     state = State(workers=(before,))
     expected = DESIGN_TABLE.get((before.value, cause.value))
     if expected is None:
@@ -119,7 +125,9 @@ SERIAL = replace(TWO, serial_drafter=True)
 def serial_drafting() -> State:
     """p1 is prepared, and the drafter trains before it is committed."""
     state = begun(SERIAL)
-    state = run(state, events.ShareDone(2, state.phase_epoch, 0), events.TasksFinished(3, state.phase_epoch))[0]
+    state = run(
+        state, events.ShareDone(2, state.phase_epoch, 0), events.TasksFinished(3, state.phase_epoch)
+    )[0]
     return step(state, events.PolicyPrepared(5, state.phase_epoch, 1))[0]
 
 
@@ -132,7 +140,11 @@ def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commi
     state, issued = step(state, events.PolicyPrepared(5, state.phase_epoch, 1))
     assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, Versions()),)
     assert (state.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
-    state, issued = run(state, events.GatePromoted(6, state.lease_epoch, 4), events.Detached(7, state.lease_epoch, "x"))
+    state, issued = run(
+        state,
+        events.GatePromoted(6, state.lease_epoch, 4),
+        events.Detached(7, state.lease_epoch, "x"),
+    )
     assert issued == (commands.Commit(0, state.epoch, Versions(1, 1, 4)),)
 
 
@@ -147,7 +159,9 @@ def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commi
 def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: events.Event) -> None:
     state, issued = step(serial_drafting(), event)
     assert state.phase is Phase.COMMIT
-    assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [Versions(1, 1, 0)]
+    assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [
+        Versions(1, 1, 0)
+    ]
 
 
 def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
@@ -180,7 +194,9 @@ def test_the_drafter_trains_only_in_every_nth_step() -> None:
 def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
     settings = replace(TWO, workers=4, min_workers_for_training=2, max_drafter_slots=2)
     state, issued = run(begun(settings), events.ShareDone(2, 1, 3), events.ShareDone(3, 1, 1))
-    assert [command.slots for command in issued if isinstance(command, commands.ActivateDrafter)] == [(1, 3)]
+    assert [
+        command.slots for command in issued if isinstance(command, commands.ActivateDrafter)
+    ] == [(1, 3)]
     assert step(state, events.ShareDone(4, 1, 0))[1] == ()
 
 
@@ -198,7 +214,11 @@ def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -
 @pytest.mark.parametrize("reason", ["epochs", "no_data", "max_steps"])
 def test_a_drafter_that_is_done_frees_its_slot_while_others_generate(reason: str) -> None:
     state, issued = step(training(), events.Detached(3, 2, reason))
-    assert (state.workers[0], state.slots[0], issued) == (WorkerState.COMPLETED, Slot(Holder.NONE, 2), ())
+    assert (state.workers[0], state.slots[0], issued) == (
+        WorkerState.COMPLETED,
+        Slot(Holder.NONE, 2),
+        (),
+    )
 
 
 def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
@@ -222,7 +242,12 @@ def test_a_lost_drafter_rank_frees_the_slot_and_does_not_end_the_run() -> None:
 
 def test_a_promoted_drafter_is_served_with_the_next_policy() -> None:
     state = training()
-    state = run(state, events.DrafterActivated(2, 2), events.GatePromoted(3, 2, 7), events.TasksFinished(4, 1))[0]
+    state = run(
+        state,
+        events.DrafterActivated(2, 2),
+        events.GatePromoted(3, 2, 7),
+        events.TasksFinished(4, 1),
+    )[0]
     state = step(state, events.Preempted(5, 2))[0]
     state = step(state, events.PolicyStepped(6, state.phase_epoch, 1))[0]
     state, issued = step(state, events.PolicyPrepared(7, state.phase_epoch, 1))
@@ -256,7 +281,9 @@ def test_slots_are_free_while_the_policy_is_pushed() -> None:
 
 def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq() -> None:
     state = replace(begun(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, step=0)
-    state = run(state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1))[0]
+    state = run(
+        state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1)
+    )[0]
     state = step(state, events.Preempted(4, state.lease_epoch))[0]
     state, issued = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))
     assert issued == (commands.Commit(0, state.epoch, Versions(4, 0, 4)),)
@@ -268,7 +295,9 @@ def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq()
 
 
 def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_served() -> None:
-    state = replace(in_policy(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, rollback=True)
+    state = replace(
+        in_policy(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, rollback=True
+    )
     state = step(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
     state, issued = step(state, events.CommitFailed(7, Versions(4, 0, 4), "d4 is not spooled"))
     assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 7)),)
@@ -276,12 +305,17 @@ def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_serv
 
 def test_acceptance_of_a_drafter_that_no_longer_serves_is_refused() -> None:
     state = begun()
-    assert step(state, events.AcceptanceFell(2, 7)) == (state, (commands.Refuse("AcceptanceFell", 7, 0),))
+    assert step(state, events.AcceptanceFell(2, 7)) == (
+        state,
+        (commands.Refuse("AcceptanceFell", 7, 0),),
+    )
 
 
 def test_a_failed_commit_leaves_the_candidate_out_and_then_pushes_the_policy_again() -> None:
     state = in_policy()
-    state = run(state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.phase_epoch, 1))[0]
+    state = run(
+        state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.phase_epoch, 1)
+    )[0]
     state, issued = step(state, events.CommitFailed(7, Versions(1, 1, 7), "d7 is not prepared"))
     assert issued == (commands.AbortDrafter(0, 5, 7), commands.Commit(0, 5, Versions(2, 1, 0)))
     state, issued = step(state, events.CommitFailed(8, Versions(2, 1, 0), "p1 is not prepared"))
@@ -302,7 +336,9 @@ def test_a_commit_that_keeps_failing_ends_the_run_with_its_message() -> None:
 
 
 def test_evaluations_are_made_at_both_ends_and_at_their_interval() -> None:
-    settings = replace(TWO, workers=1, total_steps=3, accuracy_enabled=True, probe_enabled=True, probe_every=2)
+    settings = replace(
+        TWO, workers=1, total_steps=3, accuracy_enabled=True, probe_enabled=True, probe_every=2
+    )
     state, issued = step(State(), events.RunStarted(0, settings, Versions()))
     made: dict[int, list[Evaluation]] = {}
     while not isinstance(issued[-1], commands.FinishRun):
@@ -341,11 +377,16 @@ def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() 
     state, issued = step(state, events.Preempted(5, 2))
     assert issued == (commands.RunTasks(0, state.epoch),)
     assert state.workers == (WorkerState.GENERATING,) * 2
-    assert step(state, events.ShareDone(6, 1, 0)) == (state, (commands.Refuse("ShareDone", 1, state.epoch),))
+    assert step(state, events.ShareDone(6, 1, 0)) == (
+        state,
+        (commands.Refuse("ShareDone", 1, state.epoch),),
+    )
 
 
 def test_a_lost_drafter_trainer_frees_the_slot_and_the_rollout_goes_on() -> None:
-    state, issued = step(training(), events.ServiceLost(3, Service.DRAFTER_TRAINER, "connection refused"))
+    state, issued = step(
+        training(), events.ServiceLost(3, Service.DRAFTER_TRAINER, "connection refused")
+    )
     assert issued == (commands.AwaitService(Service.DRAFTER_TRAINER),)
     assert (state.phase, state.lease) == (Phase.ROLLOUT, None)
 

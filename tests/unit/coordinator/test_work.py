@@ -16,7 +16,10 @@ from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN
 
 
 def source(directory: Path, *, tasks: int = 5, prompts: int = 3, **keys: object) -> TaskSource:
-    write_tasks(directory / "train.jsonl", [Task(f"t{i}", f"{i}=", str(i), {"split": "train"}) for i in range(tasks)])
+    write_tasks(
+        directory / "train.jsonl",
+        [Task(f"t{i}", f"{i}=", str(i), {"split": "train"}) for i in range(tasks)],
+    )
     write_tasks(directory / "heldout.jsonl", [Task(f"h{i}", f"{i}=", str(i)) for i in range(8)])
     config = CoordinatorConfig.model_validate(
         {
@@ -41,20 +44,32 @@ def test_a_step_asks_for_the_same_tasks_whenever_it_is_asked(tmp_path: Path) -> 
 def test_a_step_that_spans_two_epochs_holds_no_task_twice(tmp_path: Path) -> None:
     requests = [source(tmp_path).step_request(step, 1) for step in range(20)]
     assert all(len({task.task_id for task in request.tasks}) == 3 for request in requests)
-    assert {task.task_id for request in requests for task in request.tasks} == {f"t{i}" for i in range(5)}
+    assert {task.task_id for request in requests for task in request.tasks} == {
+        f"t{i}" for i in range(5)
+    }
 
 
 def test_group_ids_are_unique_over_steps(tmp_path: Path) -> None:
-    groups = [task.group_id for step in range(5) for task in source(tmp_path).step_request(step, 1).tasks]
+    groups = [
+        task.group_id for step in range(5) for task in source(tmp_path).step_request(step, 1).tasks
+    ]
     assert len(set(groups)) == len(groups)
 
 
 def test_evaluations_draw_alike_at_both_ends_of_a_run(tmp_path: Path) -> None:
     start = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 0, 1)
     end = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 200, 900)
-    assert [t.task_id for t in start.tasks] == [t.task_id for t in end.tasks] == [f"h{i}" for i in range(6)]
+    assert (
+        [t.task_id for t in start.tasks]
+        == [t.task_id for t in end.tasks]
+        == [f"h{i}" for i in range(6)]
+    )
     assert (start.run_seed, start.context.step) == (end.run_seed, end.context.step)
-    assert (start.purpose, start.samples_per_task, start.sampling.temperature) == (PURPOSE_EVAL, 1, 1.0)
+    assert (start.purpose, start.samples_per_task, start.sampling.temperature) == (
+        PURPOSE_EVAL,
+        1,
+        1.0,
+    )
 
 
 def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
@@ -64,7 +79,12 @@ def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
 
 def test_open_traffic_asks_for_groups_and_has_no_tasks(tmp_path: Path) -> None:
     evaluation = {"environment": "single_turn", "reward": "math_answer", "heldout_prompts": 6}
-    keys: dict[str, Any] = {"tasks_path": "", "environment": "external", "reward": "agent", "evaluation": evaluation}
+    keys: dict[str, Any] = {
+        "tasks_path": "",
+        "environment": "external",
+        "reward": "agent",
+        "evaluation": evaluation,
+    }
     request = source(tmp_path, **keys).step_request(4, 10)
     assert (source(tmp_path, **keys).samples_per_step, source(tmp_path).samples_per_step) == (0, 24)
     assert (len(request.tasks), request.open_groups, request.samples_per_task) == (0, 3, 8)
@@ -89,12 +109,17 @@ def test_too_few_tasks_for_a_step_are_refused_with_both_numbers(tmp_path: Path) 
 
 def test_other_tasks_come_from_their_step_on_and_evaluations_follow_them(tmp_path: Path) -> None:
     for name in ("later", "later_heldout"):
-        write_tasks(tmp_path / f"{name}.jsonl", [Task(f"{name}{i}", f"{i}=", str(i)) for i in range(4)])
+        write_tasks(
+            tmp_path / f"{name}.jsonl", [Task(f"{name}{i}", f"{i}=", str(i)) for i in range(4)]
+        )
     later = {"from_step": 2, "tasks_path": str(tmp_path / "later.jsonl")}
     tasks = source(tmp_path, later=later | {"heldout_path": str(tmp_path / "later_heldout.jsonl")})
     drawn = [{task.task_id[0] for task in tasks.step_request(step, 1).tasks} for step in range(4)]
     assert drawn == [{"t"}, {"t"}, {"l"}, {"l"}]
-    asked = [tasks.evaluation_request(Evaluation.PROBE, finished, 1).tasks[0].task_id for finished in range(5)]
+    asked = [
+        tasks.evaluation_request(Evaluation.PROBE, finished, 1).tasks[0].task_id
+        for finished in range(5)
+    ]
     assert asked == ["h0", "h0", "h0", "later_heldout0", "later_heldout0"]
     kept = source(tmp_path, later=later)
     assert kept.evaluation_request(Evaluation.PROBE, 4, 1).tasks[0].task_id == "h0"

@@ -1,4 +1,6 @@
-"""One thread, so that tests side by side do not wait for each other; a process group of one, which FSDP2 needs."""
+"""One thread, so that tests side by side do not wait for each other; a process group of one, which
+FSDP2 needs.
+"""
 
 from __future__ import annotations
 

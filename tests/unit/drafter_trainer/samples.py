@@ -1,4 +1,6 @@
-"""A toy policy whose next state is a known function of state and token, and what the engine would capture from it."""
+"""A toy policy whose next state is a known function of state and token, and what the engine would
+capture from it.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def toy_policy() -> ToyPolicy:
     )
 
 
-def batch(length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH) -> FeatureBatch:
+def batch(
+    length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH
+) -> FeatureBatch:
     """The toy policy's rows of one request as a stream entry."""
     tokens, hidden = toy_policy().rows(length, seed)
     rows = length - 1
@@ -91,13 +95,17 @@ def batch(length: int, seed: int, *, session: str = "", version: int = 0, head: 
 
 
 def with_rejected(one: FeatureBatch, seed: int = 0, count: int = 6) -> FeatureBatch:
-    """The same batch with rejected drafts under random rows of it or under one another, their states the policy's."""
+    """The same batch with rejected drafts under random rows of it or under one another, their
+    states the policy's.
+    """
     random, policy = np.random.default_rng(seed), toy_policy()
     states, positions = list(as_numpy(one.hidden)), one.positions.tolist()
     tokens, parents = list[int](), list[int]()
     for _ in range(count):
         deeper = bool(tokens) and random.random() < 0.5
-        parents.append(int(random.integers(one.rows, len(states)) if deeper else random.integers(one.rows)))
+        parents.append(
+            int(random.integers(one.rows, len(states)) if deeper else random.integers(one.rows))
+        )
         tokens.append(int(random.integers(VOCABULARY)))
         state = policy.step(torch.tensor(states[parents[-1]]), torch.tensor(tokens[-1]))
         states.append(state.numpy())
@@ -112,7 +120,9 @@ def sample_with_rejected(length: int, seed: int) -> FeatureSample:
     return sample_from(with_rejected(batch(length, seed), seed), TARGET)
 
 
-def sample(length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH) -> FeatureSample:
+def sample(
+    length: int, seed: int, *, session: str = "", version: int = 0, head: str = HASH
+) -> FeatureSample:
     """The same as the buffer keeps it."""
     return sample_from(batch(length, seed, session=session, version=version, head=head), TARGET)
 

@@ -1,4 +1,6 @@
-"""One rank of the equality test: activations of several numbers of ranks; what came of them is written by rank 0."""
+"""One rank of the equality test: activations of several numbers of ranks; what came of them is
+written by rank 0.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,22 @@ ROWS = 6  # of an optimiser step
 
 
 def activate(
-    learner: DrafterLearner, membership: Membership, ranks: int, rows: list[PackedRow], head: PolicyHead
+    learner: DrafterLearner,
+    membership: Membership,
+    ranks: int,
+    rows: list[PackedRow],
+    head: PolicyHead,
 ) -> float:
-    """Learns the rows on so many ranks and leaves; returns the loss summed over this rank's positions."""
+    """Learns the rows on so many ranks and leaves; returns the loss summed over this rank's
+    positions.
+    """
     members, loss = membership.join(range(ranks)), 0.0
     learner.attach(members)
     if dist.get_rank() == 0:
         for first in range(0, len(rows), ranks):
-            result = learner.micro_step(sharing.hand_out(rows[first : first + ranks], members, STUDENT), head)
+            result = learner.micro_step(
+                sharing.hand_out(rows[first : first + ranks], members, STUDENT), head
+            )
             loss += result.loss * result.positions
         sharing.announce_stop(members)
     elif members.takes_part:
@@ -60,13 +70,18 @@ def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tens
         f"exp_avg.{name}": moments["exp_avg"].full_tensor()
         for name, moments in learner.state()["optimizer"]["state"].items()
     }
-    counters = torch.tensor([learner.total_steps, float(whole), learner.total_tokens], dtype=torch.float64)
+    counters = torch.tensor(
+        [learner.total_steps, float(whole), learner.total_tokens], dtype=torch.float64
+    )
     found = {**learner.snapshot().state_dict(), **moments, "figures": counters}
     return {f"{prefix}.{name}": value for name, value in found.items()}
 
 
 def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
-    """`plan`: ranks and rows of each activation. A checkpoint is written after the first, beside `out`."""
+    """`plan`: ranks and rows of each activation.
+
+    A checkpoint is written after the first, beside `out`.
+    """
     sys.path.insert(0, str(samples.parents[2]))
     from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
@@ -74,9 +89,14 @@ def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
     dist.init_process_group("gloo")
     membership, head = Membership("cpu"), toy_policy().policy_head()
     config = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
-    learner = DrafterLearner(EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members)
+    learner = DrafterLearner(
+        EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members
+    )
     writer = CheckpointWriter(out.with_suffix(".checkpoints"), lambda state, directory: None)
-    rows = [pack([sample(9 + 3 * (r % 4) + s, 4 * r + s) for s in range(4)], window=512) for r in range(3 * ROWS)]
+    rows = [
+        pack([sample(9 + 3 * (r % 4) + s, 4 * r + s) for s in range(4)], window=512)
+        for r in range(3 * ROWS)
+    ]
     found: dict[str, Tensor] = {}
     loss, given = 0.0, 0
     for ranks, count in plan:
@@ -95,6 +115,7 @@ def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
+    # the process.
     sys.stdout.flush()
     os._exit(0)

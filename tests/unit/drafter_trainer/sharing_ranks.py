@@ -23,7 +23,10 @@ def main(samples: Path, out: Path) -> None:
     members = on_cpu(2)
     if dist.get_rank() == 0:
         own = pack([sample(9, 0)], window=512)
-        for row in (pack([sample_with_rejected(12, 1), sample(7, 2)], window=512), pack([sample(5, 3)], window=512)):
+        for row in (
+            pack([sample_with_rejected(12, 1), sample(7, 2)], window=512),
+            pack([sample(5, 3)], window=512),
+        ):
             assert sharing.hand_out([own, row], members, 1) is own
             sharing.announce_snapshot(members, 1)
         sharing.announce_stop(members)
@@ -39,6 +42,7 @@ def main(samples: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
+    # the process.
     sys.stdout.flush()
     os._exit(0)

@@ -1,4 +1,6 @@
-"""Rows pair (h_t, token t+1) with h_{t+1} and token t+2; documents and branches of one row do not see each other."""
+"""Rows pair (h_t, token t+1) with h_{t+1} and token t+2; documents and branches of one row do not
+see each other.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,17 @@ def rough_net() -> EagleNet:
     net.bind(policy.embed, policy.head)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(7))
+            parameter += 0.2 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(7)
+            )
     return net
 
 
 def features(row: PackedRow) -> Tensor:
     with torch.no_grad():
-        return rough_net().features(row.states[None], row.next_tokens[None], row.positions[None], row.mask()[None])[0]
+        return rough_net().features(
+            row.states[None], row.next_tokens[None], row.positions[None], row.mask()[None]
+        )[0]
 
 
 def made(maker: Callable[[int, int], FeatureSample]) -> list[FeatureSample]:
@@ -55,7 +61,8 @@ def packed(samples: Sequence[FeatureSample], window: int = 512) -> PackedRow:
 
 
 def contexts(sample: FeatureSample) -> list[tuple[list[Tensor], list[int], Tensor]]:
-    """Oracle: for every training position its path alone: states and next tokens from row 0 on, and the state after.
+    """Oracle: for every training position its path alone: states and next tokens from row 0 on, and
+    the state after.
 
     The sequence's positions first, then those of rejected drafts, in the order of the sample.
     """
@@ -70,7 +77,9 @@ def contexts(sample: FeatureSample) -> list[tuple[list[Tensor], list[int], Tenso
             node = int(drafts.parents[node]) - len(rows)
         root = int(drafts.parents[chain[0]])
         states = rows[: root + 1] + [drafts.hidden[node] for node in chain]
-        found.append((states[:-1], tokens[1 : root + 1] + drafts.token_ids[chain].tolist(), states[-1]))
+        found.append(
+            (states[:-1], tokens[1 : root + 1] + drafts.token_ids[chain].tolist(), states[-1])
+        )
     return found
 
 
@@ -83,11 +92,17 @@ def test_rejected_rows_come_after_their_sequence_and_change_no_bit_of_it() -> No
         )
         for part in fields(PackedRow):
             expected, got = getattr(plain, part.name), getattr(beside, part.name)
-            assert torch.equal(got[: len(plain)], expected) if isinstance(expected, Tensor) else got == expected
+            assert (
+                torch.equal(got[: len(plain)], expected)
+                if isinstance(expected, Tensor)
+                else got == expected
+            )
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_the_targets_own_step_maps_every_pair_to_its_target(maker: Callable[[int, int], FeatureSample]) -> None:
+def test_the_targets_own_step_maps_every_pair_to_its_target(
+    maker: Callable[[int, int], FeatureSample],
+) -> None:
     policy = toy_policy()
     row = packed(made(maker))
     torch.testing.assert_close(policy.step(row.states, row.next_tokens), row.next_states)
@@ -104,12 +119,18 @@ def test_rejected_drafts_are_learned_from_and_never_a_drawn_token() -> None:
     samples = made(sample_with_rejected)
     row = packed(samples)
     branches = row.draft_tokens < 0
-    assert int(branches.sum()) == sum(len(one.branches) for one in samples if one.branches is not None) == 24
+    assert (
+        int(branches.sum())
+        == sum(len(one.branches) for one in samples if one.branches is not None)
+        == 24
+    )
     assert row.valid[branches].all()
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-def test_a_position_of_a_packed_row_predicts_as_its_path_alone(maker: Callable[[int, int], FeatureSample]) -> None:
+def test_a_position_of_a_packed_row_predicts_as_its_path_alone(
+    maker: Callable[[int, int], FeatureSample],
+) -> None:
     samples, net, got = made(maker), rough_net(), None
     row = packed(samples)
     got = features(row)
@@ -117,7 +138,9 @@ def test_a_position_of_a_packed_row_predicts_as_its_path_alone(maker: Callable[[
     assert len(paths) == len(row)
     for here, (states, tokens, after) in enumerate(paths):
         with torch.no_grad():
-            alone = net.features(torch.stack(states)[None], torch.tensor([tokens]), torch.arange(len(tokens))[None])
+            alone = net.features(
+                torch.stack(states)[None], torch.tensor([tokens]), torch.arange(len(tokens))[None]
+            )
         torch.testing.assert_close(got[here], alone[0, -1], atol=1e-5, rtol=0)
         assert torch.equal(row.next_states[here], after)
         assert int(row.positions[here]) == len(tokens) - 1
@@ -140,7 +163,9 @@ def test_loss_and_gradients_of_a_packed_row_are_those_of_its_samples(
     for (name, one), other in zip(whole.named_parameters(), alone.parameters(), strict=True):
         assert one.grad is not None
         assert other.grad is not None
-        torch.testing.assert_close(one.grad / count, other.grad / count, atol=1e-5, rtol=0, msg=name)
+        torch.testing.assert_close(
+            one.grad / count, other.grad / count, atol=1e-5, rtol=0, msg=name
+        )
 
 
 def changed_token(sample: FeatureSample, at: int) -> FeatureSample:
@@ -194,9 +219,21 @@ def test_a_window_holds_the_drafts_beside_its_own_positions(start: int) -> None:
     cut = whole.cut(start, 3)
     assert isinstance(whole.branches, Branches)
     assert isinstance(cut.branches, Branches)
-    kept = [(t, d) for t, d in zip(whole.branches.token_ids.tolist(), whole.branches.depths.tolist(), strict=True)]
-    kept = [one for one, root in zip(kept, whole.branches.roots.tolist(), strict=True) if start <= root <= start + 3]
-    assert list(zip(cut.branches.token_ids.tolist(), cut.branches.depths.tolist(), strict=True)) == kept
+    kept = [
+        (t, d)
+        for t, d in zip(
+            whole.branches.token_ids.tolist(), whole.branches.depths.tolist(), strict=True
+        )
+    ]
+    kept = [
+        one
+        for one, root in zip(kept, whole.branches.roots.tolist(), strict=True)
+        if start <= root <= start + 3
+    ]
+    assert (
+        list(zip(cut.branches.token_ids.tolist(), cut.branches.depths.tolist(), strict=True))
+        == kept
+    )
     row = packed([cut])
     torch.testing.assert_close(toy_policy().step(row.states, row.next_tokens), row.next_states)
     sequence = packed([whole])
@@ -248,7 +285,10 @@ def test_jagged_batches_of_another_form_are_refused() -> None:
         ((good[0], jagged(tokens[:1]), good[2]), "number of sequences"),
         ((good[0], jagged(tokens[::-1]), good[2]), "lengths"),
         ((good[0], good[1], jagged([part[1:].bool() for part in tokens])), "lengths"),
-        ((jagged([part[:1] for part in states]), jagged([part[:2] for part in tokens]), good[2]), "lengths"),
+        (
+            (jagged([part[:1] for part in states]), jagged([part[:2] for part in tokens]), good[2]),
+            "lengths",
+        ),
     ):
         with pytest.raises(InvalidInput, match=what):
             pack_jagged(*bad, hidden_size=HIDDEN, lm_head_hash=HASH)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_trainer.bench.packing import DEMO, LONGEST, SHORTEST, compare, draw_samples, packed_loss, padded_loss
+from drafter_trainer.bench.packing import (
+    DEMO,
+    LONGEST,
+    SHORTEST,
+    compare,
+    draw_samples,
+    packed_loss,
+    padded_loss,
+)
 from paceline.speculators.eagle import EagleNet
 
 
@@ -14,15 +22,21 @@ def test_packed_and_padded_samples_have_one_loss_and_one_gradient() -> None:
     samples, nets = draw_samples(12, seed=5), [EagleNet(DEMO, seed=1) for _ in range(2)]
     generator = torch.Generator().manual_seed(2)
     for net in nets:
-        net.bind(*torch.randn(2, DEMO.vocab_size, DEMO.hidden_size, generator=generator.manual_seed(2)))
+        net.bind(
+            *torch.randn(2, DEMO.vocab_size, DEMO.hidden_size, generator=generator.manual_seed(2))
+        )
     packed, padded = packed_loss(nets[0], samples), padded_loss(nets[1], samples)
     count = int(packed.positions)
     assert int(padded.positions) == count == sum(int(one.generated[2:].sum()) for one in samples)
-    assert float(packed.loss.detach()) / count == pytest.approx(float(padded.loss.detach()) / count, rel=1e-5)
+    assert float(packed.loss.detach()) / count == pytest.approx(
+        float(padded.loss.detach()) / count, rel=1e-5
+    )
     for one, objective in zip(nets, (packed, padded), strict=True):
         (objective.loss / count).backward()
         assert one.fc.weight.grad is not None
-    for (name, one_weight), other in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+    for (name, one_weight), other in zip(
+        nets[0].named_parameters(), nets[1].parameters(), strict=True
+    ):
         torch.testing.assert_close(one_weight.grad, other.grad, atol=1e-5, rtol=1e-4, msg=name)
 
 

@@ -29,16 +29,22 @@ EVERY = 5
 HEADS = ("old", "mid", "new")
 
 
-def buffer(*, samples: int = 100, byte_budget: int = 1 << 20, heldout: int = 64, **settings: Any) -> FeatureBuffer:
+def buffer(
+    *, samples: int = 100, byte_budget: int = 1 << 20, heldout: int = 64, **settings: Any
+) -> FeatureBuffer:
     budgets = {"max_samples": samples, "byte_budget": byte_budget, "heldout_samples": heldout}
     return FeatureBuffer(**{"heldout_every": EVERY, "seed": 0, **budgets, **settings})
 
 
 def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:
-    """Training samples of these lengths in tokens by RL step, each step with a policy version and head of its own."""
+    """Training samples of these lengths in tokens by RL step, each step with a policy version and
+    head of its own.
+    """
     names = iter(sessions(sum(map(len, lengths.values())), heldout=False, every=EVERY))
     return [
-        dataclasses.replace(sample(length, 0, session=next(names), version=step, head=HEADS[step]), step=step)
+        dataclasses.replace(
+            sample(length, 0, session=next(names), version=step, head=HEADS[step]), step=step
+        )
         for step, part in lengths.items()
         for length in part
     ]
@@ -52,7 +58,11 @@ def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget() -> None:
         by_count.add(one)
         by_bytes.add(one)
     assert (len(by_count), by_count.dropped["evicted"]) == (5, 7)
-    assert (len(by_bytes), by_bytes.dropped["evicted"], by_bytes.nbytes) == (4, 8, made[0].nbytes * 4)
+    assert (len(by_bytes), by_bytes.dropped["evicted"], by_bytes.nbytes) == (
+        4,
+        8,
+        made[0].nbytes * 4,
+    )
     kept = {one.session for one in by_count.draw(10_000, recency=1, known={made[0].lm_head_hash})}
     assert kept == set(trained[-5:])
 
@@ -73,7 +83,9 @@ def test_short_samples_of_past_steps_go_first_then_their_long_ones_and_this_step
     assert gone == order
 
 
-@pytest.mark.parametrize(("arrived", "share"), [((), 0.5), ((40,), 0.25), ((40, 45), 0.0), ((40, 45, 50), 0.0)])
+@pytest.mark.parametrize(
+    ("arrived", "share"), [((), 0.5), ((40,), 0.25), ((40, 45), 0.0), ((40, 45, 50), 0.0)]
+)
 def test_draws_are_of_the_previous_steps_long_samples_until_this_step_delivers_as_many(
     arrived: tuple[int, ...], share: float
 ) -> None:
@@ -92,21 +104,29 @@ def test_draws_are_of_the_previous_steps_long_samples_until_this_step_delivers_a
     assert drawn["mid"] / 2_000 == pytest.approx(share, abs=0.04)
 
 
-def test_where_the_previous_steps_long_samples_are_too_few_or_headless_draws_are_of_what_there_is() -> None:
+def test_where_the_previous_steps_long_samples_are_too_few_or_headless_draws_are_of_what_there_is() -> (
+    None
+):
     held = buffer(long_share=1.0)
     for one in steps_of({1: (10, 40, 12), 2: (9, 8, 11)}):
         held.add(one)
     assert {one.step for one in held.draw(100, recency=0.5, known=["mid", "new"])} == {1}
-    assert {one.step for one in held.draw(100, recency=1e-9, known=["mid", "new"], at_least=3)} == {2}
+    assert {one.step for one in held.draw(100, recency=1e-9, known=["mid", "new"], at_least=3)} == {
+        2
+    }
     assert {one.step for one in held.draw(100, recency=0.5, known=["new"])} == {2}
 
 
-def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_are_not_mixed_in() -> None:
+def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_are_not_mixed_in() -> (
+    None
+):
     made = steps_of({0: (90, 95), 1: (10, 40, 12, 11, 50), 2: (9,)})
     late, made[5:7] = made[5:7], []
     held = buffer(long_share=1.0, samples=8)
     for one in (*made, *late):
-        held.add(dataclasses.replace(one, lm_head_hash="one"))  # nothing but their step tells them apart
+        held.add(
+            dataclasses.replace(one, lm_head_hash="one")
+        )  # nothing but their step tells them apart
     drawn = [one for _ in range(50) for one in held.draw(60, recency=1, known=["one"])]
     assert {one.positions + 2 for one in drawn} == {40, 12, 50}
     held.forget(lambda one: one.step == 1, "other")
@@ -118,9 +138,13 @@ def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_
 def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_seed() -> None:
     length, window = 120, 16
     (name,) = sessions(1, heldout=False, every=EVERY)
-    rows = torch.arange(length - 1.0)[:, None].expand(-1, TARGET.hidden_size)  # a row says where it stands
+    rows = torch.arange(length - 1.0)[:, None].expand(
+        -1, TARGET.hidden_size
+    )  # a row says where it stands
     tokens = torch.arange(length)
-    long = dataclasses.replace(sample(length, 3, session=name), hidden=rows, token_ids=tokens, generated=tokens >= 50)
+    long = dataclasses.replace(
+        sample(length, 3, session=name), hidden=rows, token_ids=tokens, generated=tokens >= 50
+    )
     starts = {seed: list[int]() for seed in (0, 1, 2)}
     for seed, found in starts.items():
         held = buffer(window=window, seed=min(seed, 1))
@@ -133,7 +157,8 @@ def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_see
             assert torch.equal(one.hidden[:, 0], torch.arange(found[-1], found[-1] + window + 1.0))
             assert torch.equal(one.token_ids, torch.arange(found[-1], found[-1] + window + 2))
     assert starts[1] == starts[2] != starts[0]
-    # Targets stand at positions 48 .. 117; the first window that reaches one starts at 33, the last window at 102.
+    # Targets stand at positions 48 .. 117; the first window that reaches one starts at 33, the last
+    # window at 102.
     assert 33 <= min(starts[0]) < 40
     assert max(starts[0]) == 102
     assert len(set(starts[0])) > 60
@@ -177,13 +202,19 @@ def test_held_out_sessions_are_never_drawn_and_only_the_newest_version_judges() 
         held.add(sample(10, seed, session=name))
     heads = [f"{version:016x}" for version in range(3)]
     assert [one.policy_version for one in held.heldout(heads)] == [2, 2]
-    assert [one.policy_version for one in held.heldout(heads[:2])] == [1], "only the newest three are kept"
+    assert [one.policy_version for one in held.heldout(heads[:2])] == [1], (
+        "only the newest three are kept"
+    )
     assert held.heldout([]) == []
     both = held.heldout(heads, at_least=held.heldout(heads)[0].targets * 2 + 1)
-    assert [one.policy_version for one in both] == [1, 2, 2], "short responses do not keep drafters from being judged"
+    assert [one.policy_version for one in both] == [1, 2, 2], (
+        "short responses do not keep drafters from being judged"
+    )
     trained = set(sessions(6, heldout=False, every=EVERY))
     for _ in range(50):
-        assert {one.session for one in held.draw(40, recency=0.7, known={sample(10, 0).lm_head_hash})} <= trained
+        assert {
+            one.session for one in held.draw(40, recency=0.7, known={sample(10, 0).lm_head_hash})
+        } <= trained
 
 
 def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:
@@ -195,13 +226,17 @@ def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:
             held.add(sample(12, seed, session=next(names), version=version, head=head))
     drawn = Counter[str]()
     for _ in range(3_000):
-        (head,) = {one.lm_head_hash for one in held.draw(20, recency=0.5, known={"old", "mid", "new"})}
+        (head,) = {
+            one.lm_head_hash for one in held.draw(20, recency=0.5, known={"old", "mid", "new"})
+        }
         drawn[head] += 1
     weights = {"old": 0.25 * 10, "mid": 0.5 * 10, "new": 1.0 * 5}
     for head, weight in weights.items():
         assert drawn[head] / 3_000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
     assert held.draw(20, recency=0.5, known={"unknown"}) == []
-    assert {one.lm_head_hash for one in held.draw(20, recency=0.5, known={"mid", "new"}, at_least=6)} == {"mid"}
+    assert {
+        one.lm_head_hash for one in held.draw(20, recency=0.5, known={"mid", "new"}, at_least=6)
+    } == {"mid"}
 
 
 def test_a_draw_is_worth_the_tokens_asked_for_without_repetition() -> None:
@@ -245,8 +280,12 @@ def bad_batches() -> dict[str, FeatureBatch]:
         "not finite": dataclasses.replace(good, hidden=from_numpy("hidden", infinite)),
         "gap": dataclasses.replace(good, positions=gap),
         "vocabulary": dataclasses.replace(good, token_ids=foreign),
-        "rejected token": dataclasses.replace(good, rejected=dataclasses.replace(beside.rejected, token_ids=strange)),
-        "rejected state": dataclasses.replace(good, rejected=dataclasses.replace(beside.rejected, hidden=broken)),
+        "rejected token": dataclasses.replace(
+            good, rejected=dataclasses.replace(beside.rejected, token_ids=strange)
+        ),
+        "rejected state": dataclasses.replace(
+            good, rejected=dataclasses.replace(beside.rejected, hidden=broken)
+        ),
     }
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from drafter_trainer.checkpoint import STATE, CheckpointWriter, newest_checkpoint, read_checkpoint, read_whole
+from drafter_trainer.checkpoint import (
+    STATE,
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
+)
 from drafter_trainer.membership import on_cpu
 from paceline.errors import DataLoss, Unavailable
 
@@ -17,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 def state(number: float) -> dict[str, Any]:
     return {
-        "learner": {"model": {"a.w": torch.full((3, 2), number), "b": torch.tensor(number)}, "steps": int(number)},
+        "learner": {
+            "model": {"a.w": torch.full((3, 2), number), "b": torch.tensor(number)},
+            "steps": int(number),
+        },
         "gate": {"baseline": None, "gains": [0.5, number]},
     }
 
@@ -49,7 +58,9 @@ def test_the_newest_of_two_is_read_with_all_that_is_no_tensor(tmp_path: Path) ->
     assert (newest / "model.txt").read_text() == "60.0"
 
 
-def test_what_is_being_written_counts_when_it_is_renamed_and_remains_are_removed(tmp_path: Path) -> None:
+def test_what_is_being_written_counts_when_it_is_renamed_and_remains_are_removed(
+    tmp_path: Path,
+) -> None:
     write(tmp_path, 1)
     (tmp_path / "checkpoint-1").rename(tmp_path / ".2.tmp")  # killed before the rename
     assert newest_checkpoint(tmp_path) is None
@@ -59,7 +70,10 @@ def test_what_is_being_written_counts_when_it_is_renamed_and_remains_are_removed
 
 def test_tensors_that_are_new_or_gone_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    like = {"learner": {"model": {"a.w": torch.zeros(3, 2)}}, "shadow": {"model": {"w": torch.zeros(2)}}}
+    like = {
+        "learner": {"model": {"a.w": torch.zeros(3, 2)}},
+        "shadow": {"model": {"w": torch.zeros(2)}},
+    }
     read = read_checkpoint(tmp_path / "checkpoint-1", like, on_cpu(1))
     assert list(read["learner"]["model"]) == ["a.w"]
     assert "shadow" not in read
@@ -77,7 +91,9 @@ def test_a_damaged_file_is_data_loss(tmp_path: Path, damaged: str) -> None:
 def test_another_shape_is_data_loss(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with pytest.raises(DataLoss, match=r"a\.w"):
-        read_checkpoint(tmp_path / "checkpoint-1", {"learner": {"model": {"a.w": torch.zeros(4, 2)}}}, on_cpu(1))
+        read_checkpoint(
+            tmp_path / "checkpoint-1", {"learner": {"model": {"a.w": torch.zeros(4, 2)}}}, on_cpu(1)
+        )
 
 
 def test_a_directory_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:

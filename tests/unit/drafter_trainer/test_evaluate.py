@@ -48,7 +48,9 @@ def rough_net(seed: int) -> EagleNet:
 
 @torch.inference_mode()
 def slow_matches(net: EagleNet, one: FeatureSample) -> list[list[bool]]:
-    """Drafts from every position with a generated token ahead: the sequence grows by the net's own states."""
+    """Drafts from every position with a generated token ahead: the sequence grows by the net's own
+    states.
+    """
     tokens, matches = one.token_ids, []
     for t in range(one.positions):
         if not one.generated[t + 2]:
@@ -78,10 +80,14 @@ def test_chain_matches_are_those_of_a_sequence_that_grows_step_by_step() -> None
 
 
 def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
-    """At a temperature near 0 the toy policy draws its argmax, so survival is the count of matches."""
+    """At a temperature near 0 the toy policy draws its argmax, so survival is the count of
+    matches.
+    """
     samples = [sample(30 + seed, seed) for seed in range(7)]
     nets = (rough_net(3), rough_net(4))
-    job = GateJob(nets, samples, {HASH: toy_policy().policy_head()}, steps=STEPS, window=512, temperature=1e-4)
+    job = GateJob(
+        nets, samples, {HASH: toy_policy().policy_head()}, steps=STEPS, window=512, temperature=1e-4
+    )
     pieces = 0
     while not job.done:
         job.advance()
@@ -89,9 +95,15 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
     assert pieces >= 2 * sum(one.positions for one in samples) / PIECE_POSITIONS
     measured = job.measured()
     for net, got in zip(nets, measured.accepted, strict=True):
-        counts = np.concatenate([accepted_tokens(np.array(slow_matches(net, one))) for one in samples])
+        counts = np.concatenate(
+            [accepted_tokens(np.array(slow_matches(net, one))) for one in samples]
+        )
         assert abs(got.sum(axis=1).mean() - counts.mean()) < 1e-3
-    assert len(measured.documents) == len(measured.buckets) == sum(int(one.generated[2:].sum()) for one in samples)
+    assert (
+        len(measured.documents)
+        == len(measured.buckets)
+        == sum(int(one.generated[2:].sum()) for one in samples)
+    )
     assert sorted(np.unique(measured.documents, return_counts=True)[1]) == sorted(
         int(one.generated[2:].sum()) for one in samples
     )
@@ -99,7 +111,10 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
 
 def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> None:
     policy, other = toy_policy(), "ff" * 8
-    heads = {HASH: policy.policy_head(), other: PolicyHead(other, 1, policy.embed.flip(0), policy.head.flip(0))}
+    heads = {
+        HASH: policy.policy_head(),
+        other: PolicyHead(other, 1, policy.embed.flip(0), policy.head.flip(0)),
+    }
     samples = [sample(20, 0), sample(24, 1, head=other)]
     net, alone = rough_net(3), []
     for one in samples:
@@ -114,7 +129,9 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
 
 
 class TableNet:
-    """Drafts by a table of logits [V, V] over the token before: everything about it can be enumerated."""
+    """Drafts by a table of logits [V, V] over the token before: everything about it can be
+    enumerated.
+    """
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table
@@ -134,9 +151,11 @@ SYMBOLS, DEPTH, HEAT = 3, 3, 0.7
 
 
 def paths() -> tuple[PackedRow, PolicyHead, torch.Tensor, torch.Tensor]:
-    """Every continuation of token 0 by DEPTH tokens as a document, with its probability [P]; and p [V, V].
+    """Every continuation of token 0 by DEPTH tokens as a document, with its probability [P]; and p
+    [V, V].
 
-    The state after a token is its one-hot vector, so the head's columns are the policy's logits behind each token.
+    The state after a token is its one-hot vector, so the head's columns are the policy's logits
+    behind each token.
     """
     logits = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(5)).double()
     p = (logits / HEAT).softmax(-1)
@@ -150,7 +169,9 @@ def paths() -> tuple[PackedRow, PolicyHead, torch.Tensor, torch.Tensor]:
         next_tokens=tokens[:, :-1].reshape(-1),
         draft_tokens=tokens[:, 1:].reshape(-1),
         positions=torch.arange(DEPTH).repeat(len(drawn)),
-        parents=torch.where(torch.arange(first.numel()) % DEPTH > 0, torch.arange(first.numel()) - 1, -1),
+        parents=torch.where(
+            torch.arange(first.numel()) % DEPTH > 0, torch.arange(first.numel()) - 1, -1
+        ),
         documents=torch.arange(len(drawn)).repeat_interleave(DEPTH),
         valid=torch.ones(first.numel(), dtype=torch.bool),
         lm_head_hash="00" * 8,
@@ -173,7 +194,9 @@ def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_tha
     drawn = chain_matches(net, row, head, DEPTH)[::DEPTH].long().cumprod(1).double()
     assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
     assert (weights[:, None] * drawn).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
-    variances = [(weights[:, None] * (one - torch.tensor(exact)) ** 2).sum(0) for one in (got, drawn)]
+    variances = [
+        (weights[:, None] * (one - torch.tensor(exact)) ** 2).sum(0) for one in (got, drawn)
+    ]
     assert (variances[0] < variances[1]).all()
     assert 0.02 < exact[-1] < exact[0] < 0.98
 
@@ -193,12 +216,16 @@ def test_sampled_survival_is_what_enumerating_all_drafts_gives() -> None:
 
 
 def test_drafts_of_tokens_that_others_wrote_are_not_counted() -> None:
-    """A tool's answer in the middle: the chain ends before it, and its own positions are not judged."""
+    """A tool's answer in the middle: the chain ends before it, and its own positions are not
+    judged.
+    """
     one = sample(20, 1)
     generated = one.generated.clone()
     generated[10:14] = False
     broken, head = dataclasses.replace(one, generated=generated), toy_policy().policy_head()
-    survival = chain_survival(rough_net(3), pack([broken], window=512), head, STEPS, temperature=1.0)
+    survival = chain_survival(
+        rough_net(3), pack([broken], window=512), head, STEPS, temperature=1.0
+    )
     judged = [t for t in range(one.positions) if generated[t + 2]]
     assert len(survival) == len(judged)
     for row, t in zip(survival, judged, strict=True):
@@ -210,5 +237,11 @@ def test_drafts_of_tokens_that_others_wrote_are_not_counted() -> None:
     expected = []
     for t in judged:
         last_other = max((s for s in range(t) if not generated[s + 2]), default=-99)
-        expected.append("prompt_end" if t - last_other <= PROMPT_END else "early" if 2 * t < one.positions else "late")
+        expected.append(
+            "prompt_end"
+            if t - last_other <= PROMPT_END
+            else "early"
+            if 2 * t < one.positions
+            else "late"
+        )
     assert buckets == expected

@@ -1,4 +1,6 @@
-"""Exported drafters: config.json and tensor names as the engines' loaders have them, written out, read back."""
+"""Exported drafters: config.json and tensor names as the engines' loaders have them, written out,
+read back.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def written(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, load_file(directory / "model.safetensors")
 
 
-def made_up(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], **more: Tensor) -> Path:
+def made_up(
+    directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], **more: Tensor
+) -> Path:
     generator = torch.Generator().manual_seed(0)
     directory.mkdir()
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -59,14 +63,20 @@ def made_up(directory: Path, config: dict[str, Any], shapes: dict[str, tuple[int
     return directory
 
 
-def test_sglangs_eagle_always_has_the_bias_that_it_would_else_draw_at_random(model: Path, tmp_path: Path) -> None:
+def test_sglangs_eagle_always_has_the_bias_that_it_would_else_draw_at_random(
+    model: Path, tmp_path: Path
+) -> None:
     source = eagle(model)
     export_checkpoint(source, model, tmp_path / "out", Format.SGLANG)
     config, tensors = written(tmp_path / "out")
     assert tensors.keys() == {"fc.weight", "fc.bias", *LAYER}
     assert torch.equal(tensors["fc.bias"], torch.zeros(H))
     assert torch.equal(tensors["fc.weight"], load_file(source / "model.safetensors")["fc.weight"])
-    expected = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "num_hidden_layers": 1}
+    expected = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
     assert expected.items() <= config.items()
     assert (config["max_position_embeddings"], config["torch_dtype"]) == (256, "float32")
     assert isinstance(read_drafter(tmp_path / "out", read_config(model)), EagleNet)
@@ -76,11 +86,16 @@ def test_vllms_eagle_has_its_own_architecture_and_no_bias(model: Path, tmp_path:
     export_checkpoint(eagle(model), model, tmp_path / "out", Format.VLLM, torch.bfloat16)
     config, tensors = written(tmp_path / "out")
     assert tensors.keys() == {"fc.weight", *LAYER}
-    assert (config["architectures"], config["torch_dtype"]) == (["EagleLlamaForCausalLM"], "bfloat16")
+    assert (config["architectures"], config["torch_dtype"]) == (
+        ["EagleLlamaForCausalLM"],
+        "bfloat16",
+    )
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
-def test_a_bias_that_vllm_would_not_add_is_refused_unless_it_is_zero(model: Path, tmp_path: Path) -> None:
+def test_a_bias_that_vllm_would_not_add_is_refused_unless_it_is_zero(
+    model: Path, tmp_path: Path
+) -> None:
     source = eagle(model, fc_bias=True)
     export_checkpoint(source, model, tmp_path / "out", Format.VLLM)
     assert "fc.bias" not in written(tmp_path / "out")[1]
@@ -107,9 +122,12 @@ def test_a_native_export_reads_back_as_the_same_drafter(tmp_path: Path, family: 
 
 @pytest.mark.parametrize(
     ("family", "form", "allowed"),
-    [("llama", Format.ARCTIC, "sglang', 'vllm', 'native"), ("qwen2", Format.VLLM, "sglang', 'native"),
-     ("qwen3", Format.SGLANG, "'native'")],
-)  # fmt: skip
+    [
+        ("llama", Format.ARCTIC, "sglang', 'vllm', 'native"),
+        ("qwen2", Format.VLLM, "sglang', 'native"),
+        ("qwen3", Format.SGLANG, "'native'"),
+    ],
+)
 def test_a_format_that_a_kind_lacks_is_refused_naming_those_it_has(
     tmp_path: Path, family: str, form: Format, allowed: str
 ) -> None:
@@ -169,11 +187,17 @@ def test_eagle3_keeps_sglangs_names_and_numbers_its_layers_as_each_engine_does(
     assert (tensors["fc.weight"].dtype, config["max_position_embeddings"]) == (torch.bfloat16, 256)
     assert (config["draft_vocab_size"], config["tie_word_embeddings"]) == (DRAFT, False)
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert config.get("eagle_aux_hidden_state_layer_ids") == ([1, 2, 3] if form is Format.VLLM else None)
+    assert config.get("eagle_aux_hidden_state_layer_ids") == (
+        [1, 2, 3] if form is Format.VLLM else None
+    )
 
 
-def export_checkpoint_unread(source: Path, model: Path, out: Path, form: Format, dtype: torch.dtype | None) -> None:
-    """Made-up tensors of kinds whose networks demand more than their exports: only the mapping is tried."""
+def export_checkpoint_unread(
+    source: Path, model: Path, out: Path, form: Format, dtype: torch.dtype | None
+) -> None:
+    """Made-up tensors of kinds whose networks demand more than their exports: only the mapping is
+    tried.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("drafter_trainer.export.SPECULATORS", {})
         export_checkpoint(source, model, out, form, dtype)
@@ -217,18 +241,33 @@ def mlp_shapes(tied: bool) -> dict[str, tuple[int, ...]]:
     for i in range(1 if tied else N):
         shapes |= {f"emb.{i}.weight": (V, INNER), f"head.{i}.weight": (V, INNER)}
         shapes |= {f"ln.{i}.weight": (INNER,), f"ln.{i}.bias": (INNER,)}
-    return shapes | {f"proj.{i}.weight": (INNER, INNER if i else H) for i in range(2 if tied else N)}
+    return shapes | {
+        f"proj.{i}.weight": (INNER, INNER if i else H) for i in range(2 if tied else N)
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(model: Path, tmp_path: Path, tied: bool) -> None:
-    config = {"architectures": ["MLPSpeculatorPreTrainedModel"], "vocab_size": V, "emb_dim": H, "inner_dim": INNER}
+def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(
+    model: Path, tmp_path: Path, tied: bool
+) -> None:
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "vocab_size": V,
+        "emb_dim": H,
+        "inner_dim": INNER,
+    }
     config |= {"n_predict": N, "tie_weights": tied, "scale_input": True}
     source = made_up(tmp_path / "source", config, mlp_shapes(tied))
     if tied:  # some writers store every copy
         tensors = load_file(source / "model.safetensors")
-        tensors |= {"emb.2.weight": tensors["emb.0.weight"].clone(), "proj.2.weight": tensors["proj.1.weight"].clone()}
-        save_file({f"speculator.{name}": tensor for name, tensor in tensors.items()}, source / "model.safetensors")
+        tensors |= {
+            "emb.2.weight": tensors["emb.0.weight"].clone(),
+            "proj.2.weight": tensors["proj.1.weight"].clone(),
+        }
+        save_file(
+            {f"speculator.{name}": tensor for name, tensor in tensors.items()},
+            source / "model.safetensors",
+        )
     export_checkpoint_unread(source, model, tmp_path / "out", Format.VLLM, None)
     found, tensors = written(tmp_path / "out")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlp_shapes(tied)
@@ -243,7 +282,9 @@ def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(model: Path, tm
         tensors = load_file(source / "model.safetensors")
         tensors["speculator.emb.2.weight"] += 1
         save_file(tensors, source / "model.safetensors")
-        with pytest.raises(WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight but differs"):
+        with pytest.raises(
+            WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight but differs"
+        ):
             export_checkpoint_unread(source, model, tmp_path / "other", Format.VLLM, None)
 
 
@@ -265,15 +306,24 @@ LSTM_SHAPES: dict[str, tuple[int, ...]] = {
     "head.0.weight": (V, INNER),
     **{f"{gate}_proj.0.weight": (INNER, H) for gate in ("forget", "input", "output", "cell")},
     **{f"{gate}_proj.1.weight": (INNER, INNER) for gate in ("forget", "input", "output", "cell")},
-    **{f"{norm}.0.{part}": (INNER,) for norm in ("cell_ln", "state_ln") for part in ("weight", "bias")},
+    **{
+        f"{norm}.0.{part}": (INNER,)
+        for norm in ("cell_ln", "state_ln")
+        for part in ("weight", "bias")
+    },
 }
 
 
-def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(model: Path, tmp_path: Path) -> None:
+def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
+    model: Path, tmp_path: Path
+) -> None:
     source = made_up(tmp_path / "source", LSTM_CONFIG, LSTM_SHAPES)
     export_checkpoint_unread(source, model, tmp_path / "out", Format.ARCTIC, torch.bfloat16)
     config, tensors = written(tmp_path / "out")
-    ties = {f"{gate}_emb.0.weight" for gate in ("input", "output", "cell")} | {"head.1.weight", "head.2.weight"}
+    ties = {f"{gate}_emb.0.weight" for gate in ("input", "output", "cell")} | {
+        "head.1.weight",
+        "head.2.weight",
+    }
     assert tensors.keys() == LSTM_SHAPES.keys() | ties
     assert tensors["cell_emb.0.weight"].data_ptr() == tensors["forget_emb.0.weight"].data_ptr()
     assert torch.equal(tensors["head.2.weight"], tensors["head.0.weight"])
@@ -313,10 +363,17 @@ def test_a_directory_with_files_is_not_written_into(model: Path) -> None:
 
 def test_the_command_exports_and_names_what_it_refuses(model: Path, tmp_path: Path) -> None:
     arguments = ["--from", str(eagle(model)), "--model", str(model), "--dtype", "bfloat16"]
-    done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out"), "--format", "sglang"])
+    done = CliRunner().invoke(
+        app, [*arguments, "--out", str(tmp_path / "out"), "--format", "sglang"]
+    )
     assert done.exit_code == 0, done.output
     assert written(tmp_path / "out")[1]["fc.bias"].dtype == torch.bfloat16
-    refused = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "other"), "--format", "arctic"])
+    refused = CliRunner().invoke(
+        app, [*arguments, "--out", str(tmp_path / "other"), "--format", "arctic"]
+    )
     assert refused.exit_code == 2
     assert "seen: arctic; allowed: ['sglang', 'vllm', 'native']" in refused.output
-    assert "--speculative-algorithm EAGLE" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    assert (
+        "--speculative-algorithm EAGLE"
+        in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+    )

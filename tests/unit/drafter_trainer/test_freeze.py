@@ -26,8 +26,12 @@ def judgement(gain: float, *, serving: float = 3.0, noise: float = 0.2) -> Judge
 
 def test_so_many_judgements_in_a_row_without_gain_freeze() -> None:
     freeze = Freeze(after=3, gain=0.01)
-    told = [freeze.judged(judgement(gain), 4, promoted=False) for gain in (0.0, 0.05, 0.0, -0.1, 0.009)]
-    assert told == [False, False, False, False, True], "the gain of 5 % has to leave the window first"
+    told = [
+        freeze.judged(judgement(gain), 4, promoted=False) for gain in (0.0, 0.05, 0.0, -0.1, 0.009)
+    ]
+    assert told == [False, False, False, False, True], (
+        "the gain of 5 % has to leave the window first"
+    )
     assert freeze.frozen
     assert freeze.baseline is not None
     assert dataclasses.astuple(freeze.baseline) == (3.0, 0.2, 4)

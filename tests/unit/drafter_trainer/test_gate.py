@@ -1,4 +1,6 @@
-"""Acceptance length is what counting gives; noise is that of whole sequences; nothing is promoted inside it."""
+"""Acceptance length is what counting gives; noise is that of whole sequences; nothing is promoted
+inside it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_accepted_tokens_are_those_before_the_first_miss() -> None:
 FREE = dict.fromkeys(range(1, 6), 1.0)
 
 
-def chain(counts: npt.ArrayLike, kind: str = "eagle", costs: dict[int, float] | None = None) -> Chain:
+def chain(
+    counts: npt.ArrayLike, kind: str = "eagle", costs: dict[int, float] | None = None
+) -> Chain:
     """Accepted drafts [N] of at most 5 as their survivals."""
     accepted = (np.asarray(counts)[:, None] > np.arange(5)).astype(np.float64)
     return Chain(kind, accepted, costs or FREE)
@@ -54,7 +58,9 @@ def test_noise_is_the_standard_error_of_independent_sequences() -> None:
     assert verdict.serving_noise == pytest.approx(1.96 * serving.std() / math.sqrt(400), rel=0.1)
     tenfold = [np.repeat(values, 10) for values in (candidate, serving, np.arange(400))]
     repeated = judge(chain(tenfold[0]), chain(tenfold[1]), tenfold[2], resamples=2_000)
-    assert repeated.noise == pytest.approx(expected, rel=0.1), "positions of one sequence are no independent evidence"
+    assert repeated.noise == pytest.approx(expected, rel=0.1), (
+        "positions of one sequence are no independent evidence"
+    )
 
 
 def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
@@ -94,10 +100,22 @@ def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
 
 
 def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:
-    settings = GateConfig(draft_steps=4, verify_cost=0.125, draft_cost={"lstm": 0.0625}, other_draft_cost=0.25)
+    settings = GateConfig(
+        draft_steps=4, verify_cost=0.125, draft_cost={"lstm": 0.0625}, other_draft_cost=0.25
+    )
     costs = RoundCosts(settings)
     assert costs.table(["lstm"]) == ({"lstm": {1: 1.1875, 2: 1.375, 3: 1.5625, 4: 1.75}}, False)
-    costs.take({"eagle:3_1_4": 1.5, "eagle:2_4_8": 9.0, "eagle:9_1_10": 2.0, "off": 1.0, "eagle:1_1_2": 0.0})
+    costs.take(
+        {
+            "eagle:3_1_4": 1.5,
+            "eagle:2_4_8": 9.0,
+            "eagle:9_1_10": 2.0,
+            "off": 1.0,
+            "eagle:1_1_2": 0.0,
+        }
+    )
     assert costs.table(["eagle"]) == ({"eagle": {3: 1.5}}, True)
     table, measured = costs.table(["eagle", "lstm"])
-    assert (table["eagle"][2], measured) == (1.75, False), "measured and configured costs do not compare"
+    assert (table["eagle"][2], measured) == (1.75, False), (
+        "measured and configured costs do not compare"
+    )

@@ -66,7 +66,9 @@ def test_memory_is_given_back_and_refilled_under_the_same_tensors() -> None:
     assert same(weights(broken), weights(whole))
 
 
-def test_a_change_of_membership_carries_the_partial_gradient_and_the_same_members_keep_their_shards() -> None:
+def test_a_change_of_membership_carries_the_partial_gradient_and_the_same_members_keep_their_shards() -> (
+    None
+):
     whole, moved = learner(), learner()
     learn(whole, 0, 8)
     learn(moved, 0, 3)
@@ -104,5 +106,8 @@ def test_the_state_of_another_drafter_is_data_loss() -> None:
 
 def test_a_step_takes_as_many_rows_as_it_is_to_take() -> None:
     one = learner(micro_batches=3)
-    assert [one.micro_step(row, HEAD).stepped for row in ROWS] == [False, False, True] * 2 + [False, False]
+    assert [one.micro_step(row, HEAD).stepped for row in ROWS] == [False, False, True] * 2 + [
+        False,
+        False,
+    ]
     assert one.total_steps == 2

@@ -43,7 +43,9 @@ def sessions(one: TrainerLink) -> list[str]:
     return [sample.session for sample in one.read_samples(0.0)]
 
 
-def test_what_a_killed_rank_had_read_but_not_decoded_comes_to_the_next(stream: MemoryStream) -> None:
+def test_what_a_killed_rank_had_read_but_not_decoded_comes_to_the_next(
+    stream: MemoryStream,
+) -> None:
     first = link(stream)
     append(stream, 1, 2)
     asyncio.run(stream.read(GROUP, CONSUMER, 1, 0.0))  # killed here
@@ -52,7 +54,9 @@ def test_what_a_killed_rank_had_read_but_not_decoded_comes_to_the_next(stream: M
     assert sessions(first) == []
 
 
-def test_acknowledged_entries_are_gone_and_the_next_rank_goes_on_from_new_ones(stream: MemoryStream) -> None:
+def test_acknowledged_entries_are_gone_and_the_next_rank_goes_on_from_new_ones(
+    stream: MemoryStream,
+) -> None:
     append_later = link(stream)
     append(stream, 1, 2)
     assert sessions(append_later) == ["s1", "s2"]

@@ -42,7 +42,9 @@ def test_messages_round_trip() -> None:
     assert [m.decode(m.encode(example)) for example in EXAMPLES] == EXAMPLES
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b'{"message": "Unknown"}', b'{"message": "Preempt", "other": 1}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b'{"message": "Unknown"}', b'{"message": "Preempt", "other": 1}']
+)
 def test_what_is_no_message_is_our_own_fault(data: bytes) -> None:
     with pytest.raises(InternalError):
         m.decode(data)

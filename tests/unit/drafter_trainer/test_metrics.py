@@ -30,25 +30,41 @@ def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[Any, ...], Any
     (scope,) = data.resource_metrics[0].scope_metrics
     (metric,) = [one for one in scope.metrics if one.name == f"paceline.drafter.{name}"]
     return {
-        tuple(value for _, value in sorted((point.attributes or {}).items())): getattr(point, "value", None)
+        tuple(value for _, value in sorted((point.attributes or {}).items())): getattr(
+            point, "value", None
+        )
         or getattr(point, "sum", 0)
         for point in metric.data.data_points
     }
 
 
-def test_acceptance_is_told_by_position_bucket_role_and_temperature(reader: InMemoryMetricReader) -> None:
+def test_acceptance_is_told_by_position_bucket_role_and_temperature(
+    reader: InMemoryMetricReader,
+) -> None:
     told = metrics.TrainerMetrics()
     decision = m.Judged(
-        1, "kept", "eagle", 2, candidate=1.75, serving=1.5, policy_version=7, temperature=0.5,
-        survival=[0.5, 0.25], serving_survival=[0.5, 0.0], lengths_by_bucket={"early": 2.0},
-    )  # fmt: skip
+        1,
+        "kept",
+        "eagle",
+        2,
+        candidate=1.75,
+        serving=1.5,
+        policy_version=7,
+        temperature=0.5,
+        survival=[0.5, 0.25],
+        serving_survival=[0.5, 0.0],
+        lengths_by_bucket={"early": 2.0},
+    )
     told.judged(decision)
     told.judged(m.Judged(1, "frozen", "eagle", 2))
     assert points(reader, "decisions") == {("kept", "eagle"): 1, ("frozen", "eagle"): 1}
     assert points(reader, "judged_policy_version") == {("eagle",): 7}
     assert points(reader, "survival")["eagle", 2, "candidate", 0.5] == 0.25
     conditional = points(reader, "conditional_acceptance")
-    assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (0.5, 0.5)
+    assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (
+        0.5,
+        0.5,
+    )
     assert points(reader, "accept_length") == {
         ("all", "eagle", "candidate", 0.5): 1.75,
         ("all", "eagle", "serving", 0.5): 1.5,

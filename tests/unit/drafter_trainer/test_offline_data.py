@@ -21,7 +21,8 @@ from paceline.errors import ConfigError, InvalidInput
 
 WORDS = ["<bos>", "<eos>", "<u>", "<a>", "add", "one", "two", "three", "four", "five"]
 TEMPLATE = (
-    "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}{{ m.content }} <eos> {% endfor %}"
+    "{% for m in messages %}{{ '<u> ' if m.role == 'user' else '<a> ' }}{{ m.content }} <eos> {% "
+    "endfor %}"
     "{% if add_generation_prompt %}<a> {% endif %}"
 )
 # Drops earlier answers, as templates of thinking models do.
@@ -44,7 +45,10 @@ def words(directory: Path, template: str) -> Callable[[], ModelText]:
 
 def told(sample: Sample) -> list[str]:
     """Words, those of the model in capitals."""
-    return [WORDS[i].upper() if said else WORDS[i] for i, said in zip(sample.token_ids, sample.mask, strict=True)]
+    return [
+        WORDS[i].upper() if said else WORDS[i]
+        for i, said in zip(sample.token_ids, sample.mask, strict=True)
+    ]
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -67,11 +71,27 @@ CHAT = [
 def test_every_answer_of_a_conversation_is_the_models_up_to_its_end_token(tmp_path: Path) -> None:
     text = words(tmp_path, TEMPLATE)
     (sample,) = read_samples(write(tmp_path / "a.jsonl", {"messages": CHAT}), text, len(WORDS))
-    expected = ["<u>", "one", "<eos>", "<a>", "TWO", "TWO", "<EOS>", "<u>", "three", "<eos>", "<a>", "FOUR", "<EOS>"]
+    expected = [
+        "<u>",
+        "one",
+        "<eos>",
+        "<a>",
+        "TWO",
+        "TWO",
+        "<EOS>",
+        "<u>",
+        "three",
+        "<eos>",
+        "<a>",
+        "FOUR",
+        "<EOS>",
+    ]
     assert told(sample) == expected
 
 
-def test_answers_that_a_template_rewrites_later_are_not_learned_from_but_the_last_one_is(tmp_path: Path) -> None:
+def test_answers_that_a_template_rewrites_later_are_not_learned_from_but_the_last_one_is(
+    tmp_path: Path,
+) -> None:
     text = words(tmp_path, FORGETFUL)
     (sample,) = read_samples(write(tmp_path / "a.jsonl", {"messages": CHAT}), text, len(WORDS))
     assert told(sample) == ["<u>", "one", "<eos>", "<u>", "three", "<eos>", "<a>", "FOUR", "<EOS>"]
@@ -79,12 +99,17 @@ def test_answers_that_a_template_rewrites_later_are_not_learned_from_but_the_las
 
 def test_a_prompt_and_its_response_end_with_the_end_token(tmp_path: Path) -> None:
     record = {"prompt": "add one", "response": "two three"}
-    (sample,) = read_samples(write(tmp_path / "a.jsonl", record), words(tmp_path, TEMPLATE), len(WORDS))
+    (sample,) = read_samples(
+        write(tmp_path / "a.jsonl", record), words(tmp_path, TEMPLATE), len(WORDS)
+    )
     assert told(sample) == ["add", "one", "TWO", "THREE", "<EOS>"]
 
 
 def test_prompts_alone_are_read_only_for_answers_of_the_model_itself(tmp_path: Path) -> None:
-    text, path = words(tmp_path, TEMPLATE), write(tmp_path / "a.jsonl", {"prompt": "one"}, {"messages": CHAT[:1]})
+    text, path = (
+        words(tmp_path, TEMPLATE),
+        write(tmp_path / "a.jsonl", {"prompt": "one"}, {"messages": CHAT[:1]}),
+    )
     first, second = read_samples(path, text, len(WORDS), prompts=True)
     assert told(first) == ["one"]
     assert told(second) == ["<u>", "one", "<eos>", "<a>"]
@@ -123,7 +148,10 @@ GOOD = {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
         ('{"input_ids": [1, 2]}', "loss_mask must be a list of integers"),
         ('{"input_ids": [1, 2], "loss_mask": [1]}', "differ in length; seen: 1; allowed: 2"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 2]}', "other numbers than 0 and 1"),
-        ('{"input_ids": [1, 9], "loss_mask": [0, 1]}', r"vocabulary; seen: \(1, 9\); allowed: 0 to 8"),
+        (
+            '{"input_ids": [1, 9], "loss_mask": [0, 1]}',
+            r"vocabulary; seen: \(1, 9\); allowed: 0 to 8",
+        ),
         ('{"input_ids": [1, 36893488147419103232], "loss_mask": [0, 1]}', "beyond 64 bits"),
         ('{"input_ids": [1, 2], "loss_mask": [0, 0]}', "nothing to learn from"),
     ],
@@ -136,7 +164,12 @@ def test_a_bad_line_is_named_with_its_file_and_number(tmp_path: Path, bad: str, 
 
 
 def test_a_path_without_data_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "no.jsonl", write(tmp_path / "data.csv", 1), write(tmp_path / "empty.jsonl")):
+    for path in (
+        tmp_path,
+        tmp_path / "no.jsonl",
+        write(tmp_path / "data.csv", 1),
+        write(tmp_path / "empty.jsonl"),
+    ):
         with pytest.raises(ConfigError, match=r"no training data|no record"):
             read_samples(path, none, 9)
 
@@ -148,14 +181,20 @@ def test_text_without_a_tokenizer_says_what_works_without_one(tmp_path: Path) ->
 
 
 def test_parquet_rows_are_records_and_a_bad_one_is_named(tmp_path: Path) -> None:
-    arrow = pytest.importorskip("pyarrow", reason="optional: Parquet is read where pyarrow is installed")
+    arrow = pytest.importorskip(
+        "pyarrow", reason="optional: Parquet is read where pyarrow is installed"
+    )
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [GOOD, {"messages": CHAT}, {"input_ids": [1, 99], "loss_mask": [0, 1]}]
-    parquet.write_table(arrow.Table.from_pylist(rows[:2], schema=_schema(arrow)), tmp_path / "good.parquet")
+    parquet.write_table(
+        arrow.Table.from_pylist(rows[:2], schema=_schema(arrow)), tmp_path / "good.parquet"
+    )
     ready, chat = read_samples(tmp_path / "good.parquet", words(tmp_path, TEMPLATE), len(WORDS))
     assert ready.token_ids.tolist() == GOOD["input_ids"]
     assert told(chat)[-2:] == ["FOUR", "<EOS>"]
-    parquet.write_table(arrow.Table.from_pylist(rows, schema=_schema(arrow)), tmp_path / "bad.parquet")
+    parquet.write_table(
+        arrow.Table.from_pylist(rows, schema=_schema(arrow)), tmp_path / "bad.parquet"
+    )
     with pytest.raises(InvalidInput, match=r"bad\.parquet, row 3: .*vocabulary"):
         read_samples(tmp_path / "bad.parquet", words(tmp_path, TEMPLATE), len(WORDS))
     (tmp_path / "broken.parquet").write_bytes(b"no table")
@@ -166,11 +205,17 @@ def test_parquet_rows_are_records_and_a_bad_one_is_named(tmp_path: Path) -> None
 def _schema(arrow: Any) -> Any:
     message = arrow.struct([("role", arrow.string()), ("content", arrow.string())])
     integers = arrow.list_(arrow.int64())
-    return arrow.schema([("input_ids", integers), ("loss_mask", integers), ("messages", arrow.list_(message))])
+    return arrow.schema(
+        [("input_ids", integers), ("loss_mask", integers), ("messages", arrow.list_(message))]
+    )
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"need pyarrow; .*allowed: pip install pyarrow, or JSONL"):
+    with pytest.raises(
+        ConfigError, match=r"need pyarrow; .*allowed: pip install pyarrow, or JSONL"
+    ):
         read_samples(tmp_path / "a.parquet", none, 9)

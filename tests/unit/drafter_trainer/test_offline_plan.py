@@ -17,7 +17,9 @@ def sample(length: int, prompt: int = 2) -> Sample:
 
 
 @given(st.lists(st.integers(3, 50), min_size=1, max_size=80), st.integers(0, 5))
-def test_a_pass_holds_every_sequence_once_and_no_row_too_long(lengths: list[int], epoch: int) -> None:
+def test_a_pass_holds_every_sequence_once_and_no_row_too_long(
+    lengths: list[int], epoch: int
+) -> None:
     rows = epoch_rows(lengths, 50, 7, epoch)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     assert max(sum(lengths[i] for i in row) for row in rows) <= 50
@@ -36,7 +38,9 @@ def test_a_run_that_resumes_reads_on_where_it_stopped() -> None:
 
 
 @given(st.integers(3, 60), st.integers(2, 58), st.integers(8, 20), st.integers(0, 99))
-def test_a_window_lies_inside_its_sequence_and_holds_a_target(length: int, prompt: int, window: int, seed: int) -> None:
+def test_a_window_lies_inside_its_sequence_and_holds_a_target(
+    length: int, prompt: int, window: int, seed: int
+) -> None:
     one = sample(length, min(prompt, length - 1))
     document = place(one, window, np.random.default_rng(seed))
     assert document.start >= 0

@@ -29,13 +29,27 @@ def world(tmp_path: Path) -> Path:
     with (tmp_path / "data.jsonl").open("w") as file:
         for _ in range(16):
             ids = random.integers(3, 97, int(random.integers(12, 40))).tolist()
-            file.write(json.dumps({"input_ids": ids, "loss_mask": [int(i >= 4) for i in range(len(ids))]}) + "\n")
+            file.write(
+                json.dumps({"input_ids": ids, "loss_mask": [int(i >= 4) for i in range(len(ids))]})
+                + "\n"
+            )
     return tmp_path
 
 
 def start(world: Path, *more: str) -> subprocess.Popen[str]:
-    settings = [part for key, value in SETTINGS.items() for part in (f"--{key.replace('_', '-')}", str(value))]
-    paths = ["--data", str(world / "data.jsonl"), "--model", str(world / "model"), "--out", str(world / "out")]
+    settings = [
+        part
+        for key, value in SETTINGS.items()
+        for part in (f"--{key.replace('_', '-')}", str(value))
+    ]
+    paths = [
+        "--data",
+        str(world / "data.jsonl"),
+        "--model",
+        str(world / "model"),
+        "--out",
+        str(world / "out"),
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "paceline.cli.main", "train-drafter", *paths, *settings, *more],
         stderr=subprocess.PIPE,
@@ -53,8 +67,12 @@ def in_process(world: Path, stopped: bool = False, **settings: Any) -> list[dict
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_from_them(world: Path) -> None:
-    process = start(world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2")
+def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_from_them(
+    world: Path,
+) -> None:
+    process = start(
+        world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2"
+    )
     _, said = process.communicate(timeout=90)
     assert process.returncode == 0, said
     assert "step 2/2  loss" in said
@@ -67,7 +85,10 @@ def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_fr
         assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert two["base_loss"] == pytest.approx(one["base_loss"], rel=1e-5)
     for part in ("speculator", "base"):
-        two, one = (load_file(world / out / "checkpoint" / part / "model.safetensors") for out in ("out", "one"))
+        two, one = (
+            load_file(world / out / "checkpoint" / part / "model.safetensors")
+            for out in ("out", "one")
+        )
         for name, tensor in one.items():
             assert float((two[name] - tensor).norm() / tensor.norm()) < 1e-4, name
     more = in_process(world, out=world / "out", freeze_base_model=False, base_lr=1e-3, steps=3)
@@ -99,7 +120,10 @@ def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> No
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "paceline train-drafter: " in said
-    assert "data.jsonl, line 17: tokens outside the model's vocabulary; seen: (1, 200); allowed: 0 to 96" in said
+    assert (
+        "data.jsonl, line 17: tokens outside the model's vocabulary; seen: (1, 200); allowed: 0 "
+        "to 96" in said
+    )
 
 
 def test_a_wrong_argument_is_named_before_anything_starts(world: Path) -> None:

@@ -28,7 +28,10 @@ HIDDEN = 48
 
 def samples() -> list[Sample]:
     random = np.random.default_rng(2)
-    return [Sample(random.integers(3, 97, n), np.arange(n) >= prompt) for n, prompt in ((12, 4), (3, 1), (20, 9))]
+    return [
+        Sample(random.integers(3, 97, n), np.arange(n) >= prompt)
+        for n, prompt in ((12, 4), (3, 1), (20, 9))
+    ]
 
 
 def documents() -> list[Document]:
@@ -39,7 +42,9 @@ def documents() -> list[Document]:
 def oracle(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
     """[n, 3 H]: what enters layers 0 and 2, and the state after the final norm."""
     with torch.no_grad():
-        states = model(torch.from_numpy(sample.token_ids)[None], output_hidden_states=True).hidden_states
+        states = model(
+            torch.from_numpy(sample.token_ids)[None], output_hidden_states=True
+        ).hidden_states
     return torch.cat([states[0], states[2], states[3]], dim=-1)[0]
 
 
@@ -56,7 +61,9 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
         for position in range(document.length):
             at = document.start + position
             torch.testing.assert_close(row.states[t], expected[at], atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(row.next_states[t], expected[at + 1, -HIDDEN:], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                row.next_states[t], expected[at + 1, -HIDDEN:], atol=1e-5, rtol=1e-5
+            )
             assert int(row.next_tokens[t]) == sample.token_ids[at + 1]
             assert int(row.draft_tokens[t]) == sample.token_ids[at + 2]
             assert bool(row.valid[t]) == bool(sample.mask[at + 2])
@@ -66,7 +73,9 @@ def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Pat
     assert t == len(row) == 19
 
 
-def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transformers(tmp_path: Path) -> None:
+def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transformers(
+    tmp_path: Path,
+) -> None:
     model = save_random(tmp_path, "llama")
     target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, on_cpu(1).mesh, lr=1e-3)
     _, found = target.forward(documents())
@@ -74,7 +83,9 @@ def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transfor
     for sample in samples():
         ids, mask = torch.from_numpy(sample.token_ids), torch.from_numpy(sample.mask)
         labels = torch.where(mask, ids, -100)
-        expected = expected + functional.cross_entropy(model(ids[None]).logits[0, :-1], labels[1:], reduction="sum")
+        expected = expected + functional.cross_entropy(
+            model(ids[None]).logits[0, :-1], labels[1:], reduction="sum"
+        )
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-5)
     found.backward()
     expected.backward()
@@ -86,10 +97,14 @@ def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transfor
     state = target.state()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     for name, parameter in model.named_parameters():
-        # AdamW's first moment after one step is (1 - beta1) times the clipped gradient: beta1 is 0.9.
+        # AdamW's first moment after one step is (1 - beta1) times the clipped gradient: beta1 is
+        # 0.9.
         clipped = parameter.grad / max(1.0, float(norm))
         torch.testing.assert_close(
-            state["optimizer"][f"lm.{name}"]["exp_avg"].full_tensor(), 0.1 * clipped, atol=1e-6, rtol=1e-3
+            state["optimizer"][f"lm.{name}"]["exp_avg"].full_tensor(),
+            0.1 * clipped,
+            atol=1e-6,
+            rtol=1e-3,
         )
 
 
@@ -97,7 +112,9 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
     for family in ("llama", "llama-tied"):
         directory = tmp_path / family
         save_random(directory, family)
-        target = Target(load_causal_lm(directory, "float32"), directory, CaptureSpec(), on_cpu(1).mesh, lr=1e-2)
+        target = Target(
+            load_causal_lm(directory, "float32"), directory, CaptureSpec(), on_cpu(1).mesh, lr=1e-2
+        )
         before = target.head()
         _, loss = target.forward(documents())
         loss.backward()
@@ -107,7 +124,9 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
         after, state = target.head(), target.state()
         assert not torch.equal(before.lm_head, after.lm_head)
         assert not torch.equal(before.embed_tokens, after.embed_tokens)
-        target.write({n: t.full_tensor() for n, t in state["model"].items()}, tmp_path / f"{family}-base")
+        target.write(
+            {n: t.full_tensor() for n, t in state["model"].items()}, tmp_path / f"{family}-base"
+        )
         stored = load_file(tmp_path / f"{family}-base" / "model.safetensors")
         assert torch.equal(stored["model.embed_tokens.weight"], after.embed_tokens)
         assert torch.equal(stored.get("lm_head.weight", after.embed_tokens), after.lm_head)
@@ -117,4 +136,10 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
 def test_a_layer_the_model_lacks_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     with pytest.raises(InvalidInput, match=r"seen: 3,last; allowed: 0 to 2, last"):
-        Target(load_causal_lm(tmp_path, "float32"), tmp_path, CaptureSpec(inner=(3,)), on_cpu(1).mesh, lr=None)
+        Target(
+            load_causal_lm(tmp_path, "float32"),
+            tmp_path,
+            CaptureSpec(inner=(3,)),
+            on_cpu(1).mesh,
+            lr=None,
+        )

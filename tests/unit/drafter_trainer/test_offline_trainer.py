@@ -52,14 +52,28 @@ def world(tmp_path: Path) -> Path:
         for _ in range(24):
             length, first = int(random.integers(12, 40)), int(random.integers(3, 50))
             ids = [(first + i) % 90 + 3 for i in range(length)]
-            file.write(json.dumps({"input_ids": ids, "loss_mask": [int(i >= 4) for i in range(length)]}) + "\n")
+            file.write(
+                json.dumps({"input_ids": ids, "loss_mask": [int(i >= 4) for i in range(length)]})
+                + "\n"
+            )
     return tmp_path
 
 
 def run(world: Path, stop_after: int = 10_000, **settings: Any) -> list[dict[str, Any]]:
     """Messages of a run."""
-    given = {"data": world / "data.jsonl", "model": world / "model", "out": world / "out", "steps": 12}
-    given |= {"batch_tokens": 128, "row_tokens": 128, "lr": 3e-3, "warmup_steps": 2, "heldout_share": 0.2}
+    given = {
+        "data": world / "data.jsonl",
+        "model": world / "model",
+        "out": world / "out",
+        "steps": 12,
+    }
+    given |= {
+        "batch_tokens": 128,
+        "row_tokens": 128,
+        "lr": 3e-3,
+        "warmup_steps": 2,
+        "heldout_share": 0.2,
+    }
     told: list[dict[str, Any]] = []
     train(OfflineConfig.model_validate(given | settings), told.append, stop(told, stop_after))
     return told
@@ -110,7 +124,10 @@ def test_a_stopped_run_goes_on_to_the_same_weights_as_one_that_was_not(world: Pa
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
     figures = [
-        [(line["step"], line.get("loss")) for line in map(json.loads, (world / out / "log.jsonl").open())]
+        [
+            (line["step"], line.get("loss"))
+            for line in map(json.loads, (world / out / "log.jsonl").open())
+        ]
         for out in ("whole", "out")
     ]
     assert figures[0] == figures[1]
@@ -140,7 +157,12 @@ def test_joint_training_changes_the_base_and_goes_on_where_it_stopped(world: Pat
 
 
 def test_the_speculators_gradient_reaches_the_base_by_its_weight(world: Path) -> None:
-    joint: dict[str, Any] = {"freeze_base_model": False, "base_lr": 1e-3, "steps": 2, "heldout_share": 0.0}
+    joint: dict[str, Any] = {
+        "freeze_base_model": False,
+        "base_lr": 1e-3,
+        "steps": 2,
+        "heldout_share": 0.0,
+    }
     bases = []
     for weight in (0.0, 1.0):
         run(world, out=world / f"w{weight}", speculator_weight=weight, **joint)
@@ -148,7 +170,9 @@ def test_the_speculators_gradient_reaches_the_base_by_its_weight(world: Path) ->
     assert any(not torch.equal(bases[0][name], bases[1][name]) for name in bases[0])
 
 
-def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_counts(world: Path) -> None:
+def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_counts(
+    world: Path,
+) -> None:
     name = f"{__name__}:KIND"
     told = run(world, steps=3, speculator=name, options={"fc_bias": True})
     assert "fc.bias" in weights(world / "out/checkpoint/speculator")
@@ -158,7 +182,13 @@ def test_a_speculator_of_ones_own_trains_by_import_path_and_hears_of_token_count
         np.add.at(said, np.array(record["input_ids"])[np.array(record["loss_mask"], dtype=bool)], 1)
     assert CountingNet.counts is not None
     assert CountingNet.counts.tolist() == said.tolist()
-    again = run(world, out=world / "warm", steps=1, speculator=name, start=world / "out/checkpoint/speculator")
+    again = run(
+        world,
+        out=world / "warm",
+        steps=1,
+        speculator=name,
+        start=world / "out/checkpoint/speculator",
+    )
     assert of(again, "step")[0]["loss"] < of(told, "step")[0]["loss"]
 
 
@@ -166,7 +196,12 @@ def test_the_model_answers_prompts_itself_and_the_answers_are_kept(world: Path) 
     with (world / "prompts.jsonl").open("w") as file:
         for i in range(20):
             file.write(json.dumps({"input_ids": [3 + i, 4, 5, 6][: 2 + i % 3]}) + "\n")
-    settings: dict[str, Any] = {"data": world / "prompts.jsonl", "regenerate": True, "max_tokens": 10, "temperature": 0}
+    settings: dict[str, Any] = {
+        "data": world / "prompts.jsonl",
+        "regenerate": True,
+        "max_tokens": 10,
+        "temperature": 0,
+    }
     run(world, steps=1, **settings)
     (path,) = (world / "out").glob("answers-*.jsonl")
     from transformers import AutoModelForCausalLM  # the oracle: one prompt at a time, no padding
@@ -199,7 +234,9 @@ def test_the_model_answers_prompts_itself_and_the_answers_are_kept(world: Path) 
         ({"row_tokens": 16, "data": "short"}, r"too few sequences.*seen: 1 of 2, cut to 16 tokens"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_reason(world: Path, settings: dict[str, Any], named: str) -> None:
+def test_what_cannot_work_is_refused_with_its_reason(
+    world: Path, settings: dict[str, Any], named: str
+) -> None:
     if settings.get("data") == "short":
         settings["data"] = world / "short.jsonl"
         late = {"input_ids": [5] * 20, "loss_mask": [0] * 17 + [1] * 3}

@@ -24,17 +24,29 @@ from paceline.speculators.eagle import EagleNet
 HERE = Path(__file__).parent
 ALONE = [(1, ROWS), (1, 2 * ROWS)]
 COMING_AND_GOING = [(3, ROWS), (1, 2), (2, 4), (3, 3), (1, 3)]
-"""Ranks and rows of each activation; from the second on each ends in the middle of a step or begins there."""
+"""Ranks and rows of each activation; from the second on each ends in the middle of a step or begins
+there.
+"""
 
 
 def run(out: Path, world_size: int, plan: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     """Carries the plan out in `world_size` real gloo processes."""
-    shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    shared = {
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": 1,
+    }
     argv = [str(HERE / "sharded_step.py"), str(HERE / "samples.py"), str(out), json.dumps(plan)]
     ranks = [
         subprocess.Popen(
             [sys.executable, *argv],
-            env={**os.environ, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)},
+            env={
+                **os.environ,
+                **{k: str(v) for k, v in shared.items()},
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+            },
         )
         for r in range(world_size)
     ]
@@ -58,20 +70,28 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 
 def reference() -> tuple[float, dict[str, torch.Tensor]]:
-    """Summed loss and mean gradient of the first step, one forward a sequence, without packing, sharding or sums."""
+    """Summed loss and mean gradient of the first step, one forward a sequence, without packing,
+    sharding or sums.
+    """
     policy, net = toy_policy(), EagleNet(TARGET, seed=1)
     net.bind(policy.embed, policy.head)
     losses = []
     for seed in range(4 * ROWS):
         tokens, hidden = policy.rows(9 + 3 * (seed // 4 % 4) + seed % 4, seed)
         length = len(tokens) - 2
-        features = net.features(hidden[None, :-1], tokens[None, 1:-1], torch.arange(length)[None])[0]
+        features = net.features(hidden[None, :-1], tokens[None, 1:-1], torch.arange(length)[None])[
+            0
+        ]
         for t in range(PROMPT - 2, length):
             target = policy.head @ hidden[t + 1]
             soft = -(target.softmax(-1) * (policy.head @ features[t]).log_softmax(-1)).sum()
             losses.append(functional.smooth_l1_loss(features[t], hidden[t + 1]) + 0.1 * soft)
     torch.stack(losses).mean().backward()
-    gradients = {name: parameter.grad for name, parameter in net.named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad
+        for name, parameter in net.named_parameters()
+        if parameter.grad is not None
+    }
     return float(torch.stack(losses).detach().sum()), gradients
 
 
@@ -112,7 +132,9 @@ def test_ranks_that_come_and_go_in_the_middle_of_a_step_change_nothing(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_checkpoint_of_three_ranks_is_read_by_one(together: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_a_checkpoint_of_three_ranks_is_read_by_one(
+    together: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     out, three = together
     learner = DrafterLearner(EagleNet(TARGET, seed=9), OptimizerConfig(), micro_batches=1)
     checkpoint = newest_checkpoint(out.with_suffix(".checkpoints"))

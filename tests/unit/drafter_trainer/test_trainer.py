@@ -1,4 +1,6 @@
-"""The loop: what a preemption keeps, what ends an activation, which drafter a candidate is measured against."""
+"""The loop: what a preemption keeps, what ends an activation, which drafter a candidate is measured
+against.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from twin_kind import TwinNet
-from unit.drafter_trainer.samples import HASH, PROMPT, TARGET, batch, sessions, toy_policy, with_rejected
+from unit.drafter_trainer.samples import (
+    HASH,
+    PROMPT,
+    TARGET,
+    batch,
+    sessions,
+    toy_policy,
+    with_rejected,
+)
 
 from drafter_trainer import messages as m
 from drafter_trainer.candidates import Candidates
@@ -85,19 +95,25 @@ class ScriptedParent:
 class Trainer:
     """A trainer over a memory stream and a scripted parent."""
 
-    def __init__(self, directory: Path, *, gate: Mapping[str, object] | None = None, **config: object) -> None:
+    def __init__(
+        self, directory: Path, *, gate: Mapping[str, object] | None = None, **config: object
+    ) -> None:
         self.parent, self.stream = ScriptedParent(), MemoryStream("features")
         self.link = TrainerLink(self.parent, self.stream, TARGET)  # type: ignore[arg-type]
         self.link.open_stream()
         self.heads = PolicyHeads()
         self.heads.add(toy_policy().policy_head())
-        settings = DrafterTrainerConfig.model_validate({**CONFIG, **config, "gate": {**GATE, **(gate or {})}})
+        settings = DrafterTrainerConfig.model_validate(
+            {**CONFIG, **config, "gate": {**GATE, **(gate or {})}}
+        )
         self.candidates = Candidates(directory, TARGET)
         nets = [EagleNet(TARGET, seed=1), *initial_nets(settings, TARGET)[1:]]
         self.candidates.save(0, nets[0])
         self.students = Students(settings, nets, on_cpu(1))
         self.learner = self.students.primary.learner
-        self.trainer = DrafterTrainer(settings, self.students, self.heads, self.link, self.candidates)
+        self.trainer = DrafterTrainer(
+            settings, self.students, self.heads, self.link, self.candidates
+        )
 
     def feed(self, batches: Iterable[FeatureBatch]) -> None:
         async def append() -> None:
@@ -106,7 +122,9 @@ class Trainer:
 
         asyncio.run(append())
 
-    def run(self, epoch: int, *, max_steps: int = 0, drafter: int = 0, until: str = "") -> m.Stopped:
+    def run(
+        self, epoch: int, *, max_steps: int = 0, drafter: int = 0, until: str = ""
+    ) -> m.Stopped:
         self.parent.preempt_at = until
         return self.trainer.run_activation(m.Activate(epoch, 0, drafter, max_steps))
 
@@ -131,7 +149,9 @@ def heldout_rows(count: int = 8, length: int = 24, **batch_of: Any) -> list[Feat
 
 def trained_rows(count: int = 12, *, version: int = 0, head: str = HASH) -> list[FeatureBatch]:
     names = sessions(count, heldout=False, every=EVERY)
-    return [batch(24, seed, session=name, version=version, head=head) for seed, name in enumerate(names)]
+    return [
+        batch(24, seed, session=name, version=version, head=head) for seed, name in enumerate(names)
+    ]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -167,18 +187,23 @@ def test_rejected_rows_change_no_bit_of_what_is_trained_when_switched_off(tmp_pa
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_before_it(tmp_path: Path) -> None:
+def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_before_it(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path, max_epochs=2.0)
     assert trainer.run(1).reason == "no_data"
     trainer.feed(trained_rows(3, version=7, head="ab" * 8))
     waiting = trainer.run(2)
-    assert (waiting.reason, waiting.dropped) == ("no_data", {}), "rows wait for a head that is on its way"
+    assert (waiting.reason, waiting.dropped) == ("no_data", {}), (
+        "rows wait for a head that is on its way"
+    )
     trainer.heads.add(toy_policy().policy_head("ab" * 8, 7))
     trainer.feed(trained_rows(5))
     done = trainer.run(3)
     positions = 8 * 22
     assert done.reason == "epochs"
-    # Tokens count trained positions; the buffer counts prompts' positions too, so it takes a little more than 2 passes.
+    # Tokens count trained positions; the buffer counts prompts' positions too, so it takes a little
+    # more than 2 passes.
     assert 2 * positions <= done.tokens < 2 * positions + 32
     trainer.parent.script = [[m.Preempt(4)]]
     assert trainer.run(4) == m.Stopped(4, "preempted", total_steps=done.total_steps)
@@ -188,7 +213,9 @@ def test_an_activation_ends_without_data_at_its_epochs_and_at_a_preemption_befor
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure(tmp_path: Path) -> None:
+def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 5})
     trainer.feed(trained_rows() + heldout_rows())
     trainer.run(1, max_steps=60, until="promoted")
@@ -203,26 +230,40 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     assert (promoted.lm_head_hash, promoted.path) == (HASH, str(trainer.candidates.path(1)))
     assert promoted.optimizer_steps % 5 == 0
     (contender,) = trainer.trainer.standing().leaderboard
-    assert (contender.kind, contender.accept_length, contender.servable) == ("eagle", promoted.candidate, True)
+    assert (contender.kind, contender.accept_length, contender.servable) == (
+        "eagle",
+        promoted.candidate,
+        True,
+    )
     assert trainer.trainer.gate.serving.version == 0
 
     trainer.parent.sent.clear()
     trainer.run(2, max_steps=6, drafter=1)
     (after,) = trainer.judged()
     assert after.drafter_version == 2
-    assert after.serving == pytest.approx(promoted.candidate, abs=1e-9), "the same net on the same held-out rows"
+    assert after.serving == pytest.approx(promoted.candidate, abs=1e-9), (
+        "the same net on the same held-out rows"
+    )
     trainer.trainer.on_serving(0)
     rolled_back = trainer.trainer.gate.serving.net.state_dict()
-    assert all(torch.equal(value, rolled_back[name]) for name, value in EagleNet(TARGET, seed=1).state_dict().items())
+    assert all(
+        torch.equal(value, rolled_back[name])
+        for name, value in EagleNet(TARGET, seed=1).state_dict().items()
+    )
     trainer.trainer.on_serving(9)
-    assert trainer.trainer.gate.serving.version == 0, "a drafter that is not kept here is no measure"
+    assert trainer.trainer.gate.serving.version == 0, (
+        "a drafter that is not kept here is no measure"
+    )
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(tmp_path: Path) -> None:
+def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path, max_epochs=1e6, gate={"interval_steps": 1, "samples": 32})
     trainer.feed(trained_rows() + heldout_rows(32, 60))
-    # Four micro-batches are one step; then the candidate is frozen; then come pieces of held-out rows.
+    # Four micro-batches are one step; then the candidate is frozen; then come pieces of held-out
+    # rows.
     trainer.parent.script = [[], [], [], [], [], [], [m.Preempt(1)]]
     stopped = trainer.run(1)
     assert (stopped.reason, stopped.micro_batches, stopped.steps) == ("preempted", 4, 1)
@@ -233,9 +274,15 @@ def test_a_preemption_interrupts_a_judgement_and_the_next_activation_ends_it(tmp
 
 
 @pytest.mark.usefixtures("one_rank", "other_kind")
-def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(tmp_path: Path) -> None:
+def test_shadows_learn_in_their_share_and_only_what_can_be_served_is_promoted(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(
-        tmp_path / "candidates", max_epochs=1e6, shadows=["other"], shadow_share=0.25, gate={"interval_steps": 12}
+        tmp_path / "candidates",
+        max_epochs=1e6,
+        shadows=["other"],
+        shadow_share=0.25,
+        gate={"interval_steps": 12},
     )
     trainer.feed(trained_rows() + heldout_rows())
     stopped = trainer.run(1, max_steps=12)
@@ -275,7 +322,9 @@ def test_a_better_kind_that_can_be_served_takes_over_with_the_next_version(tmp_p
 
 @pytest.mark.usefixtures("one_rank", "other_kind")
 def test_measured_costs_of_the_engine_decide_between_kinds(tmp_path: Path) -> None:
-    """The same race as above, but the engine has measured that a round of the other kind takes four times as long."""
+    """The same race as above, but the engine has measured that a round of the other kind takes four
+    times as long.
+    """
     trainer = Trainer(
         tmp_path,
         max_epochs=1e6,
@@ -308,10 +357,16 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
     trainer.parent.sent.clear()
     trainer.run(2, max_steps=3)
     rolled_back, *later = trainer.judged()
-    assert (rolled_back.decision, rolled_back.drafter_version, rolled_back.epoch) == ("rolled_back", 1, 2)
+    assert (rolled_back.decision, rolled_back.drafter_version, rolled_back.epoch) == (
+        "rolled_back",
+        1,
+        2,
+    )
     assert (rolled_back.candidate, rolled_back.serving) == (promoted.candidate, promoted.serving)
     assert [one.decision for one in later] == ["kept"] * 2
-    assert all(one.candidate - one.serving > one.noise for one in later), "it would be promoted again at once"
+    assert all(one.candidate - one.serving > one.noise for one in later), (
+        "it would be promoted again at once"
+    )
     trainer.learn_at(1e-2)
     trainer.run(3, until="promoted")
     (again,) = trainer.judged("promoted")
@@ -339,7 +394,8 @@ def test_training_freezes_when_nothing_is_gained_and_drift_reopens_it(tmp_path: 
     assert (again := trainer.run(5, drafter=2)).reason == "frozen"
     assert again.micro_batches == 0, "the slots stay free"
 
-    # The next policy's rows are the same: nothing drifted. Then come rows whose embedding it never saw.
+    # The next policy's rows are the same: nothing drifted. Then come rows whose embedding it never
+    # saw.
     trainer.heads.add(toy_policy().policy_head("ab" * 8, 1))
     trainer.feed(heldout_rows(version=1, head="ab" * 8))
     assert trainer.run(6, drafter=2).reason == "frozen"
@@ -362,7 +418,10 @@ def test_a_state_stays_as_it_was_and_resumes_exactly(tmp_path: Path) -> None:
     taken = state["learner"]["optimizer"]["state"]["fc.weight"]
     moments = {name: taken[name].full_tensor().clone() for name in ("exp_avg", "exp_avg_sq")}
     first.run(2, max_steps=2)
-    assert all(torch.equal(state["learner"]["model"][name].full_tensor(), value) for name, value in then.items())
+    assert all(
+        torch.equal(state["learner"]["model"][name].full_tensor(), value)
+        for name, value in then.items()
+    )
     assert all(torch.equal(taken[name].full_tensor(), value) for name, value in moments.items())
     resumed = Trainer(tmp_path / "b")
     resumed.trainer.load_state(state)

@@ -53,7 +53,9 @@ async def test_facts_arrive_numbered_and_in_order(publisher: FactPublisher, addr
     assert gaps == []
 
 
-async def test_a_late_subscriber_is_told_what_it_missed(publisher: FactPublisher, address: str) -> None:
+async def test_a_late_subscriber_is_told_what_it_missed(
+    publisher: FactPublisher, address: str
+) -> None:
     for _ in range(3):
         await publisher.publish(Fact())
     gaps = Gaps()
@@ -63,7 +65,9 @@ async def test_a_late_subscriber_is_told_what_it_missed(publisher: FactPublisher
     assert gaps == [(1, first.sequence - 1)]
 
 
-async def test_a_skipped_number_is_a_gap_with_its_range(publisher: FactPublisher, address: str) -> None:
+async def test_a_skipped_number_is_a_gap_with_its_range(
+    publisher: FactPublisher, address: str
+) -> None:
     gaps = Gaps()
     with FactSubscriber(address, "run-a", gaps.note) as subscriber:
         heard = (await _connected(publisher, subscriber)).sequence
@@ -88,7 +92,10 @@ async def test_a_publisher_that_begins_again_is_a_gap(address: str) -> None:
 
 async def test_another_run_with_the_same_prefix_is_not_heard(address: str) -> None:
     gaps = Gaps()
-    with FactPublisher(address, "run-ab") as other, FactSubscriber(address, "run-a", gaps.note) as subscriber:
+    with (
+        FactPublisher(address, "run-ab") as other,
+        FactSubscriber(address, "run-a", gaps.note) as subscriber,
+    ):
         with FactSubscriber(address, "run-ab", gaps.note) as witness:
             await _connected(other, witness)
         with pytest.raises(DeadlineExceeded):
@@ -105,7 +112,9 @@ async def test_the_trace_context_rides_in_its_own_frame(
         assert subscriber.traceparent == traceparent
 
 
-async def test_publishing_never_waits_for_a_slow_subscriber(publisher: FactPublisher, address: str) -> None:
+async def test_publishing_never_waits_for_a_slow_subscriber(
+    publisher: FactPublisher, address: str
+) -> None:
     with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
         await _connected(publisher, subscriber)
         async with asyncio.timeout(20):

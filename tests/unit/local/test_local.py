@@ -51,15 +51,22 @@ def test_services_are_found_by_both_spellings() -> None:
 
 
 def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
-    launches = {launch.name: launch for launch in run_launches(_config(), [Path("a.toml")], ["run.id=x"])}
+    launches = {
+        launch.name: launch for launch in run_launches(_config(), [Path("a.toml")], ["run.id=x"])
+    }
     assert list(launches) == [spec.name for spec in SERVICES]
     for launch in launches.values():
         assert launch.command[0] == sys.executable
         assert launch.command[-5:] == (
-            "--config", "a.toml", "run.id=x",
-            "redis.durable_url=redis://127.0.0.1:7410/0", "redis.features_url=redis://127.0.0.1:7411/0",
-        )  # fmt: skip
-    ports = [split_address(address)[1] for launch in launches.values() for address, _ in launch.ports]
+            "--config",
+            "a.toml",
+            "run.id=x",
+            "redis.durable_url=redis://127.0.0.1:7410/0",
+            "redis.features_url=redis://127.0.0.1:7411/0",
+        )
+    ports = [
+        split_address(address)[1] for launch in launches.values() for address, _ in launch.ports
+    ]
     assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408, 7410, 7411]
 
 
@@ -76,10 +83,15 @@ def test_a_redis_that_others_run_is_only_waited_for(monkeypatch: pytest.MonkeyPa
     [
         ({}, ("redis://127.0.0.1:7410/0", "redis://127.0.0.1:7411/0")),
         ({"durable_url": "redis://db:1/0"}, ("redis://db:1/0", "redis://db:1/0")),
-        ({"durable_url": "redis://db:1/0", "features_url": "redis://f:2/0"}, ("redis://db:1/0", "redis://f:2/0")),
+        (
+            {"durable_url": "redis://db:1/0", "features_url": "redis://f:2/0"},
+            ("redis://db:1/0", "redis://f:2/0"),
+        ),
     ],
 )
-def test_each_role_has_its_own_server_unless_told_otherwise(urls: dict[str, str], expected: tuple[str, str]) -> None:
+def test_each_role_has_its_own_server_unless_told_otherwise(
+    urls: dict[str, str], expected: tuple[str, str]
+) -> None:
     assert tuple(local_urls(_config(**urls)).values()) == expected
 
 
@@ -96,7 +108,9 @@ def test_a_local_server_with_a_password_cannot_be_started() -> None:
         launcher(_config(durable_url="redis://:secret@127.0.0.1:7000/0"), "durable")
 
 
-def test_the_durable_role_is_on_disk_before_it_answers_and_neither_role_evicts(tmp_path: Path) -> None:
+def test_the_durable_role_is_on_disk_before_it_answers_and_neither_role_evicts(
+    tmp_path: Path,
+) -> None:
     durable = " ".join(RedisLauncher("durable", 7000, tmp_path).command())
     features = " ".join(RedisLauncher("features", 7001, tmp_path, 1000).command())
     assert "--appendonly yes --appendfsync always" in durable
@@ -107,7 +121,9 @@ def test_the_durable_role_is_on_disk_before_it_answers_and_neither_role_evicts(t
         assert "--bind 127.0.0.1" in words
 
 
-def test_redis_server_on_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redis_server_on_the_path_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mine = tmp_path / "redis-server"
     mine.write_text("#!/bin/sh\n")
     mine.chmod(0o755)
@@ -152,10 +168,15 @@ def test_the_end_of_a_log_and_of_a_process_are_told(tmp_path: Path) -> None:
     assert last_lines(log) == ""
     log.write_bytes(b"".join(b"line %d \xff\n" % n for n in range(100)))
     assert last_lines(log, 2) == "line 98 \ufffd\nline 99 \ufffd"
-    assert (describe_exit(-9), describe_exit(3)) == ("was killed by SIGKILL", "exited with status 3")
+    assert (describe_exit(-9), describe_exit(3)) == (
+        "was killed by SIGKILL",
+        "exited with status 3",
+    )
 
 
-def test_the_health_check_of_a_server_that_is_not_there_exits_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_health_check_of_a_server_that_is_not_there_exits_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     port = free_port()
     assert healthcheck.main(["--address", f"127.0.0.1:{port}", "--timeout", "0.2"]) == 1
     assert healthcheck.main(["--redis", f"redis://127.0.0.1:{port}/0", "--timeout", "0.2"]) == 1

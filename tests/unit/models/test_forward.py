@@ -22,18 +22,29 @@ TOKENS = 120
 
 def cache_for(weights: DecoderWeights, dtype: torch.dtype = torch.float32) -> StaticCache:
     config = weights.config
-    return StaticCache(config, layers=config.num_layers, slots=6, capacity=TOKENS + 8, dtype=dtype, device=CPU)
+    return StaticCache(
+        config, layers=config.num_layers, slots=6, capacity=TOKENS + 8, dtype=dtype, device=CPU
+    )
 
 
 def forward_in_pieces(
-    weights: DecoderWeights, ids: torch.Tensor, slots: list[int], cuts: list[int], inner: tuple[int, ...] = ()
+    weights: DecoderWeights,
+    ids: torch.Tensor,
+    slots: list[int],
+    cuts: list[int],
+    inner: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """Hidden states [B, T, W] of a prefill followed by blocks, as the engine runs them."""
     cache, parts = cache_for(weights, weights.head.dtype), []
     positions = torch.arange(ids.shape[1]).expand(len(slots), -1)
     for start, end in zip([0, *cuts], [*cuts, ids.shape[1]], strict=True):
         block = make_block(
-            weights.config, weights.rotation, cache, cache_rows(slots), positions[:, start:end].contiguous(), end
+            weights.config,
+            weights.rotation,
+            cache,
+            cache_rows(slots),
+            positions[:, start:end].contiguous(),
+            end,
         )
         hidden = forward_hidden(weights, cache, ids[:, start:end], block, inner)
         parts.append(hidden.view(len(slots), end - start, -1))
@@ -42,7 +53,9 @@ def forward_in_pieces(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [[2, 3, 4], [4, 0, 3]], ids=["adjacent", "scattered"])
-def test_logits_and_hidden_states_equal_transformers(family: str, slots: list[int], tmp_path: Path) -> None:
+def test_logits_and_hidden_states_equal_transformers(
+    family: str, slots: list[int], tmp_path: Path
+) -> None:
     model = save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
     ids = torch.randint(0, 97, (3, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -80,12 +93,16 @@ def test_rows_at_different_positions_do_not_see_each_other(tmp_path: Path) -> No
     with torch.inference_mode():
         for row, length in enumerate(lengths):
             positions = torch.arange(length)[None]
-            block = make_block(weights.config, weights.rotation, cache, slice(row, row + 1), positions, length)
+            block = make_block(
+                weights.config, weights.rotation, cache, slice(row, row + 1), positions, length
+            )
             forward_hidden(weights, cache, ids[row : row + 1, :length], block)
         positions = torch.tensor(lengths)[:, None] + torch.arange(4)
         tokens = ids.gather(1, positions)
         block = make_block(weights.config, weights.rotation, cache, slice(0, 2), positions, 35)
-        logits = head_logits(weights, forward_hidden(weights, cache, tokens, block)).view(*tokens.shape, -1)
+        logits = head_logits(weights, forward_hidden(weights, cache, tokens, block)).view(
+            *tokens.shape, -1
+        )
         for row, length in enumerate(lengths):
             expected = model(ids[row : row + 1, : length + 4]).logits[0, length:]
             torch.testing.assert_close(logits[row], expected, atol=1e-5, rtol=0)
@@ -105,7 +122,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 def test_both_forms_of_rope_settings_read_the_same() -> None:
     raw = random_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     new = raw | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    old = {key: value for key, value in raw.items() if key != "rope_parameters"} | {"rope_theta": 5e5}
+    old = {key: value for key, value in raw.items() if key != "rope_parameters"} | {
+        "rope_theta": 5e5
+    }
     assert parse_config(new).rope == parse_config(old).rope
     assert parse_config(new).rope.theta == 5e5
 
@@ -120,7 +139,9 @@ def test_both_forms_of_rope_settings_read_the_same() -> None:
         ({"mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_by_name(change: dict[str, object], named: str) -> None:
+def test_a_config_that_cannot_work_is_refused_by_name(
+    change: dict[str, object], named: str
+) -> None:
     raw = random_model("llama").config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     with pytest.raises(InvalidInput, match=named):
         parse_config(raw | change)

@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.models.inner_layers import check_inner_layers, default_inner_layers, drafter_inner_layers
+from paceline.models.inner_layers import (
+    check_inner_layers,
+    default_inner_layers,
+    drafter_inner_layers,
+)
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
 @pytest.mark.parametrize(
     ("layers", "expected"),
-    [(4, (1, 2, 3)), (5, (1, 2, 3)), (6, (2, 3, 4)), (7, (2, 3, 4)), (8, (2, 4, 5)), (28, (2, 14, 25))],
+    [
+        (4, (1, 2, 3)),
+        (5, (1, 2, 3)),
+        (6, (2, 3, 4)),
+        (7, (2, 3, 4)),
+        (8, (2, 4, 5)),
+        (28, (2, 14, 25)),
+    ],
 )
 def test_low_middle_and_high_layers_are_read(layers: int, expected: tuple[int, ...]) -> None:
     assert default_inner_layers(layers) == expected
@@ -33,10 +44,16 @@ def test_fewer_than_four_layers_are_refused(layers: int) -> None:
 def test_a_checkpoint_names_the_layers_its_states_leave() -> None:
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 20]}}
     assert drafter_inner_layers(EAGLE3 | named, 28) == (1, 7, 21)
-    assert drafter_inner_layers(EAGLE3, 28) == drafter_inner_layers(EAGLE3 | {"eagle_config": None}, 28) == (2, 14, 25)
+    assert (
+        drafter_inner_layers(EAGLE3, 28)
+        == drafter_inner_layers(EAGLE3 | {"eagle_config": None}, 28)
+        == (2, 14, 25)
+    )
 
 
-@pytest.mark.parametrize("names", [["LlamaForCausalLMEagle"], ["Eagle3Like"], "LlamaForCausalLMEagle3", None, []])
+@pytest.mark.parametrize(
+    "names", [["LlamaForCausalLMEagle"], ["Eagle3Like"], "LlamaForCausalLMEagle3", None, []]
+)
 def test_other_drafters_read_no_inner_state(names: object) -> None:
     assert drafter_inner_layers({"architectures": names}, 28) == ()
 
@@ -44,7 +61,9 @@ def test_other_drafters_read_no_inner_state(names: object) -> None:
 @pytest.mark.parametrize("named", [[1, 2], [0, 6, 27], [6, 0, 20], [-1, 6, 20], [6, 6, 20]])
 def test_wrong_layers_of_a_checkpoint_are_refused(named: list[int]) -> None:
     with pytest.raises(ConfigError, match="inner states"):
-        drafter_inner_layers(EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named}}, 28)
+        drafter_inner_layers(
+            EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named}}, 28
+        )
 
 
 def test_layers_to_capture_ascend_within_the_target() -> None:

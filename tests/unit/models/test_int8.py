@@ -16,7 +16,14 @@ from random_models import FAMILIES, save_random
 from paceline.errors import ConfigError
 from paceline.models.cache import StaticCache
 from paceline.models.config import read_config
-from paceline.models.decoder import DecoderWeights, Finish, finish_layer, forward_hidden, head_logits, make_block
+from paceline.models.decoder import (
+    DecoderWeights,
+    Finish,
+    finish_layer,
+    forward_hidden,
+    head_logits,
+    make_block,
+)
 from paceline.models.int8 import FUSED_ROWS, Int8Matrix, quantized
 from paceline.models.loading import build_weights, read_tensors
 
@@ -53,7 +60,11 @@ def test_no_weight_moves_by_more_than_half_a_step_of_its_row(
     dtype: torch.dtype, seed: int, rows: int, width: int, magnitude: float
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, width, generator=generator) * torch.rand(rows, 1, generator=generator) * 10**magnitude
+    weight = (
+        torch.randn(rows, width, generator=generator)
+        * torch.rand(rows, 1, generator=generator)
+        * 10**magnitude
+    )
     weight = weight.to(dtype)
     matrix = quantized(weight)
     assert matrix.values.dtype == torch.int8
@@ -62,9 +73,13 @@ def test_no_weight_moves_by_more_than_half_a_step_of_its_row(
     moved = np.abs(served(matrix) - weight.double().numpy())
     # float32 divides weight by scale: the quotient, up to 127.5, is off by its last bit.
     assert (moved <= step * (0.5 + 128 * 2**-23)).all()
-    # No step is wider than it has to be: 255 of them span a row's weights, but for what bfloat16 scales round up.
+    # No step is wider than it has to be: 255 of them span a row's weights, but for what bfloat16
+    # scales round up.
     widest = 2 * np.abs(weight.double().numpy()).max(axis=1, keepdims=True) / 255
-    assert (step <= np.maximum(widest * (1 + (2**-7 if dtype == torch.bfloat16 else 1e-6)), 1.2e-7 * 1.01)).all()
+    assert (
+        step
+        <= np.maximum(widest * (1 + (2**-7 if dtype == torch.bfloat16 else 1e-6)), 1.2e-7 * 1.01)
+    ).all()
 
 
 @pytest.mark.usefixtures("torchao")
@@ -74,7 +89,9 @@ def test_numbers_are_those_of_torchaos_own_weight_only_quantisation() -> None:
     linear = torch.nn.Linear(96, 64, bias=False)
     matrix = quantized(linear.weight.detach())
     quantize_(torch.nn.Sequential(linear), Int8WeightOnlyConfig())
-    np.testing.assert_allclose(served(matrix), linear.weight.dequantize().double().numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        served(matrix), linear.weight.dequantize().double().numpy(), rtol=1e-6
+    )
 
 
 @pytest.mark.usefixtures("torchao")
@@ -95,7 +112,9 @@ def test_the_product_is_that_of_the_numbers_stored(dtype: torch.dtype, rows: int
     # bfloat16: the product and its scaling round to 8 bits each; both sum in float32.
     relative = 2**-7 if dtype == torch.bfloat16 else 0.0
     summed = 96 * 2**-24 * (x.double().abs().numpy() @ np.abs(served(matrix)).T)
-    assert (np.abs(matrix.product(x).double().numpy() - exact) <= relative * np.abs(exact) + summed).all()
+    assert (
+        np.abs(matrix.product(x).double().numpy() - exact) <= relative * np.abs(exact) + summed
+    ).all()
 
 
 def test_rows_of_the_fused_product_do_not_depend_on_their_neighbours() -> None:
@@ -105,10 +124,17 @@ def test_rows_of_the_fused_product_do_not_depend_on_their_neighbours() -> None:
         whole = matrix.product(x)
         for start in range(FUSED_ROWS):
             for end in range(start + 1, FUSED_ROWS + 1):
-                assert torch.equal(matrix.product(x[start:end]), whole[start:end]), (width, out, start, end)
+                assert torch.equal(matrix.product(x[start:end]), whole[start:end]), (
+                    width,
+                    out,
+                    start,
+                    end,
+                )
 
 
-def hidden_states(weights: DecoderWeights, ids: torch.Tensor, inner: tuple[int, ...] = ()) -> torch.Tensor:
+def hidden_states(
+    weights: DecoderWeights, ids: torch.Tensor, inner: tuple[int, ...] = ()
+) -> torch.Tensor:
     batch, length = ids.shape
     cache = StaticCache(
         weights.config,
@@ -132,7 +158,9 @@ def logits(weights: DecoderWeights, ids: torch.Tensor) -> torch.Tensor:
 def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
     finish: Finish | None, tmp_path: Path
 ) -> None:
-    """The state that enters layer i is the last one of a model of i layers, but for the final norm."""
+    """The state that enters layer i is the last one of a model of i layers, but for the final
+    norm.
+    """
     save_random(tmp_path, "qwen3")
     config, tensors = read_config(tmp_path), read_tensors(tmp_path)
     eight = build_weights(config, tensors, dtype=torch.float32, positions=32, int8=True)
@@ -142,7 +170,11 @@ def test_inner_states_are_what_the_layers_below_make_of_the_rounded_weights(
         rows = hidden_states(eight, ids, (1, 2)).split(config.hidden_size, dim=-1)
         for layers, state in zip((1, 2), rows, strict=False):
             below = hidden_states(replace(eight, layers=eight.layers[:layers]), ids)
-            normed = state * torch.rsqrt(state.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps) * eight.norm
+            normed = (
+                state
+                * torch.rsqrt(state.square().mean(dim=-1, keepdim=True) + config.rms_norm_eps)
+                * eight.norm
+            )
             torch.testing.assert_close(normed, below, atol=1e-5, rtol=1e-5)
         assert torch.equal(rows[-1], hidden_states(eight, ids))
 

@@ -1,4 +1,6 @@
-"""Penalties and logit bias against transformers, against the written formulas in float64, and at every draft node."""
+"""Penalties and logit bias against transformers, against the written formulas in float64, and at
+every draft node.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,27 @@ def path_counts(base: list[int], tokens: list[int], parents: list[int], node: in
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 9), st.booleans())
-def test_counts_at_a_node_are_those_of_the_path_to_it(seed: int, batch: int, nodes: int, chain: bool) -> None:
+def test_counts_at_a_node_are_those_of_the_path_to_it(
+    seed: int, batch: int, nodes: int, chain: bool
+) -> None:
     source = random.Random(seed)
     base = [[source.randrange(4) for _ in range(VOCAB)] for _ in range(batch)]
-    tokens = [[source.randrange(VOCAB)] + [source.randrange(-1, VOCAB) for _ in range(nodes - 1)] for _ in range(batch)]
+    tokens = [
+        [source.randrange(VOCAB)] + [source.randrange(-1, VOCAB) for _ in range(nodes - 1)]
+        for _ in range(batch)
+    ]
     chained = [list(range(-1, nodes - 1)) for _ in range(batch)]
-    drawn = [[-1, *(source.randrange(-1, number) for number in range(1, nodes))] for _ in range(batch)]
+    drawn = [
+        [-1, *(source.randrange(-1, number) for number in range(1, nodes))] for _ in range(batch)
+    ]
     parents = chained if chain else drawn
     given_parents = None if chain else torch.tensor(parents)
     found = node_counts(torch.tensor(base, dtype=torch.int32), torch.tensor(tokens), given_parents)
     assert found.dtype == torch.int32
-    expected = [[path_counts(base[b], tokens[b], parents[b], node) for node in range(nodes)] for b in range(batch)]
+    expected = [
+        [path_counts(base[b], tokens[b], parents[b], node) for node in range(nodes)]
+        for b in range(batch)
+    ]
     assert found.tolist() == expected
 
 
@@ -56,7 +68,9 @@ def test_repetition_penalty_is_that_of_transformers(strength: float) -> None:
     processor = RepetitionPenaltyLogitsProcessor(strength)
     expected = processor(torch.cat((prompt, response), dim=1), logits.clone())
     holds = torch.zeros(2, VOCAB, dtype=torch.bool).scatter_(1, prompt, True)
-    counts = torch.zeros(2, VOCAB, dtype=torch.int32).scatter_add_(1, response, torch.ones(2, 2, dtype=torch.int32))
+    counts = torch.zeros(2, VOCAB, dtype=torch.int32).scatter_add_(
+        1, response, torch.ones(2, 2, dtype=torch.int32)
+    )
     params = PenaltyParams.of([strength] * 2, [0.0] * 2, [0.0] * 2)
     assert torch.equal(penalised(logits[:, None], holds, counts[:, None], params)[:, 0], expected)
 
@@ -92,4 +106,6 @@ def test_neutral_values_leave_every_bit() -> None:
     logits = torch.randn(3, 2, VOCAB, generator=torch.Generator().manual_seed(1)) * 30
     counts = torch.full((3, 2, VOCAB), 5, dtype=torch.int32)
     params = PenaltyParams.of([1.0] * 3, [0.0] * 3, [0.0] * 3)
-    assert torch.equal(penalised(logits, torch.ones(3, VOCAB, dtype=torch.bool), counts, params), logits)
+    assert torch.equal(
+        penalised(logits, torch.ones(3, VOCAB, dtype=torch.bool), counts, params), logits
+    )

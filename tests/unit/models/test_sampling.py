@@ -30,7 +30,10 @@ def test_noise_is_the_documented_function(stream: Stream) -> None:
             expected = gumbel_oracle.uniform(int(seeds[row]), int(positions[row]), token, stream)
             assert got[row, token].item() == expected
             one = torch.tensor([token])
-            assert uniform_of(seeds[row : row + 1], positions[row : row + 1], one, stream).item() == expected
+            assert (
+                uniform_of(seeds[row : row + 1], positions[row : row + 1], one, stream).item()
+                == expected
+            )
 
 
 def test_noise_of_the_target_keeps_its_values() -> None:
@@ -75,7 +78,9 @@ def test_neighbouring_positions_and_tokens_are_independent() -> None:
 
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("shift", [0, 1])
-def test_streams_are_independent_at_the_same_and_at_neighbouring_tokens(one: int, other: int, shift: int) -> None:
+def test_streams_are_independent_at_the_same_and_at_neighbouring_tokens(
+    one: int, other: int, shift: int
+) -> None:
     n = 40_000
     seeds, positions = torch.full((n,), 5), torch.arange(n)
     first = uniform(seeds, positions, 3, Stream(one))[:, 1].numpy()
@@ -111,7 +116,9 @@ def test_behavior_logprobs_are_of_the_full_vocabulary_whatever_the_masks() -> No
         ({}, {0, 1, 2, 3}),
     ],
 )
-def test_masks_keep_exactly_the_tokens_they_name(setting: dict[str, float], allowed: set[int]) -> None:
+def test_masks_keep_exactly_the_tokens_they_name(
+    setting: dict[str, float], allowed: set[int]
+) -> None:
     n = 4000
     logits = torch.tensor([0.5, 0.25, 0.2, 0.05]).log().expand(n, -1)
     params = DrawParams.of(
@@ -135,7 +142,10 @@ def test_the_gap_is_between_the_two_best_perturbed_scores() -> None:
 
 def test_adjusted_logits_decide_the_token_and_raw_logits_the_logprob() -> None:
     generator = torch.Generator().manual_seed(5)
-    raw, adjusted = torch.randn(64, 30, generator=generator), torch.randn(64, 30, generator=generator) * 3
+    raw, adjusted = (
+        torch.randn(64, 30, generator=generator),
+        torch.randn(64, 30, generator=generator) * 3,
+    )
     params = DrawParams.of(list(range(64)), [0.8] * 64, top_k=[4] * 64)
     positions = torch.arange(64)
     got = draw(raw, positions, params, adjusted)
@@ -143,7 +153,9 @@ def test_adjusted_logits_decide_the_token_and_raw_logits_the_logprob() -> None:
     assert torch.equal(got.tokens, as_given.tokens)
     assert torch.equal(got.gaps, as_given.gaps)
     assert not torch.equal(got.tokens, draw(raw, positions, params).tokens)
-    assert (adjusted.topk(4, dim=-1).indices == got.tokens[:, None]).any(dim=-1).all()  # masks see adjusted logits
+    assert (
+        (adjusted.topk(4, dim=-1).indices == got.tokens[:, None]).any(dim=-1).all()
+    )  # masks see adjusted logits
     expected = (raw / 0.8).log_softmax(-1).gather(1, got.tokens[:, None])[:, 0]
     torch.testing.assert_close(got.logprobs, expected)
 
@@ -152,8 +164,12 @@ def test_adjusted_logits_decide_the_token_and_raw_logits_the_logprob() -> None:
 def test_alternatives_are_the_likeliest_tokens_in_order(temperature: float) -> None:
     logits = torch.tensor([[0.1, 2.0, -1.0, 1.0], [3.0, 0.0, 1.0, -4.0]])
     expected = (logits.double() / (temperature or 1.0)).log_softmax(-1)
-    for row, order in zip(top_alternatives(logits, temperature, 3), ([1, 3, 0], [0, 2, 1]), strict=True):
+    for row, order in zip(
+        top_alternatives(logits, temperature, 3), ([1, 3, 0], [0, 2, 1]), strict=True
+    ):
         assert [token for token, _ in row] == order
     for found, exact in zip(top_alternatives(logits, temperature, 9), expected, strict=True):
-        assert [value for _, value in found] == pytest.approx(sorted(exact.tolist(), reverse=True), abs=1e-6)
+        assert [value for _, value in found] == pytest.approx(
+            sorted(exact.tolist(), reverse=True), abs=1e-6
+        )
         assert len(found) == 4

@@ -1,4 +1,6 @@
-"""One rank of the equality test: gradients and weights of the same step, gathered and written by rank 0."""
+"""One rank of the equality test: gradients and weights of the same step, gathered and written by
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def main(model: Path, out: Path) -> None:
     norm = learner._update()
     weights = gather_full(policy.named_parameters())
     if dist.get_rank() == 0:
-        figures = torch.tensor([*sums.tolist(), norm, float(len(micro_batches))], dtype=torch.float64)
+        figures = torch.tensor(
+            [*sums.tolist(), norm, float(len(micro_batches))], dtype=torch.float64
+        )
         save_file({**gradients, **weights, "figures": figures}, out)
     dist.barrier()
     dist.destroy_process_group()
@@ -76,6 +80,7 @@ def main(model: Path, out: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     main(Path(sys.argv[1]), Path(sys.argv[2]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
+    # the process.
     sys.stdout.flush()
     os._exit(0)

@@ -35,7 +35,9 @@ def by_hand(normalize: bool) -> list[float]:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_group_relative_advantages_are_the_formula(normalize: bool) -> None:
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    made = group_relative(rewards, torch.tensor(GROUPS), torch.ones_like(rewards), normalize_std=normalize)
+    made = group_relative(
+        rewards, torch.tensor(GROUPS), torch.ones_like(rewards), normalize_std=normalize
+    )
     assert made.shape == (10,)
     assert made.tolist() == pytest.approx(by_hand(normalize), rel=1e-12)
 
@@ -43,16 +45,22 @@ def test_group_relative_advantages_are_the_formula(normalize: bool) -> None:
 def test_groups_without_variance_or_siblings_have_advantage_exactly_zero() -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 7.0])
     assert group_relative(rewards, torch.tensor([0, 0, 0, 1]), torch.ones(4)).tolist() == [0.0] * 4
-    assert group_relative(torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0)).shape == (0,)
+    assert group_relative(
+        torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    ).shape == (0,)
 
 
 def unweighted(rewards: torch.Tensor, groups: torch.Tensor, *, normalize_std: bool) -> torch.Tensor:
     """The formula for sessions of one branch, in the same order of float operations."""
     count = int(groups.max().item()) + 1
     sizes = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, torch.ones_like(rewards))
-    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, rewards) / sizes.clamp(min=1)
+    mean = torch.zeros(count, dtype=rewards.dtype).index_add_(0, groups, rewards) / sizes.clamp(
+        min=1
+    )
     members = [rewards[groups == group] for group in range(count)]
-    flat = torch.tensor([bool((members[int(group)] == members[int(group)][0]).all()) for group in groups])
+    flat = torch.tensor(
+        [bool((members[int(group)] == members[int(group)][0]).all()) for group in groups]
+    )
     centred = torch.where(flat, 0.0, rewards - mean[groups])
     if not normalize_std:
         return centred
@@ -62,7 +70,9 @@ def unweighted(rewards: torch.Tensor, groups: torch.Tensor, *, normalize_std: bo
 
 @settings(max_examples=100, deadline=None)
 @given(
-    members=st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100, width=32)), min_size=1, max_size=24),
+    members=st.lists(
+        st.tuples(st.integers(0, 4), st.floats(-100, 100, width=32)), min_size=1, max_size=24
+    ),
     normalize=st.booleans(),
 )
 def test_with_all_weights_one_the_advantages_are_bit_equal_to_the_unweighted_formula(
@@ -84,7 +94,10 @@ def test_splitting_a_session_into_branches_of_its_reward_changes_no_advantage(
 ) -> None:
     rewards = torch.tensor([float(reward) for reward, _ in sessions])
     whole = group_relative(
-        rewards, torch.zeros(len(sessions), dtype=torch.int64), torch.ones_like(rewards), normalize_std=normalize
+        rewards,
+        torch.zeros(len(sessions), dtype=torch.int64),
+        torch.ones_like(rewards),
+        normalize_std=normalize,
     )
     branches = [(float(reward), 1 / count) for reward, count in sessions for _ in range(count)]
     made = group_relative(
@@ -93,12 +106,15 @@ def test_splitting_a_session_into_branches_of_its_reward_changes_no_advantage(
         torch.tensor([weight for _, weight in branches]),
         normalize_std=normalize,
     )
-    expected = [a for a, (_, count) in zip(whole.tolist(), sessions, strict=True) for _ in range(count)]
+    expected = [
+        a for a, (_, count) in zip(whole.tolist(), sessions, strict=True) for _ in range(count)
+    ]
     assert made.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 def test_branches_with_rewards_of_their_own_are_weighed_by_the_formula() -> None:
-    # Session x: one branch, reward 1. Session y: three branches, rewards 0, 0.5, 4. Session z: two, rewards 2, 2.
+    # Session x: one branch, reward 1. Session y: three branches, rewards 0, 0.5, 4. Session z: two,
+    # rewards 2, 2.
     rewards, weights = [1.0, 0.0, 0.5, 4.0, 2.0, 2.0], [1.0, 1 / 3, 1 / 3, 1 / 3, 0.5, 0.5]
     mean = (1.0 + 4.5 / 3 + 2.0) / 3
     std = math.sqrt(sum(w * (r - mean) ** 2 for r, w in zip(rewards, weights, strict=True)) / 2)
@@ -116,9 +132,13 @@ def test_branches_of_a_lone_session_have_nothing_to_be_better_than() -> None:
 
 
 def test_the_figures_of_a_batch_count_sessions() -> None:
-    assert reward_spread([0.0, 1.0, 1.0, 1.0], [1.0, 1 / 3, 1 / 3, 1 / 3]) == pytest.approx((0.5, 0.5))
+    assert reward_spread([0.0, 1.0, 1.0, 1.0], [1.0, 1 / 3, 1 / 3, 1 / 3]) == pytest.approx(
+        (0.5, 0.5)
+    )
     rewards = [0.3, 1.7, -2.0, 0.25]
-    assert reward_spread(rewards, [1.0] * 4) == pytest.approx((statistics.fmean(rewards), statistics.pstdev(rewards)))
+    assert reward_spread(rewards, [1.0] * 4) == pytest.approx(
+        (statistics.fmean(rewards), statistics.pstdev(rewards))
+    )
     assert reward_spread([], []) == (0.0, 0.0)
 
 
@@ -150,7 +170,11 @@ def test_the_surrogate_is_clipped_on_the_side_that_gains(
     proximal = torch.tensor([-1.0], dtype=torch.float64)
     policy = proximal + math.log(ratio)
     losses, marks = clipped_surrogate(
-        policy, proximal, torch.tensor([advantage], dtype=torch.float64), clip_low=0.2, clip_high=0.3
+        policy,
+        proximal,
+        torch.tensor([advantage], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.3,
     )
     assert losses.item() == pytest.approx(loss, rel=1e-12)
     assert marks.item() == clipped
@@ -159,7 +183,9 @@ def test_the_surrogate_is_clipped_on_the_side_that_gains(
 def test_a_clipped_token_has_no_gradient_and_a_fresh_one_has_minus_its_advantage() -> None:
     policy = torch.tensor([-1.0, -1.0], requires_grad=True)
     proximal = torch.tensor([-2.0, -1.0])
-    losses, _ = clipped_surrogate(policy, proximal, torch.tensor([1.0, 3.0]), clip_low=0.2, clip_high=0.2)
+    losses, _ = clipped_surrogate(
+        policy, proximal, torch.tensor([1.0, 3.0]), clip_low=0.2, clip_high=0.2
+    )
     losses.sum().backward()
     assert policy.grad is not None
     assert policy.grad.tolist() == [0.0, -3.0]

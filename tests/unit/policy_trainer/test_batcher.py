@@ -66,7 +66,9 @@ def trajectory(
 
 def session(group: str, sample: int, branches: int, **more: Any) -> list[Trajectory]:
     """All branches of one session."""
-    return [trajectory(group, sample, branch=branch, of=branches, **more) for branch in range(branches)]
+    return [
+        trajectory(group, sample, branch=branch, of=branches, **more) for branch in range(branches)
+    ]
 
 
 class Bench:
@@ -75,14 +77,18 @@ class Bench:
     def __init__(self, max_staleness: int = 0, max_pending: int = 100) -> None:
         self.stream = MemoryStream("trajectories")
         self.notes = Notes()
-        self.batcher = Batcher(self.stream, self.notes, max_staleness=max_staleness, max_pending=max_pending)
+        self.batcher = Batcher(
+            self.stream, self.notes, max_staleness=max_staleness, max_pending=max_pending
+        )
 
     async def append(self, *trajectories: Trajectory) -> None:
         for made in trajectories:
             await self.stream.append(*encode_trajectory(made))
 
 
-def wanted(*groups: str, deadline_s: float = 5.0, step: int = 3, version: int = 3, size: int = 2) -> Wanted:
+def wanted(
+    *groups: str, deadline_s: float = 5.0, step: int = 3, version: int = 3, size: int = 2
+) -> Wanted:
     return Wanted(step, version, tuple((group, size) for group in groups), deadline_s)
 
 
@@ -95,14 +101,23 @@ async def test_a_step_waits_for_all_siblings_and_is_sorted_by_task_and_sample() 
     assert not done, "closed without a sibling"
     await bench.append(trajectory("a", 0))
     batch = await collecting
-    assert [(t.task_index, t.sample_index) for t in batch.trajectories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [(t.task_index, t.sample_index) for t in batch.trajectories] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
     assert batch.record.dropped == {}
 
 
-async def test_at_the_deadline_a_group_closes_with_two_scored_siblings_and_is_dropped_with_fewer() -> None:
+async def test_at_the_deadline_a_group_closes_with_two_scored_siblings_and_is_dropped_with_fewer() -> (
+    None
+):
     bench = Bench()
     await bench.batcher.open()
-    await bench.append(trajectory("a", 0), trajectory("a", 1), trajectory("b", 0), trajectory("c", 0))
+    await bench.append(
+        trajectory("a", 0), trajectory("a", 1), trajectory("b", 0), trajectory("c", 0)
+    )
     await bench.append(trajectory("c", 1, reward=None), trajectory("c", 2, reward=None))
     batch = await bench.batcher.collect(wanted("a", "b", "c", deadline_s=0.05, size=3))
     assert [t.group_id for t in batch.trajectories] == ["a", "a"]
@@ -126,7 +141,13 @@ async def test_a_group_waits_for_every_branch_of_its_sessions_and_not_for_more_o
     assert not done, "three branches of one session are no two sessions"
     await bench.append(*session("a", 1, 2)[1:])
     batch = await collecting
-    assert [str(t.key) for t in batch.trajectories] == ["a-0-3/0", "a-0-3/1", "a-0-3/2", "a-1-3/0", "a-1-3/1"]
+    assert [str(t.key) for t in batch.trajectories] == [
+        "a-0-3/0",
+        "a-0-3/1",
+        "a-0-3/2",
+        "a-1-3/0",
+        "a-1-3/1",
+    ]
 
 
 async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped() -> None:
@@ -147,8 +168,12 @@ async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped()
     }
 
 
-@pytest.mark.parametrize(("change", "reason"), [({"version": 1}, "stale"), ({"reward": None}, "unscored")])
-async def test_one_branch_that_cannot_be_trained_drops_its_session(change: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"version": 1}, "stale"), ({"reward": None}, "unscored")]
+)
+async def test_one_branch_that_cannot_be_trained_drops_its_session(
+    change: dict[str, Any], reason: str
+) -> None:
     bench = Bench()
     await bench.batcher.open()
     await bench.append(*session("a", 0, 1), *session("a", 1, 1))
@@ -166,12 +191,16 @@ async def test_a_group_of_size_zero_is_not_waited_for_and_counts_as_dropped() ->
     batch = await asyncio.wait_for(bench.batcher.collect(Wanted(3, 3, groups, deadline_s=60)), 5)
     assert len(batch.trajectories) == 2
     assert batch.record.dropped_groups == {"unscored": 1}
-    only_empty = await asyncio.wait_for(bench.batcher.collect(Wanted(3, 3, (("none", 0),), deadline_s=60)), 5)
+    only_empty = await asyncio.wait_for(
+        bench.batcher.collect(Wanted(3, 3, (("none", 0),), deadline_s=60)), 5
+    )
     assert only_empty.trajectories == []
 
 
 @pytest.mark.parametrize(("group_size", "trained"), [(1, 1), (2, 0), (8, 0)])
-async def test_a_lone_session_is_trained_only_where_its_group_was_opened_for_one(group_size: int, trained: int) -> None:
+async def test_a_lone_session_is_trained_only_where_its_group_was_opened_for_one(
+    group_size: int, trained: int
+) -> None:
     bench = Bench()
     await bench.batcher.open()
     await bench.append(trajectory("a", 0, group_size=group_size))
@@ -208,7 +237,9 @@ def test_whatever_the_order_of_arrival_a_batch_is_the_complete_sessions_in_one_o
         await bench.append(*arrived)
         await bench.stream.read(GROUP, CONSUMER, len(whole) * 4, 0)
         await bench.batcher.open()  # takes up all that will come
-        sizes = tuple((group, len(sessions)) for group, sessions in zip(groups, counts, strict=True))
+        sizes = tuple(
+            (group, len(sessions)) for group, sessions in zip(groups, counts, strict=True)
+        )
         return await bench.batcher.collect(Wanted(3, 3, sizes, deadline_s=0))
 
     batch = asyncio.run(collect())
@@ -222,9 +253,12 @@ async def test_stale_trajectories_are_dropped_and_those_of_later_steps_are_kept(
     bench = Bench(max_staleness=1)
     await bench.batcher.open()
     await bench.append(
-        trajectory("a", 0, version=2), trajectory("a", 1), trajectory("old", 0, step=1, version=1),
-        trajectory("next", 0, step=4), trajectory("next", 1, step=4),
-    )  # fmt: skip
+        trajectory("a", 0, version=2),
+        trajectory("a", 1),
+        trajectory("old", 0, step=1, version=1),
+        trajectory("next", 0, step=4),
+        trajectory("next", 1, step=4),
+    )
     batch = await bench.batcher.collect(wanted("a"))
     assert len(batch.trajectories) == 2
     await bench.batcher.settle(batch.record)
@@ -246,7 +280,9 @@ async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dro
     assert bench.notes.dropped == {"a-7-3/0": "undecodable"}
 
 
-async def test_entries_stay_until_a_checkpoint_and_a_restart_replays_exactly_the_recorded_batch() -> None:
+async def test_entries_stay_until_a_checkpoint_and_a_restart_replays_exactly_the_recorded_batch() -> (
+    None
+):
     bench = Bench()
     await bench.batcher.open()
     await bench.append(trajectory("a", 1), trajectory("a", 0))
@@ -276,7 +312,9 @@ async def test_no_more_than_the_bound_is_held_for_later_steps() -> None:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(step, step, {f"{step}-0": f"s{step}/0"}, {"9-0": ("x/0", "stale")}, {"stale": 1})
+    return StepRecord(
+        step, step, {f"{step}-0": f"s{step}/0"}, {"9-0": ("x/0", "stale")}, {"stale": 1}
+    )
 
 
 def test_records_survive_a_torn_line_and_leave_with_their_checkpoint(tmp_path: Path) -> None:

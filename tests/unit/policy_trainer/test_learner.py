@@ -28,7 +28,12 @@ trajectories = runpy.run_path(str(Path(__file__).with_name("sharded_step.py")))[
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": free_port()}.items():
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "MASTER_PORT": free_port(),
+        }.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         yield join_ranks("cpu", 60)
@@ -39,9 +44,15 @@ def mesh() -> Iterator[DeviceMesh]:
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     config = LlamaConfig(
-        vocab_size=61, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=request.param, initializer_range=0.2,
-    )  # fmt: skip
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=request.param,
+        initializer_range=0.2,
+    )
     directory = tmp_path_factory.mktemp("model")
     LlamaForCausalLM(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
@@ -49,7 +60,9 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
-    config = PolicyTrainerConfig.model_validate({"optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings})
+    config = PolicyTrainerConfig.model_validate(
+        {"optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings}
+    )
     return Learner(config, shard(load_policy(model), mesh, reshard_after_forward=False), mesh)
 
 
@@ -67,11 +80,15 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
     first.step(batch(0))
     first.step(batch(1))
     checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=0)
-    progress = Progress(policy_version=2, step=1, trajectories_trained=48, batch=BatchFacts(tokens=5))
+    progress = Progress(
+        policy_version=2, step=1, trajectories_trained=48, batch=BatchFacts(tokens=5)
+    )
     directory = checkpoints.write(take_snapshot(first), progress)
     assert checkpoints.newest() == directory
     assert checkpoints.progress(directory) == progress
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in directory.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in directory.iterdir()
+    }
 
     resumed = learner(directory, mesh)
     restore_optimizer(resumed, directory)
@@ -82,7 +99,9 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
         assert torch.equal(weight, expected[name]), name
 
 
-def test_old_checkpoints_are_pruned_but_for_every_nth(model_dir: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_old_checkpoints_are_pruned_but_for_every_nth(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
     snapshot = take_snapshot(learner(model_dir, mesh))
     checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=4)
     (tmp_path / ".step-9.tmp").mkdir()
@@ -94,7 +113,9 @@ def test_old_checkpoints_are_pruned_but_for_every_nth(model_dir: Path, mesh: Dev
         checkpoints.progress(tmp_path / "step-7")
 
 
-def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(model_dir: Path, mesh: DeviceMesh) -> None:
+def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
     once = learner(model_dir, mesh)
     twice = learner(model_dir, mesh, algorithm=AlgorithmConfig(updates_per_step=2))
     first, second = once.step(batch(0)), twice.step(batch(0))
@@ -103,10 +124,14 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(model_d
     assert first.loss == second.loss
     assert first.clip_fraction == 0.0
     weights = policy_weights(once)
-    assert any(not torch.equal(weight, weights[name]) for name, weight in policy_weights(twice).items())
+    assert any(
+        not torch.equal(weight, weights[name]) for name, weight in policy_weights(twice).items()
+    )
 
 
-def test_a_batch_without_advantage_leaves_the_weights_alone(model_dir: Path, mesh: DeviceMesh) -> None:
+def test_a_batch_without_advantage_leaves_the_weights_alone(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
     still = learner(model_dir, mesh)
     before = policy_weights(still)
     figures = still.step(make_batch(trajectories(), torch.zeros(24)))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paceline.errors import InvalidInput
 from paceline.trajectory import BranchKey, Trajectory
@@ -31,7 +38,9 @@ SIZES = {
 def test_every_sequence_lies_in_exactly_one_row_and_ranks_have_equally_many_rounds(
     lengths: list[int], world_size: int, row_tokens: int, budget: int
 ) -> None:
-    plan = plan_micro_batches(lengths, world_size=world_size, row_tokens=row_tokens, tokens_per_micro_batch=budget)
+    plan = plan_micro_batches(
+        lengths, world_size=world_size, row_tokens=row_tokens, tokens_per_micro_batch=budget
+    )
     assert len(plan) == world_size
     assert len({len(rounds) for rounds in plan}) == 1
     placed = [i for rounds in plan for rows in rounds for row in rows for i in row]
@@ -115,7 +124,9 @@ def test_a_micro_batch_holds_target_advantage_and_temperature_of_each_trained_to
     assert micro.temperatures.tolist() == pytest.approx([0.6, 0.6, 0.5, 0.5, 0.5, 0.5])
 
 
-def test_trajectories_without_advantage_cost_nothing_and_an_idle_rank_gets_one_padding_token() -> None:
+def test_trajectories_without_advantage_cost_nothing_and_an_idle_rank_gets_one_padding_token() -> (
+    None
+):
     draw = torch.Generator().manual_seed(1)
     made = [trajectory(i, 6, draw) for i in range(3)]
     batch = make_batch(made, torch.tensor([0.0, 1.0, 0.0]))

@@ -11,23 +11,63 @@ import pytest
 from paceline.config.base import known_keys
 from paceline.errors import ConfigError, InternalError, WeightsError
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.messages import BatchFacts, Progress, Sender, Stepped, Train, decode, encode, failure
+from policy_trainer.messages import (
+    BatchFacts,
+    Progress,
+    Sender,
+    Stepped,
+    Train,
+    decode,
+    encode,
+    failure,
+)
 from policy_trainer.server import check_model, require_fresh
 
 KEYS = {
-    "algorithm.behavior_cap", "algorithm.clip_high", "algorithm.clip_low", "algorithm.name", "algorithm.normalize_std",
-    "algorithm.updates_per_step", "checkpoint_interval_steps", "checkpoint_keep", "checkpoint_keep_every", "device",
-    "group_deadline_s", "max_pending", "max_staleness", "model", "optimizer.betas", "optimizer.clip_norm",
-    "optimizer.eps", "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "publish_dtype", "push_head",
-    "ranks", "reshard_after_forward", "resume", "row_tokens", "save_final", "start_deadline_s", "step_deadline_s",
-    "stop_grace_s", "threads_per_rank", "tokens_per_micro_batch",
-}  # fmt: skip
+    "algorithm.behavior_cap",
+    "algorithm.clip_high",
+    "algorithm.clip_low",
+    "algorithm.name",
+    "algorithm.normalize_std",
+    "algorithm.updates_per_step",
+    "checkpoint_interval_steps",
+    "checkpoint_keep",
+    "checkpoint_keep_every",
+    "device",
+    "group_deadline_s",
+    "max_pending",
+    "max_staleness",
+    "model",
+    "optimizer.betas",
+    "optimizer.clip_norm",
+    "optimizer.eps",
+    "optimizer.lr",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "publish_dtype",
+    "push_head",
+    "ranks",
+    "reshard_after_forward",
+    "resume",
+    "row_tokens",
+    "save_final",
+    "start_deadline_s",
+    "step_deadline_s",
+    "stop_grace_s",
+    "threads_per_rank",
+    "tokens_per_micro_batch",
+}
 SHARED = ("run.", "redis.", "telemetry.", "security.", "addresses.")
 
 
 def test_the_parent_imports_no_torch() -> None:
-    code = "import sys, policy_trainer.server; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import sys, policy_trainer.server; print([m for m in ('torch', 'transformers') if m "
+        "in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 

@@ -41,11 +41,21 @@ def step(model: Path, out: Path, world_size: int) -> dict[str, torch.Tensor]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    shared = {
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
     ranks = [
         subprocess.Popen(
             [sys.executable, str(RANK_FILE), str(model), str(out)],
-            env={**os.environ, **{k: str(v) for k, v in shared.items()}, "RANK": str(r), "LOCAL_RANK": str(r)},
+            env={
+                **os.environ,
+                **{k: str(v) for k, v in shared.items()},
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+            },
         )
         for r in range(world_size)
     ]
@@ -63,7 +73,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def reference(model: Path) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the same batch by plain transformers: one sequence per forward, float64, no packing."""
+    """Loss and gradients of the same batch by plain transformers: one sequence per forward,
+    float64, no packing.
+    """
     lm = LlamaForCausalLM.from_pretrained(model, dtype=torch.float64)
     batch, advantages = trajectories(), torch.linspace(-1.5, 2.0, 24).double()
     total = torch.zeros((), dtype=torch.float64)
@@ -80,7 +92,9 @@ def reference(model: Path) -> tuple[float, dict[str, torch.Tensor]]:
     return float(total.detach()), {f"grad.lm.{n}": p.grad for n, p in lm.named_parameters()}
 
 
-def test_loss_gradients_and_weights_are_equal_on_one_and_two_ranks(model_dir: Path, tmp_path: Path) -> None:
+def test_loss_gradients_and_weights_are_equal_on_one_and_two_ranks(
+    model_dir: Path, tmp_path: Path
+) -> None:
     one = step(model_dir, tmp_path / "one.safetensors", 1)
     two = step(model_dir, tmp_path / "two.safetensors", 2)
     loss, gradients = reference(model_dir)

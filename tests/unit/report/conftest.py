@@ -11,7 +11,9 @@ import pytest
 from paceline.report.journal import RunHistory, read_history
 from paceline.report.spans import SpanReport, read_report
 
-_spec = importlib.util.spec_from_file_location("synthetic_run", Path(__file__).with_name("synthetic.py"))
+_spec = importlib.util.spec_from_file_location(
+    "synthetic_run", Path(__file__).with_name("synthetic.py")
+)
 assert _spec is not None
 assert _spec.loader is not None
 _synthetic = importlib.util.module_from_spec(_spec)

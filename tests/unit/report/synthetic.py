@@ -1,4 +1,6 @@
-"""A made-up run with figures known in advance: journal entries and span files in the form that the services write."""
+"""A made-up run with figures known in advance: journal entries and span files in the form that the
+services write.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,18 @@ def _slot(slot: int, holder: str, epoch: int, worker: str) -> dict[str, Any]:
     return {"slot": slot, "holder": holder, "epoch": epoch, "worker_state": worker}
 
 
-def _entry(at_s: float, event: str, step: int, phase: str, slots: Any = (), /, **data: Any) -> dict[str, Any]:
-    return {"v": 1, "at_s": at_s, "event": event, "data": data, "step": step, "phase": phase, "slots": list(slots)}
+def _entry(
+    at_s: float, event: str, step: int, phase: str, slots: Any = (), /, **data: Any
+) -> dict[str, Any]:
+    return {
+        "v": 1,
+        "at_s": at_s,
+        "event": event,
+        "data": data,
+        "step": step,
+        "phase": phase,
+        "slots": list(slots),
+    }
 
 
 def record(step: int, steps: int) -> dict[str, Any]:
@@ -36,7 +48,11 @@ def record(step: int, steps: int) -> dict[str, Any]:
         "policy_s": 1.9,
         "step_s": STEP_S,
         "accept_length": 1.2 + 2.6 * share + 0.15 * math.sin(step),
-        "arm_rounds": {"off": str(60 - int(40 * share)), "eagle:3_1_4": str(10 + int(50 * share)), "ngram:4_1_5": "12"},
+        "arm_rounds": {
+            "off": str(60 - int(40 * share)),
+            "eagle:3_1_4": str(10 + int(50 * share)),
+            "ngram:4_1_5": "12",
+        },
         "drafter_steps": str(1 + step % 3),
         "drafter_slot_s": DRAFTER_S,
         "preempt_wait_s": PREEMPT_WAIT_S,
@@ -49,18 +65,34 @@ def record(step: int, steps: int) -> dict[str, Any]:
 
 
 def entries(steps: int) -> Iterator[dict[str, Any]]:
-    """Journal of a run on two slots: evaluations at both ends and every 10 steps, drafter on slot 0 in every step."""
+    """Journal of a run on two slots: evaluations at both ends and every 10 steps, drafter on slot 0
+    in every step.
+    """
     now, epoch = BEGAN_S, 1
     versions = {"seq": 0, "policy": 0, "drafter": 0}
     yield _entry(
-        now, "RunStarted", 0, "evaluate", [_slot(i, "engine", epoch, "idle") for i in (0, 1)], versions=versions
+        now,
+        "RunStarted",
+        0,
+        "evaluate",
+        [_slot(i, "engine", epoch, "idle") for i in (0, 1)],
+        versions=versions,
     )
     for step in range(steps + 1):
         if step % 10 == 0 or step == steps:
             for kind, low, high in (("accuracy", 0.5, 0.9), ("accept_length_probe", 1.1, 4.0)):
                 value = low + (high - low) * step / steps
                 now += EVAL_S / 2
-                yield _entry(now, "EvaluationDone", step, "evaluate", kind=kind, value=value, epoch=epoch, details={})
+                yield _entry(
+                    now,
+                    "EvaluationDone",
+                    step,
+                    "evaluate",
+                    kind=kind,
+                    value=value,
+                    epoch=epoch,
+                    details={},
+                )
         if step == steps:
             break
         yield from _step(now, step, epoch, steps)
@@ -71,18 +103,51 @@ def entries(steps: int) -> Iterator[dict[str, Any]]:
 def _step(now: float, step: int, epoch: int, steps: int) -> Iterator[dict[str, Any]]:
     both = (0, 1)
     yield _entry(
-        now, "StepBegan", step, "rollout", [_slot(i, "engine", epoch + 1, "generating") for i in both],
-        step=step, traceparent=f"00-{step + 1:032x}-{1:016x}-01",
-    )  # fmt: skip
-    yield _entry(now + 1.2, "ShareDone", step, "rollout", [_slot(0, "drafter", epoch + 2, "training")], worker=0)
-    freed = [_slot(1, "none", epoch + 1, "released")]
-    yield _entry(now + 1.9, "TasksFinished", step, "preempt", freed, details={"response_tokens": 4000})
-    yield _entry(
-        now + 1.2 + DRAFTER_S, "Preempted", step, "policy", [_slot(i, "policy", epoch + 3, "completed") for i in both]
+        now,
+        "StepBegan",
+        step,
+        "rollout",
+        [_slot(i, "engine", epoch + 1, "generating") for i in both],
+        step=step,
+        traceparent=f"00-{step + 1:032x}-{1:016x}-01",
     )
-    yield _entry(now + 1.90, "GateDecided", step, "rollout", decision="kept" if step % 3 else "frozen")
-    yield _entry(now + 1.96, "Detached", step, "policy", details={"tokens": 2000, "steps": 1}, reason="preempted")
-    yield _entry(now + 3.8, "PolicyStepped", step, "policy", [_slot(i, "none", epoch + 3, "completed") for i in both])
+    yield _entry(
+        now + 1.2,
+        "ShareDone",
+        step,
+        "rollout",
+        [_slot(0, "drafter", epoch + 2, "training")],
+        worker=0,
+    )
+    freed = [_slot(1, "none", epoch + 1, "released")]
+    yield _entry(
+        now + 1.9, "TasksFinished", step, "preempt", freed, details={"response_tokens": 4000}
+    )
+    yield _entry(
+        now + 1.2 + DRAFTER_S,
+        "Preempted",
+        step,
+        "policy",
+        [_slot(i, "policy", epoch + 3, "completed") for i in both],
+    )
+    yield _entry(
+        now + 1.90, "GateDecided", step, "rollout", decision="kept" if step % 3 else "frozen"
+    )
+    yield _entry(
+        now + 1.96,
+        "Detached",
+        step,
+        "policy",
+        details={"tokens": 2000, "steps": 1},
+        reason="preempted",
+    )
+    yield _entry(
+        now + 3.8,
+        "PolicyStepped",
+        step,
+        "policy",
+        [_slot(i, "none", epoch + 3, "completed") for i in both],
+    )
     committed = {"seq": step + 1, "policy": step + 1, "drafter": (step + 1) // 10}
     closing = [_slot(i, "engine", epoch + 4, "completed") for i in both]
     yield _entry(now + STEP_S, "Committed", step, "ready", closing, versions=committed) | {
@@ -95,7 +160,9 @@ def write_journal(path: Path, steps: int) -> None:
     path.write_text("".join(json.dumps(entry) + "\n" for entry in entries(steps)), encoding="utf-8")
 
 
-def span(name: str, service: str, span_id: int, start_ms: float, end_ms: float, **more: Any) -> dict[str, Any]:
+def span(
+    name: str, service: str, span_id: int, start_ms: float, end_ms: float, **more: Any
+) -> dict[str, Any]:
     """One line of a span file; `parent` and `links` are span numbers of the same trace."""
     trace = f"{more.get('trace', 1):032x}"
     return {
@@ -114,27 +181,67 @@ def span(name: str, service: str, span_id: int, start_ms: float, end_ms: float, 
 
 
 def write_spans(directory: Path, sessions: int = 100) -> None:
-    """One RL step as a trace. The call RolloutService.RunTasks took 1, 2, ... `sessions` ms; entry i waited i ms."""
+    """One RL step as a trace. The call RolloutService.RunTasks took 1, 2, ...
+
+    `sessions` ms; entry i waited i ms.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     coordinator = [span("step", "coordinator", 1, 0, 4000)]
     gateway, policy = [], []
     for i in range(1, sessions + 1):
         call, session, produced = 1000 + i, 3000 + i, 4000 + i
-        coordinator.append(span("RolloutService.RunTasks", "coordinator", call, 10, 10 + i, kind="client", parent=1))
+        coordinator.append(
+            span(
+                "RolloutService.RunTasks", "coordinator", call, 10, 10 + i, kind="client", parent=1
+            )
+        )
         gateway += [
-            span("RolloutService.RunTasks", "gateway", 2000 + i, 10.2, 9.9 + i, kind="server", parent=call),
+            span(
+                "RolloutService.RunTasks",
+                "gateway",
+                2000 + i,
+                10.2,
+                9.9 + i,
+                kind="server",
+                parent=call,
+            ),
             span("rollout.session", "gateway", session, 11, 400 + 9 * i, parent=1),
-            span("trajectory.append", "gateway", produced, 1490, 1500 - i, kind="producer", parent=session),
+            span(
+                "trajectory.append",
+                "gateway",
+                produced,
+                1490,
+                1500 - i,
+                kind="producer",
+                parent=session,
+            ),
         ]
     links = [4000 + i for i in range(1, sessions + 1)]
     policy += [
-        span("policy.read_groups", "policy_trainer", 5000, 1500, 1520, kind="consumer", parent=1, links=links),
+        span(
+            "policy.read_groups",
+            "policy_trainer",
+            5000,
+            1500,
+            1520,
+            kind="consumer",
+            parent=1,
+            links=links,
+        ),
         span("policy.optimizer_step", "policy_trainer", 5001, 1520, 3600, parent=1),
         span("policy.push", "policy_trainer", 5002, 3600, 3850, parent=1),
     ]
     drafter = [
         span("drafter.activate", "drafter_trainer", 6000, 1210, 1940, parent=1),
-        span("drafter.micro_step", "drafter_trainer", 6001, 1230, 1270, parent=6000, attributes={"tokens": 512}),
+        span(
+            "drafter.micro_step",
+            "drafter_trainer",
+            6001,
+            1230,
+            1270,
+            parent=6000,
+            attributes={"tokens": 512},
+        ),
     ]
     named = {
         "coordinator-1": coordinator,

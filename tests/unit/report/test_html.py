@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.charts import Bar, Series, duration, line_chart, stacked_columns, ticks, timeline
+from paceline.report.charts import (
+    Bar,
+    Series,
+    duration,
+    line_chart,
+    stacked_columns,
+    ticks,
+    timeline,
+)
 from paceline.report.html import render, write_report
 from paceline.report.journal import RunHistory
 from paceline.report.sections import waterfall_rows
@@ -43,7 +51,9 @@ def page(history: RunHistory, spans: SpanReport, run_id: str = "demo-0-1") -> st
     return render(summarize(run_id, history, ledger, spans, {"gateway": 7}, {}), history, spans)
 
 
-def test_the_page_is_well_formed_and_has_every_section(history: RunHistory, spans: SpanReport) -> None:
+def test_the_page_is_well_formed_and_has_every_section(
+    history: RunHistory, spans: SpanReport
+) -> None:
     text = page(history, spans)
     parser = Balance()
     parser.feed(text)
@@ -87,7 +97,11 @@ def test_the_waterfall_shows_the_longest_of_many_equal_spans(spans: SpanReport) 
     assert count == 100
     assert session.duration_s == pytest.approx((400 + 9 * 100 - 11) / 1e3)
     depths = {span.name: depth for span, _, depth in waterfall_rows(spans.trace)}
-    assert (depths["step"], depths["policy.optimizer_step"], depths["drafter.micro_step"]) == (0, 1, 2)
+    assert (depths["step"], depths["policy.optimizer_step"], depths["drafter.micro_step"]) == (
+        0,
+        1,
+        2,
+    )
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 4.7), (-2.0, 9000.0), (1e-6, 2e-6)])
@@ -102,7 +116,10 @@ def test_ticks_are_round_and_within(low: float, high: float) -> None:
 
 def test_a_line_spans_its_frame_and_breaks_at_a_gap() -> None:
     drawn = line_chart(
-        [Series("x", [(0, 0.0), (1, 1.0), (2, float("nan")), (3, 0.5)], "c0")], y_label="y", y_min=0, y_max=1
+        [Series("x", [(0, 0.0), (1, 1.0), (2, float("nan")), (3, 0.5)], "c0")],
+        y_label="y",
+        y_min=0,
+        y_max=1,
     )
     path = re.search(r'class="line c0" d="([^"]+)"', drawn)
     assert path is not None
@@ -121,12 +138,16 @@ def test_columns_add_up_to_the_height_of_the_whole() -> None:
 def test_a_timeline_cuts_bars_at_its_window() -> None:
     bars = [Bar(0, 0.0, 10.0, "c0"), Bar(1, 20.0, 30.0, "c1")]
     drawn = timeline(["a", "b"], bars, 5.0, 15.0, titles=True, label="slots")
-    widths = [float(w) for w in re.findall(r'<rect class="fill c\d" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', drawn)]
+    widths = [
+        float(w)
+        for w in re.findall(r'<rect class="fill c\d" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', drawn)
+    ]
     assert widths == [pytest.approx((1140 - 62 - 12) / 2)]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0.00042, "0.42 ms"), (0.0183, "18 ms"), (1.25, "1.25 s"), (185.0, "3 min 5 s")]
+    ("seconds", "text"),
+    [(0.00042, "0.42 ms"), (0.0183, "18 ms"), (1.25, "1.25 s"), (185.0, "3 min 5 s")],
 )
 def test_durations_have_the_unit_that_fits(seconds: float, text: str) -> None:
     assert duration(seconds) == text

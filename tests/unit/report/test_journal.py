@@ -25,7 +25,9 @@ def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
     assert history.slots == 2
 
 
-def test_drafter_time_comes_from_leases_that_overlap_nothing(history: RunHistory, synthetic: ModuleType) -> None:
+def test_drafter_time_comes_from_leases_that_overlap_nothing(
+    history: RunHistory, synthetic: ModuleType
+) -> None:
     assert drafter_train_slot_s(history.intervals) == pytest.approx(30 * synthetic.DRAFTER_S)
     assert overlaps(history.intervals) == []
 
@@ -33,7 +35,13 @@ def test_drafter_time_comes_from_leases_that_overlap_nothing(history: RunHistory
 def test_time_without_a_coordinator_is_told_apart(tmp_path: Path, synthetic: ModuleType) -> None:
     entries = list(synthetic.entries(2))
     resumed = [entry | {"at_s": entry["at_s"] + 100.0} for entry in entries[-3:]]
-    middle = {"v": 1, "at_s": resumed[0]["at_s"] - 1.0, "event": "Resumed", "data": {"total_steps": 2}, "step": 1}
+    middle = {
+        "v": 1,
+        "at_s": resumed[0]["at_s"] - 1.0,
+        "event": "Resumed",
+        "data": {"total_steps": 2},
+        "step": 1,
+    }
     lines = [*entries[:-3], middle | {"phase": "rollout", "slots": []}, *resumed]
     (tmp_path / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     history = read_history(tmp_path / "journal.jsonl")

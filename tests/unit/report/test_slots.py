@@ -17,8 +17,12 @@ from paceline.report.slots import (
 )
 
 
-def entry(at_s: float, event: str, *slots: tuple[int, str, int], step: int = 0, **more: Any) -> dict[str, Any]:
-    changes = [{"slot": s, "holder": h, "epoch": e, "worker_state": "released"} for s, h, e in slots]
+def entry(
+    at_s: float, event: str, *slots: tuple[int, str, int], step: int = 0, **more: Any
+) -> dict[str, Any]:
+    changes = [
+        {"slot": s, "holder": h, "epoch": e, "worker_state": "released"} for s, h, e in slots
+    ]
     return {"at_s": at_s, "event": event, "step": step, "slots": changes, **more}
 
 
@@ -56,7 +60,10 @@ def test_slot_seconds_of_all_holders_make_up_the_wall() -> None:
     assert idle_slot_s(intervals, WINDOWS) == 1.0 + 2.0
     assert held_seconds(intervals, "engine", WINDOWS) == 2.0 + 4.0
     assert slot_wall_s(2, WINDOWS) == 16.0
-    assert sum(held_seconds(intervals, h, WINDOWS) for h in ("engine", "policy", "drafter", "none")) == 16.0
+    assert (
+        sum(held_seconds(intervals, h, WINDOWS) for h in ("engine", "policy", "drafter", "none"))
+        == 16.0
+    )
 
 
 def test_a_change_of_the_worker_alone_cuts_no_interval() -> None:
@@ -67,5 +74,7 @@ def test_a_change_of_the_worker_alone_cuts_no_interval() -> None:
 def test_overlaps_are_found_on_one_slot_only() -> None:
     engine = SlotInterval(0, "engine", 0.0, 4.0, 1, 0)
     drafter = SlotInterval(0, "drafter", 3.0, 5.0, 2, 0)
-    assert overlaps([drafter, engine, SlotInterval(1, "drafter", 0.0, 9.0, 2, 0)]) == [(engine, drafter)]
+    assert overlaps([drafter, engine, SlotInterval(1, "drafter", 0.0, 9.0, 2, 0)]) == [
+        (engine, drafter)
+    ]
     assert overlaps(slot_intervals(JOURNAL)) == []

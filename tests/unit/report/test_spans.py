@@ -43,7 +43,9 @@ def test_a_redis_hop_is_the_time_from_the_end_of_the_append_to_the_read(spans: S
     assert [hop.p50_s, hop.p95_s, hop.p99_s] == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_entry_read_by_a_waiting_reader_waited_nothing(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_an_entry_read_by_a_waiting_reader_waited_nothing(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     lines = [
         synthetic.span("trajectory.append", "gateway", 1, 5, 9, kind="producer"),
         synthetic.span("trajectory.read", "policy_trainer", 2, 2, 10, kind="consumer", links=[1]),
@@ -58,12 +60,16 @@ def test_the_trace_shown_reaches_both_optimisers(tmp_path: Path, synthetic: Modu
     (tmp_path / "z.jsonl").write_text("\n".join(json.dumps(line) for line in later))
     report = read_report(tmp_path)
     assert {span.trace_id for span in report.trace} == {f"{1:032x}"}
-    assert {"rollout.session", "policy.optimizer_step", "drafter.micro_step"} <= {span.name for span in report.trace}
+    assert {"rollout.session", "policy.optimizer_step", "drafter.micro_step"} <= {
+        span.name for span in report.trace
+    }
     starts = [span.start_ns for span in report.trace]
     assert starts == sorted(starts)
 
 
-def test_lines_cut_by_a_kill_are_counted_and_left_out(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_lines_cut_by_a_kill_are_counted_and_left_out(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     whole = json.dumps(synthetic.span("step", "coordinator", 1, 0, 5))
     (tmp_path / "a.jsonl").write_text(whole + "\n" + whole[: len(whole) // 2] + "\n[1]\n")
     report = read_report(tmp_path)

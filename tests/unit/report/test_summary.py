@@ -46,9 +46,17 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
     rewards = [0.5 + 0.4 * step / 29 for step in range(30)]
     assert summary["reward_first"] == pytest.approx(sum(rewards[:10]) / 10)
     assert summary["reward_last"] == pytest.approx(sum(rewards[-10:]) / 10)
-    assert (summary["accuracy_first"], summary["accuracy_last"]) == (pytest.approx(0.5), pytest.approx(0.9))
-    assert (summary["accept_len_first"], summary["accept_len_last"]) == (pytest.approx(1.1), pytest.approx(4.0))
-    assert summary["tokens_per_s"] == pytest.approx(sum(4000 + 10 * step for step in range(30)) / 60.0)
+    assert (summary["accuracy_first"], summary["accuracy_last"]) == (
+        pytest.approx(0.5),
+        pytest.approx(0.9),
+    )
+    assert (summary["accept_len_first"], summary["accept_len_last"]) == (
+        pytest.approx(1.1),
+        pytest.approx(4.0),
+    )
+    assert summary["tokens_per_s"] == pytest.approx(
+        sum(4000 + 10 * step for step in range(30)) / 60.0
+    )
     assert (summary["policy_versions"], summary["drafter_versions"]) == (31, 4)
     assert (summary["gate_decisions"]["frozen"], summary["gate_decisions"]["kept"]) == (10, 20)
     assert summary["slot_wall_s"] == pytest.approx(2 * 30 * 4.0)
@@ -59,7 +67,13 @@ def test_figures_equal_those_the_run_was_made_with(history: RunHistory, spans: S
     assert summary["drafter_tokens"] == 30 * 2000
     assert summary["near_ties"] == 15
     assert (summary["trajectories_published"], summary["trajectories_lost"]) == (10, 1)
-    assert list(summary["pids"]) == ["coordinator", "gateway", "policy_trainer", "drafter_trainer", "redis"]
+    assert list(summary["pids"]) == [
+        "coordinator",
+        "gateway",
+        "policy_trainer",
+        "drafter_trainer",
+        "redis",
+    ]
     assert summary["trace_id"] == f"{1:032x}"
 
 
@@ -68,15 +82,25 @@ def test_what_was_not_measured_is_null(tmp_path: Path, history: RunHistory) -> N
     summary = summarize("demo-0-1", bare, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, {})
     write_summary(tmp_path / "summary.json", summary)
     read = json.loads((tmp_path / "summary.json").read_text())
-    assert (read["steps"], read["reward_first"], read["tokens_per_s"], read["accuracy_last"]) == (0, None, None, None)
+    assert (read["steps"], read["reward_first"], read["tokens_per_s"], read["accuracy_last"]) == (
+        0,
+        None,
+        None,
+        None,
+    )
 
 
-def test_start_policy_and_heldout_set_are_named_by_their_hash(tmp_path: Path, history: RunHistory) -> None:
+def test_start_policy_and_heldout_set_are_named_by_their_hash(
+    tmp_path: Path, history: RunHistory
+) -> None:
     model = tmp_path / "policy_start"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"weights")
     (tmp_path / "tasks_heldout.jsonl").write_bytes(b"tasks")
-    config = {"gateway": {"model": str(model)}, "coordinator": {"heldout_path": str(tmp_path / "tasks_heldout.jsonl")}}
+    config = {
+        "gateway": {"model": str(model)},
+        "coordinator": {"heldout_path": str(tmp_path / "tasks_heldout.jsonl")},
+    }
     summary = summarize("demo-0-1", history, LedgerCount(0, 0, {}, 0, 0), SpanReport(), {}, config)
     assert summary["sha256"] == {
         "policy_start/model.safetensors": hashlib.sha256(b"weights").hexdigest(),

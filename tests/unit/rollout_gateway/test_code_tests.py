@@ -60,19 +60,25 @@ async def test_the_score_is_the_share_of_tests_passed(rule: CodeTests) -> None:
 @pytest.mark.parametrize(
     "tests",
     [
-        "def check(candidate):\n    assert candidate(1, b=2) == 3\ncheck(add)",  # as HumanEval writes them
-        "import math\nprint('x' * 100_000)\ndef test_add():\n    assert math.isclose(add(0.1, 0.2), 0.3)",
+        # as HumanEval writes them
+        "def check(candidate):\n    assert candidate(1, b=2) == 3\ncheck(add)",
+        "import math\nprint('x' * 100_000)\ndef test_add():\n    assert math.isclose(add(0.1, "
+        "0.2), 0.3)",
         "for a in range(3):\n    assert add(a, a) == 2 * a",
-        "assert add((1,), (2,)) == (1, 2)\nassert add([{1}], [None]) == [{1}, None]\nassert add(b'a', b'b') == b'ab'",
+        "assert add((1,), (2,)) == (1, 2)\nassert add([{1}], [None]) == [{1}, None]\nassert "
+        "add(b'a', b'b') == b'ab'",
         "try:\n    add(1, '')\n    assert False\nexcept TypeError:\n    pass",
-        "x = add(10**500, 1)\nassert x == 10**500 + 1\nassert add(1j, 1) == 1 + 1j\nassert add(float('inf'), 1) > 10",
+        "x = add(10**500, 1)\nassert x == 10**500 + 1\nassert add(1j, 1) == 1 + 1j\nassert "
+        "add(float('inf'), 1) > 10",
     ],
 )
 async def test_tests_of_many_styles_pass(rule: CodeTests, tests: str) -> None:
     assert await rule.score(episode(ADD, tests=tests)) == 1.0
 
 
-async def test_objects_generators_and_changed_arguments_are_seen_by_the_tests(rule: CodeTests) -> None:
+async def test_objects_generators_and_changed_arguments_are_seen_by_the_tests(
+    rule: CodeTests,
+) -> None:
     code = """
 import math
 from dataclasses import dataclass
@@ -216,12 +222,16 @@ def add(a, b): return 3 * (got == 0) + 99
 
 @pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
 async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
-    tests = f"import heapq\nfrom statistics import mean\n{ADD_TESTS}assert abs(add(2, 2) - 4) < 1e-6\n"
+    tests = (
+        f"import heapq\nfrom statistics import mean\n{ADD_TESTS}assert abs(add(2, 2) - 4) < 1e-6\n"
+    )
     tests += "assert math.isclose(add(2, 5), 7)\nassert add(9, 9) > 100\nassert 8 in [add(4, 4)]"
     assert await rule.score(episode(code, tests=tests)) == 0.0
 
 
-async def test_a_name_of_python_means_pythons_own_unless_it_is_the_entry_point(rule: CodeTests) -> None:
+async def test_a_name_of_python_means_pythons_own_unless_it_is_the_entry_point(
+    rule: CodeTests,
+) -> None:
     own = "def pow(a, b):\n    return a ** b\ndef select(a):\n    return a"
     tests = "assert pow(2, 3) == 8\nassert select(1) == 1"
     assert await rule.score(episode(own, tests=tests, entry_point="pow")) == 1.0
@@ -248,7 +258,12 @@ async def test_programs_are_judged_by_what_they_print(rule: CodeTests) -> None:
 async def test_a_cut_response_is_scored_by_the_code_it_holds(rule: CodeTests) -> None:
     whole = f"```python\n{ADD}```\nand so"
     assert await rule.score(episode(whole, "length", tests=ADD_TESTS)) == 1.0
-    assert await rule.score(episode("```python\ndef add(a, b):\n    return (a", "length", tests=ADD_TESTS)) == 0.0
+    assert (
+        await rule.score(
+            episode("```python\ndef add(a, b):\n    return (a", "length", tests=ADD_TESTS)
+        )
+        == 0.0
+    )
     assert await rule.score(episode(whole, "error", tests=ADD_TESTS)) is None
 
 
@@ -271,7 +286,9 @@ async def test_a_task_without_usable_tests_leaves_the_sample_unscored(
     assert await rule.score(episode(ADD, **metadata)) is None
 
 
-async def test_a_sandbox_that_cannot_start_is_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sandbox_that_cannot_start_is_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(Unavailable, match="no directory could be made"):
         await CodeTests(Sandbox(SandboxConfig())).score(episode(ADD, tests=ADD_TESTS))

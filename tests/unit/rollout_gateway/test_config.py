@@ -52,7 +52,9 @@ def test_a_wrong_model_directory_is_one_clear_line(model: str) -> None:
 def test_a_broken_script_names_its_file(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text('{"arms": 3}')
-    config = GatewayConfig.model_validate({"model": str(DEMO), "engine": {"kind": "scripted", "script": str(path)}})
+    config = GatewayConfig.model_validate(
+        {"model": str(DEMO), "engine": {"kind": "scripted", "script": str(path)}}
+    )
     with pytest.raises(InvalidInput, match=r"script\.json"):
         engine_settings(config)
 
@@ -67,5 +69,7 @@ def test_layers_to_capture_reach_the_embedded_engine_and_no_other() -> None:
     keys = {"model": str(DEMO), "features": {"layers": [2, 6]}}
     assert engine_settings(GatewayConfig.model_validate(keys))["capture_inner"] == [2, 6]
     for kind in ("scripted", "sglang"):
-        with pytest.raises(ConfigError, match=rf"features\.layers; seen: {kind}; allowed: embedded"):
+        with pytest.raises(
+            ConfigError, match=rf"features\.layers; seen: {kind}; allowed: embedded"
+        ):
             engine_settings(GatewayConfig.model_validate(keys | {"engine": {"kind": kind}}))

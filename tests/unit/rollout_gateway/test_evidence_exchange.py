@@ -1,4 +1,6 @@
-"""What workers learn goes round: to each the sum of the others', of one version set only, and to a new one all."""
+"""What workers learn goes round: to each the sum of the others', of one version set only, and to a
+new one all.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,13 @@ evidences = st.builds(
         unique_by=lambda one: (one.family, one.batch_group),
     ).map(tuple),
     st.lists(
-        st.builds(CostEvidence, st.sampled_from(["off", "a"]), st.sampled_from([1, 5]), st.floats(-3, 3), numbers),
+        st.builds(
+            CostEvidence,
+            st.sampled_from(["off", "a"]),
+            st.sampled_from([1, 5]),
+            st.floats(-3, 3),
+            numbers,
+        ),
         max_size=4,
         unique_by=lambda one: (one.arm, one.batch_group),
     ).map(tuple),
@@ -116,13 +124,25 @@ def test_counts_add_up_and_factors_are_averaged_by_weight(parts: list[Evidence])
     whole = combine(parts)
     for one in whole.acceptance:
         same = [
-            p for part in parts for p in part.acceptance if (p.family, p.batch_group) == (one.family, one.batch_group)
+            p
+            for part in parts
+            for p in part.acceptance
+            if (p.family, p.batch_group) == (one.family, one.batch_group)
         ]
         for position, trials in enumerate(one.trials):
-            assert trials == pytest.approx(sum(p.trials[position] for p in same if position < len(p.trials)))
+            assert trials == pytest.approx(
+                sum(p.trials[position] for p in same if position < len(p.trials))
+            )
     for cost in whole.costs:
-        told = [c for part in parts for c in part.costs if (c.arm, c.batch_group) == (cost.arm, cost.batch_group)]
+        told = [
+            c
+            for part in parts
+            for c in part.costs
+            if (c.arm, c.batch_group) == (cost.arm, cost.batch_group)
+        ]
         weight = sum(c.weight for c in told)
         assert cost.weight == pytest.approx(weight)
         if weight > 1e-6 and len(told) > 1:
-            assert cost.log_factor == pytest.approx(sum(c.weight * c.log_factor for c in told) / weight, abs=1e-6)
+            assert cost.log_factor == pytest.approx(
+                sum(c.weight * c.log_factor for c in told) / weight, abs=1e-6
+            )

@@ -1,4 +1,6 @@
-"""Admission to the engine in virtual time: turns between keys, order within a key, limits, time-outs, cancellation."""
+"""Admission to the engine in virtual time: turns between keys, order within a key, limits,
+time-outs, cancellation.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class World:
-    """Requests over one queue: each waits in a task of its own and stays inside until it is let go."""
+    """Requests over one queue: each waits in a task of its own and stays inside until it is let
+    go.
+    """
 
     def __init__(self, config: QueueConfig, running: int = 1) -> None:
         self.loop = VirtualLoop()
@@ -152,9 +156,12 @@ def test_keys_take_turns_and_each_keeps_its_order(worlds: list[World]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason", "seen"), [({"limit": 2}, "QUEUE_FULL", "2"), ({"per_key": 2}, "KEY_QUEUE_FULL", "2")]
+    ("limits", "reason", "seen"),
+    [({"limit": 2}, "QUEUE_FULL", "2"), ({"per_key": 2}, "KEY_QUEUE_FULL", "2")],
 )
-def test_too_many_waiting_are_refused(worlds: list[World], limits: dict[str, int], reason: str, seen: str) -> None:
+def test_too_many_waiting_are_refused(
+    worlds: list[World], limits: dict[str, int], reason: str, seen: str
+) -> None:
     world = make(worlds, **limits)
     inside, *_ = [world.come("a") for _ in range(3)]
     refused = world.come("a")
@@ -201,7 +208,9 @@ def test_the_alarm_of_one_who_left_wakes_the_next_in_time(worlds: list[World]) -
 
 
 @pytest.mark.parametrize("cancel_first", [True, False])
-def test_a_place_granted_to_a_cancelled_request_goes_on(worlds: list[World], cancel_first: bool) -> None:
+def test_a_place_granted_to_a_cancelled_request_goes_on(
+    worlds: list[World], cancel_first: bool
+) -> None:
     world = make(worlds)
     inside, second, third = (world.come("a") for _ in range(3))
     world.leave_and_cancel(inside, second, cancel_first=cancel_first)
@@ -255,7 +264,9 @@ def test_a_refusal_says_when_those_before_will_have_entered(
     assert error.retry_after_s == pytest.approx(advice_s)
 
 
-def test_the_advice_to_one_key_counts_its_own_line_and_the_turns_of_others(worlds: list[World]) -> None:
+def test_the_advice_to_one_key_counts_its_own_line_and_the_turns_of_others(
+    worlds: list[World],
+) -> None:
     world = make(worlds, per_key=3, wait_s=1000)
     world.come("a")
     for key in "abbb":

@@ -17,7 +17,9 @@ def chunk(start: int, tokens: list[int], *, last: bool = False) -> pb.TokenChunk
         request_id=1,
         token_ids=tokens,
         behavior_logprobs=[float(-token) for token in tokens],
-        version_spans=[tpb.VersionSpan(start=start, end=start + len(tokens), policy_version=0)] if tokens else [],
+        version_spans=[tpb.VersionSpan(start=start, end=start + len(tokens), policy_version=0)]
+        if tokens
+        else [],
         finish_reason=tpb.FINISH_REASON_STOP if last else tpb.FINISH_REASON_UNSPECIFIED,
     )
 
@@ -47,7 +49,9 @@ def test_a_repeated_request_continues_where_the_reader_stands(
         generation.accept(piece)
     assert list(generation.whole.token_ids) == tokens
     assert list(generation.whole.behavior_logprobs) == [float(-token) for token in tokens]
-    covered = [index for span in generation.whole.version_spans for index in range(span.start, span.end)]
+    covered = [
+        index for span in generation.whole.version_spans for index in range(span.start, span.end)
+    ]
     assert covered == list(range(len(tokens)))
     assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP
 

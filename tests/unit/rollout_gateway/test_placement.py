@@ -47,7 +47,9 @@ def test_the_next_turn_goes_where_its_cache_is() -> None:
 
 
 @pytest.mark.parametrize("others", [(0,), (5,), (0, 4, 2)])
-def test_a_worker_with_much_more_than_the_others_loses_its_sessions(others: tuple[int, ...]) -> None:
+def test_a_worker_with_much_more_than_the_others_loses_its_sessions(
+    others: tuple[int, ...],
+) -> None:
     most = int(STICKY_FACTOR * sum(others) / len(others)) + STICKY_SLACK
     assert choose(slots(most, *others), 0).index == 0
     moved = choose(slots(most + 1, *others), 0)
@@ -79,7 +81,9 @@ def test_requests_wait_at_a_starting_worker_when_none_serves() -> None:
 
 
 @given(
-    places=st.lists(st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), min_size=1, max_size=5),
+    places=st.lists(
+        st.tuples(st.integers(0, 12), st.booleans(), st.booleans()), min_size=1, max_size=5
+    ),
     prefer=st.none() | st.integers(0, 5),
 )
 def test_the_chosen_place_is_always_the_best_kind_there_is(
@@ -97,7 +101,9 @@ def test_the_chosen_place_is_always_the_best_kind_there_is(
     chosen = choose(made, prefer)
     assert rank(chosen) == min(map(rank, made))
     if chosen.index != prefer:
-        assert len(chosen.live) == min(len(slot.live) for slot in made if rank(slot) == rank(chosen))
+        assert len(chosen.live) == min(
+            len(slot.live) for slot in made if rank(slot) == rank(chosen)
+        )
 
 
 def test_a_place_is_idle_from_the_end_of_its_last_request() -> None:

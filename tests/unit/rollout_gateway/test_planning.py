@@ -1,4 +1,6 @@
-"""A request becomes plans: which session and turn it extends, what its answers may be, and with which seeds."""
+"""A request becomes plans: which session and turn it extends, what its answers may be, and with
+which seeds.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from chat_models import CHATML, MODELS, byte_level, codec_of, vocab_size
 from dialogue_engine import Desk, Saying, done, sampling
 from session_turns import session
 
-from paceline.errors import FailedPrecondition, InvalidInput, ResourceExhausted, TrainabilityError, Unavailable
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidInput,
+    ResourceExhausted,
+    TrainabilityError,
+    Unavailable,
+)
 from rollout_gateway.calls import Call, Plan, generation_seed
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
 from rollout_gateway.planning import Caller
@@ -32,10 +40,14 @@ def saying(text: str, finish: str = "stop") -> Saying:
     return Saying((*CODEC.encode_piece(text), MODEL.end_id), finish)
 
 
-def chat(desk: Desk, where: Session | None, *messages: Message, count: int = 1, **change: Any) -> list[Plan]:
+def chat(
+    desk: Desk, where: Session | None, *messages: Message, count: int = 1, **change: Any
+) -> list[Plan]:
     asked = {key: change.pop(key) for key in ("tools", "tool_choice", "prefill") if key in change}
     request = ChatRequest(messages, **asked)
-    return desk.planner.chat(Caller(where), request, sampling(**change), count=count, completion_id=desk.name)
+    return desk.planner.chat(
+        Caller(where), request, sampling(**change), count=count, completion_id=desk.name
+    )
 
 
 def text_of(plan: Plan) -> str:
@@ -48,7 +60,9 @@ def test_generations_of_a_session_draw_with_seeds_of_their_own(desk: Desk, base:
         where = session(about=Assignment("run", seed=base))
         found = [plan.sampling.seed for plan in chat(desk, where, USER, count=2)]
         (alone,) = chat(desk, where, USER)
-        plans = desk.planner.completions(Caller(where), ["a", "b"], sampling(), count=2, completion_id="x")
+        plans = desk.planner.completions(
+            Caller(where), ["a", "b"], sampling(), count=2, completion_id="x"
+        )
         return [*found, alone.sampling.seed, *(plan.sampling.seed for plan in plans)]
 
     first = seeds()
@@ -80,11 +94,15 @@ def test_every_choice_has_a_name_of_its_own(desk: Desk) -> None:
 def test_a_named_tool_is_what_the_answer_begins_with(desk: Desk) -> None:
     choice = ToolChoice("named", "look")
     (plan,) = chat(desk, session(), USER, tools=TOOLS, tool_choice=choice)
-    assert text_of(plan).endswith('<|im_start|>assistant\n<tool_call>\n{"name": "look", "arguments":')
+    assert text_of(plan).endswith(
+        '<|im_start|>assistant\n<tool_call>\n{"name": "look", "arguments":'
+    )
     piece = desk.answer(plan, saying(' {"word": "über"}}\n</tool_call>'))
     assert piece.message is not None
     assert piece.finish == "tool_calls"
-    ((name, arguments),) = [(call.name, json.loads(call.arguments)) for call in piece.message.tool_calls]
+    ((name, arguments),) = [
+        (call.name, json.loads(call.arguments)) for call in piece.message.tool_calls
+    ]
     assert (name, arguments) == ("look", {"word": "über"})
 
 
@@ -96,7 +114,9 @@ def test_a_required_tool_is_the_models_choice(desk: Desk) -> None:
 def test_with_choice_none_no_tool_is_offered_or_read(desk: Desk) -> None:
     (plan,) = chat(desk, session(), USER, tools=TOOLS, tool_choice=ToolChoice("none"))
     assert "look" not in text_of(plan)
-    piece = desk.answer(plan, saying('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'))
+    piece = desk.answer(
+        plan, saying('<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>')
+    )
     assert piece.message is not None
     assert piece.message.tool_calls == ()
     assert piece.finish == "stop"
@@ -104,9 +124,15 @@ def test_with_choice_none_no_tool_is_offered_or_read(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     ("tools", "choice"),
-    [(TOOLS, ToolChoice("named", "sub")), ((), ToolChoice("required")), ((), ToolChoice("named", "add"))],
+    [
+        (TOOLS, ToolChoice("named", "sub")),
+        ((), ToolChoice("required")),
+        ((), ToolChoice("named", "add")),
+    ],
 )
-def test_a_choice_among_no_tools_is_refused(desk: Desk, tools: tuple[Any, ...], choice: ToolChoice) -> None:
+def test_a_choice_among_no_tools_is_refused(
+    desk: Desk, tools: tuple[Any, ...], choice: ToolChoice
+) -> None:
     with pytest.raises(InvalidInput, match="tool_choice names no tool"):
         chat(desk, session(), USER, tools=tools, tool_choice=choice)
 
@@ -114,7 +140,13 @@ def test_a_choice_among_no_tools_is_refused(desk: Desk, tools: tuple[Any, ...], 
 def test_a_call_cannot_be_forced_where_the_template_spells_none() -> None:
     plain = MODELS[0]
     with pytest.raises(InvalidInput, match="shows no tool format"):
-        chat(Desk(plain.codec, plain.vocab_size), session(), USER, tools=TOOLS, tool_choice=ToolChoice("required"))
+        chat(
+            Desk(plain.codec, plain.vocab_size),
+            session(),
+            USER,
+            tools=TOOLS,
+            tool_choice=ToolChoice("required"),
+        )
 
 
 def test_a_prefill_begins_the_answer_and_the_history_that_follows(desk: Desk) -> None:
@@ -127,7 +159,9 @@ def test_a_prefill_begins_the_answer_and_the_history_that_follows(desk: Desk) ->
     (after,) = chat(desk, where, USER, Message("assistant", "It is 42"), USER)
     assert after.parent is where.tree.turns[0]
     assert (
-        text_of(after) == text_of(plan) + " 42<|im_end|>\n<|im_start|>user\n12+30=<|im_end|>\n<|im_start|>assistant\n"
+        text_of(after)
+        == text_of(plan)
+        + " 42<|im_end|>\n<|im_start|>user\n12+30=<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -160,7 +194,9 @@ def test_a_prompt_that_opens_thinking_is_led_out_of_it_for_a_prefill(thinking: D
     codec = thinking.engine.codec
     (plan,) = chat(thinking, None, USER, prefill="It is")
     assert codec.decode_all(plan.prompt).endswith("assistant\n<think>\n\n</think>\n\nIt is")
-    assert thinking.answer(plan, Saying(codec.encode_piece(" 42"))).message == Message("assistant", "It is 42")
+    assert thinking.answer(plan, Saying(codec.encode_piece(" 42"))).message == Message(
+        "assistant", "It is 42"
+    )
     (thought,) = chat(thinking, None, USER)
     said = thinking.answer(thought, Saying(codec.encode_piece("hm\n</think>\n\n42"))).message
     assert said == Message("assistant", "42", reasoning="hm")
@@ -198,7 +234,9 @@ def test_a_session_to_be_trained_refuses_what_cannot_be(desk: Desk) -> None:
     assert where.generations == 0
 
 
-def test_a_caller_without_session_is_answered_with_any_sampling_and_then_not_trained(desk: Desk) -> None:
+def test_a_caller_without_session_is_answered_with_any_sampling_and_then_not_trained(
+    desk: Desk,
+) -> None:
     (plan,) = chat(desk, None, USER, top_p=0.5)
     assert plan.session is not None
     assert plan.session.assignment == Assignment(desk.config.run.id, implicit=True, trainable=False)
@@ -208,7 +246,9 @@ def test_a_caller_without_session_is_answered_with_any_sampling_and_then_not_tra
     assert trained.session is not plan.session
 
 
-def test_an_implicit_session_goes_on_in_one_of_its_own_when_the_sampling_cannot_be_trained(desk: Desk) -> None:
+def test_an_implicit_session_goes_on_in_one_of_its_own_when_the_sampling_cannot_be_trained(
+    desk: Desk,
+) -> None:
     (first,) = chat(desk, None, USER)
     desk.answer(first, saying("42"))
     talk = (USER, Message("assistant", "42"), USER)
@@ -279,13 +319,22 @@ def test_text_that_goes_on_extends_the_tokens_that_were_said(desk: Desk) -> None
     where = session()
 
     def planned(prompt: str | list[int]) -> Plan:
-        (plan,) = desk.planner.completions(Caller(where), [prompt], sampling(), count=1, completion_id=desk.name)
+        (plan,) = desk.planner.completions(
+            Caller(where), [prompt], sampling(), count=1, completion_id=desk.name
+        )
         return plan
 
     first = planned("12+30=")
-    odd = tuple(CODEC.encode_piece(one)[0] for one in "42")  # other tokens than the tokenizer's for the same text
+    odd = tuple(
+        CODEC.encode_piece(one)[0] for one in "42"
+    )  # other tokens than the tokenizer's for the same text
     desk.answer(first, Saying((*odd, MODEL.end_id)))
-    assert planned("12+30=42!").prompt == (*first.prompt, *odd, MODEL.end_id, *CODEC.encode_piece("!"))
+    assert planned("12+30=42!").prompt == (
+        *first.prompt,
+        *odd,
+        MODEL.end_id,
+        *CODEC.encode_piece("!"),
+    )
     assert planned("12+31=42!").parent is None
     ids = [*first.prompt, *odd, MODEL.end_id, 5]
     assert (planned(ids).parent, list(planned(ids).prompt)) == (where.tree.turns[0], ids)
@@ -294,7 +343,9 @@ def test_text_that_goes_on_extends_the_tokens_that_were_said(desk: Desk) -> None
 
 @pytest.mark.parametrize("finish", ["error", "stop"])
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_generation_ends_once_in_its_session_however_it_ends(desk: Desk, finish: str, breaks: bool) -> None:
+def test_a_generation_ends_once_in_its_session_however_it_ends(
+    desk: Desk, finish: str, breaks: bool
+) -> None:
     where = session()
     (plan,) = chat(desk, where, USER)
     if breaks:

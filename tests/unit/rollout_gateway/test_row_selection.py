@@ -88,7 +88,9 @@ def test_a_draft_whose_parent_is_gone_falls_with_its_children() -> None:
 
 
 def test_a_row_of_the_sequence_never_stands_in_for_a_lost_draft_of_its_position() -> None:
-    whole = np.concatenate([rows(0, 1, 2), drafts((2, 1), (3, 2))])  # a sibling of token 2 and its child
+    whole = np.concatenate(
+        [rows(0, 1, 2), drafts((2, 1), (3, 2))]
+    )  # a sibling of token 2 and its child
     assert hung(whole) == ([90, 91], [1, 3])
     assert hung(np.delete(whole, 3)) == ([], [])
 

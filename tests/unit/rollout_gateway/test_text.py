@@ -94,9 +94,13 @@ def test_a_model_without_a_template_has_no_conversations() -> None:
         codec_of(byte_level([])).encode_chat(chat("7"))
 
 
-@pytest.mark.parametrize("encode", [CODEC.encode, CODEC.encode_piece, lambda text: CODEC.encode_chat(chat(text))])
+@pytest.mark.parametrize(
+    "encode", [CODEC.encode, CODEC.encode_piece, lambda text: CODEC.encode_chat(chat(text))]
+)
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
-def test_half_a_surrogate_pair_is_refused(encode: Callable[[str], tuple[int, ...]], text: str) -> None:
+def test_half_a_surrogate_pair_is_refused(
+    encode: Callable[[str], tuple[int, ...]], text: str
+) -> None:
     with pytest.raises(InvalidInput, match="UTF-8"):
         encode(text)
 
@@ -161,11 +165,14 @@ def test_lengths_left_in_a_tokenizer_file_cut_nothing() -> None:
 
 def test_what_follows_a_message_begins_behind_the_end_that_was_said() -> None:
     codec = codec_of(
-        byte_level(["<|end|>"]), chat_template="{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}"
+        byte_level(["<|end|>"]),
+        chat_template="{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}",
     )
     request = ChatRequest((Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
     (end,) = codec.encode_piece("<|end|>")
-    after = {said: codec.encode_after(request, 1, said) for said in [(65, end), (65,), (), (end, 65)]}
+    after = {
+        said: codec.encode_after(request, 1, said) for said in [(65, end), (65,), (), (end, 65)]
+    }
     assert [None if ids is None else codec.decode_all(ids) for ids in after.values()] == [
         "\nc<|end|>\n",
         "<|end|>\nc<|end|>\n",

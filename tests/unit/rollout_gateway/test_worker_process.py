@@ -32,10 +32,14 @@ def _traced() -> Iterator[None]:
 
 
 async def test_a_command_carries_the_trace_of_the_span_that_sent_it(tmp_path: Path) -> None:
-    process = WorkerProcess(WorkerSpec(worker_index=0, kind="scripted"), None, tmp_path, lambda *_: None)
+    process = WorkerProcess(
+        WorkerSpec(worker_index=0, kind="scripted"), None, tmp_path, lambda *_: None
+    )
     wire = Wire()
     process._socket = wire  # type: ignore[assignment]
-    enqueue = pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=[pb.EngineRequest(request_id=4)]))
+    enqueue = pb.WorkerCommand(
+        enqueue=pb.EnqueueRequests(requests=[pb.EngineRequest(request_id=4)])
+    )
     with telemetry.span("engine.request"):
         trace_id, carrier = telemetry.current_trace_id(), telemetry.inject()
         process.send(enqueue)

@@ -61,7 +61,15 @@ def test_seen_and_allowed_keep_absent_apart_from_empty() -> None:
 
 @pytest.mark.parametrize("cls", [errors.ResourceExhausted, errors.Unavailable])
 @pytest.mark.parametrize(
-    ("said", "heard"), [(7.25, 7.25), (0.0, 0.0), (None, 1.0), (-3.0, 0.0), (float("inf"), 3600.0), (float("nan"), 1.0)]
+    ("said", "heard"),
+    [
+        (7.25, 7.25),
+        (0.0, 0.0),
+        (None, 1.0),
+        (-3.0, 0.0),
+        (float("inf"), 3600.0),
+        (float("nan"), 1.0),
+    ],
 )
 def test_an_error_that_passes_says_when_to_come_again(
     cls: type[PacelineError], said: float | None, heard: float
@@ -83,7 +91,9 @@ def test_an_error_that_stays_does_not_ask_for_another_try() -> None:
 def foreign(*details: Any) -> grpc.aio.AioRpcError:
     status = Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=details)
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
-    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="busy")
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), trailing, details="busy"
+    )
 
 
 @pytest.mark.parametrize(("seconds", "heard"), [(3, 3.0), (-(10**11), 0.0), (10**11, 3600.0)])
@@ -95,7 +105,9 @@ def test_a_foreign_servers_retry_info_is_heard_within_bounds(seconds: int, heard
 
 
 def test_a_broken_detail_does_not_hide_the_next_one() -> None:
-    broken = Any(type_url=f"type.googleapis.com/{ErrorInfo.DESCRIPTOR.full_name}", value=b"\xff\xff")
+    broken = Any(
+        type_url=f"type.googleapis.com/{ErrorInfo.DESCRIPTOR.full_name}", value=b"\xff\xff"
+    )
     whole = Any()
     whole.Pack(RetryInfo(retry_delay=Duration(nanos=500_000_000)))
     assert error_from_rpc(foreign(broken, whole)).retry_after_s == 0.5
@@ -127,7 +139,9 @@ def test_a_long_error_fits_into_the_headers() -> None:
         (grpc.StatusCode.CANCELLED, errors.Unavailable),
     ],
 )
-def test_errors_of_grpc_itself_get_the_class_of_their_code(code: grpc.StatusCode, cls: type[PacelineError]) -> None:
+def test_errors_of_grpc_itself_get_the_class_of_their_code(
+    code: grpc.StatusCode, cls: type[PacelineError]
+) -> None:
     error = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone")
     back = error_from_rpc(error)
     assert (type(back), back.message) == (cls, "gone")
@@ -137,12 +151,17 @@ def test_every_code_has_a_class() -> None:
     for code in grpc.StatusCode:
         if code is not grpc.StatusCode.OK:
             error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata()))
-    assert {code_of(cls("x")) for cls in OURS} <= set(grpc.StatusCode) - {grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN}
+    assert {code_of(cls("x")) for cls in OURS} <= set(grpc.StatusCode) - {
+        grpc.StatusCode.OK,
+        grpc.StatusCode.UNKNOWN,
+    }
 
 
 def test_broken_details_leave_the_code() -> None:
     trailing = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
-    error = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), trailing, details="nothing there")
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), trailing, details="nothing there"
+    )
     assert type(error_from_rpc(error)) is errors.NotFound
 
 
@@ -175,16 +194,25 @@ def test_fencing_remembers_a_bounded_number_of_runs() -> None:
     assert guard.highest("r999") == 1
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:0", "localhost:7", "[::1]:5", "unix:/tmp/x.sock"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "127.9.9.9:0", "localhost:7", "[::1]:5", "unix:/tmp/x.sock"]
+)
 def test_loopback_needs_no_security(address: str) -> None:
     assert is_loopback(address)
     check_security(address, SecurityConfig())
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:7", "example.org:7", "localhost.example.org:7"])
-def test_beyond_loopback_token_and_tls_are_demanded(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:7", "example.org:7", "localhost.example.org:7"]
+)
+def test_beyond_loopback_token_and_tls_are_demanded(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PACELINE_TOKEN", raising=False)
-    with pytest.raises(ConfigError, match=r"missing: a token in \$PACELINE_TOKEN, security.tls_cert .*security.tls_ca"):
+    with pytest.raises(
+        ConfigError,
+        match=r"missing: a token in \$PACELINE_TOKEN, security.tls_cert .*security.tls_ca",
+    ):
         check_security(address, SecurityConfig())
     check_security(address, SecurityConfig(allow_insecure=True))
     monkeypatch.setenv("PACELINE_TOKEN", "t")
@@ -199,7 +227,8 @@ def test_a_certificate_without_its_key_is_refused_everywhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"]
+    "given",
+    [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"],
 )
 def test_only_the_right_token_passes(given: str | bytes | None) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -214,7 +243,13 @@ MALLOC = "from paceline.rpc import set_malloc_thresholds; print(set_malloc_thres
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
-@pytest.mark.parametrize(("environment", "set_here"), [({}, "True"), ({"MALLOC_ARENA_MAX": "2"}, "False")])
-def test_malloc_thresholds_are_set_unless_the_environment_did(environment: dict[str, str], set_here: str) -> None:
-    run = subprocess.run([sys.executable, "-c", MALLOC], env=environment, capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize(
+    ("environment", "set_here"), [({}, "True"), ({"MALLOC_ARENA_MAX": "2"}, "False")]
+)
+def test_malloc_thresholds_are_set_unless_the_environment_did(
+    environment: dict[str, str], set_here: str
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", MALLOC], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (run.returncode, run.stdout.strip()) == (0, set_here)

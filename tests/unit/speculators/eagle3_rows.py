@@ -1,4 +1,6 @@
-"""Random EAGLE-3 drafters and rows, and the network in float64 numpy as the paper describes it, one row at a time."""
+"""Random EAGLE-3 drafters and rows, and the network in float64 numpy as the paper describes it, one
+row at a time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ TARGET = ModelConfig(
     rope=RopeConfig(theta=100.0),
 )
 LAYERS = "1,2,4,5,last"
-"""More states than the drafter reads (2, 4, 5 of 8 layers), so that columns must be found by name."""
+"""More states than the drafter reads (2, 4, 5 of 8 layers), so that columns must be found by name.
+"""
 
 
 def rough_net(target: ModelConfig = TARGET, **options: object) -> Eagle3Net:
@@ -48,7 +51,11 @@ def rough_net(target: ModelConfig = TARGET, **options: object) -> Eagle3Net:
 
 
 def row_of(
-    states: Tensor, tokens: Tensor, valid: Tensor | None = None, layers: str = LAYERS, hidden: int = TARGET.hidden_size
+    states: Tensor,
+    tokens: Tensor,
+    valid: Tensor | None = None,
+    layers: str = LAYERS,
+    hidden: int = TARGET.hidden_size,
 ) -> PackedRow:
     """One document: states [T + 1, W] of tokens int64 [T + 2]."""
     count = len(tokens) - 2
@@ -69,7 +76,9 @@ def row_of(
 def document(length: int, seed: int) -> PackedRow:
     """A random document of `length` positions; about a third are no drafting targets."""
     generator = torch.Generator().manual_seed(seed)
-    states = torch.randn(length + 1, TARGET.hidden_size * len(LAYERS.split(",")), generator=generator)
+    states = torch.randn(
+        length + 1, TARGET.hidden_size * len(LAYERS.split(",")), generator=generator
+    )
     tokens = torch.randint(0, TARGET.vocab_size, (length + 2,), generator=generator)
     return row_of(states, tokens, torch.rand(length, generator=generator) < 0.7)
 
@@ -84,7 +93,10 @@ def packed(rows: Sequence[PackedRow]) -> PackedRow:
         draft_tokens=torch.cat([row.draft_tokens for row in rows]),
         positions=torch.cat([row.positions for row in rows]),
         parents=torch.cat(
-            [torch.where(row.parents < 0, -1, row.parents + start) for row, start in zip(rows, starts, strict=False)]
+            [
+                torch.where(row.parents < 0, -1, row.parents + start)
+                for row, start in zip(rows, starts, strict=False)
+            ]
         ),
         documents=torch.cat([torch.full((len(row),), number) for number, row in enumerate(rows)]),
         valid=torch.cat([row.valid for row in rows]),
@@ -95,7 +107,10 @@ def packed(rows: Sequence[PackedRow]) -> PackedRow:
 
 def arrays(net: Eagle3Net) -> dict[str, Array]:
     """Its weights and the target's in float64."""
-    named = {name: value.detach() for name, value in net.state_dict().items()} | {"embed": net.embed, "head": net.head}
+    named = {name: value.detach() for name, value in net.state_dict().items()} | {
+        "embed": net.embed,
+        "head": net.head,
+    }
     return {name: value.double().numpy() for name, value in named.items()}
 
 
@@ -103,7 +118,9 @@ def inner_of(row: PackedRow) -> Array:
     """The states entering layers 2, 4 and 5, [T, 3 H], of a row with LAYERS."""
     h = TARGET.hidden_size
     states = row.states.double().numpy()
-    return np.concatenate([states[:, h : 2 * h], states[:, 2 * h : 3 * h], states[:, 3 * h : 4 * h]], axis=1)
+    return np.concatenate(
+        [states[:, h : 2 * h], states[:, 2 * h : 3 * h], states[:, 3 * h : 4 * h]], axis=1
+    )
 
 
 def softmax(x: Array) -> Array:
@@ -117,7 +134,9 @@ def _norm(x: Array, weight: Array) -> Array:
 
 
 def _rotated(x: Array, position: int) -> Array:
-    """One head; numbers j and j + d/2 are a complex number that turns by position * theta^(-2j/d)."""
+    """One head; numbers j and j + d/2 are a complex number that turns by position *
+    theta^(-2j/d).
+    """
     half = len(x) // 2
     turn = np.exp(1j * position * TARGET.rope.theta ** (-np.arange(half) / half))
     turned = (x[:half] + 1j * x[half:]) * turn
@@ -125,9 +144,15 @@ def _rotated(x: Array, position: int) -> Array:
 
 
 def last_output(
-    w: dict[str, Array], g: list[Array], tokens: Sequence[int], positions: Sequence[int], norm_first: bool
+    w: dict[str, Array],
+    g: list[Array],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    norm_first: bool,
 ) -> Array:
-    """The layer's output before the final norm at the last of the rows (feature g, token, position)."""
+    """The layer's output before the final norm at the last of the rows (feature g, token,
+    position).
+    """
     dim, heads, group = TARGET.head_dim, TARGET.num_heads, TARGET.num_heads // TARGET.num_kv_heads
     p = "midlayer."
     keys, values = [], []
@@ -142,17 +167,27 @@ def last_output(
     for head in range(heads):
         turned, kv = _rotated(q[head], positions[-1]), head // group
         weights = softmax(np.array([turned @ key[kv] for key in keys]) / np.sqrt(dim))
-        attended.append(sum(weight * value[kv] for weight, value in zip(weights, values, strict=True)))
-    h = (normed if norm_first else g[-1]) + w[p + "self_attn.o_proj.weight"] @ np.concatenate(attended)
+        attended.append(
+            sum(weight * value[kv] for weight, value in zip(weights, values, strict=True))
+        )
+    h = (normed if norm_first else g[-1]) + w[p + "self_attn.o_proj.weight"] @ np.concatenate(
+        attended
+    )
     y = _norm(h, w[p + "post_attention_layernorm.weight"])
     gate, up = w[p + "mlp.gate_proj.weight"] @ y, w[p + "mlp.up_proj.weight"] @ y
     return np.asarray(h + w[p + "mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
 
 
 def chain_from(
-    w: dict[str, Array], inner: Array, next_tokens: Sequence[int], t: int, steps: int, norm_first: bool = False
+    w: dict[str, Array],
+    inner: Array,
+    next_tokens: Sequence[int],
+    t: int,
+    steps: int,
+    norm_first: bool = False,
 ) -> list[Array]:
-    """Logits by draft id of a chain from row t of one document, while its true tokens last: a causal decoder's rows.
+    """Logits by draft id of a chain from row t of one document, while its true tokens last: a
+    causal decoder's rows.
 
     Rows 0 .. t come from true states; each step adds a row of its own output, one position on.
     """

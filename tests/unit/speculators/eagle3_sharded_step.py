@@ -1,4 +1,6 @@
-"""One rank of the equality test: an optimiser step over four rows, its weights written by rank 0."""
+"""One rank of the equality test: an optimiser step over four rows, its weights written by rank
+0.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def drafter() -> Eagle3Net:
 
 def step_rows() -> list[PackedRow]:
     """What is learned from in one step, over all ranks."""
-    return [packed([document(4 + row + part, 7 * row + part) for part in range(3)]) for row in range(ROWS)]
+    return [
+        packed([document(4 + row + part, 7 * row + part) for part in range(3)])
+        for row in range(ROWS)
+    ]
 
 
 def main(out: Path) -> None:
@@ -43,7 +48,10 @@ def main(out: Path) -> None:
         learner.micro_step(row, head)
     learner.load_state(learner.state())
     weights = learner.snapshot().state_dict()
-    moments = {f"exp_avg.{n}": one["exp_avg"].full_tensor() for n, one in learner.state()["optimizer"]["state"].items()}
+    moments = {
+        f"exp_avg.{n}": one["exp_avg"].full_tensor()
+        for n, one in learner.state()["optimizer"]["state"].items()
+    }
     if rank == 0:
         save_file({**weights, **moments}, out)
     dist.barrier()
@@ -52,6 +60,7 @@ def main(out: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort the process.
+    # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
+    # the process.
     sys.stdout.flush()
     os._exit(0)

@@ -36,20 +36,26 @@ def grown(rows: int, seed: int, shape: DraftShape) -> tuple[Drafts, int]:
             ]
             for row in range(rows)
         ]
-        return torch.tensor([[shares(row, path, seed) for path in beams[row]] for row in range(rows)]).log()
+        return torch.tensor(
+            [[shares(row, path, seed) for path in beams[row]] for row in range(rows)]
+        ).log()
 
     first = torch.tensor([shares(row, (), seed) for row in range(rows)]).log()
     return grow_tree(first, expand, shape), expanded
 
 
 def naive(row: int, seed: int, shape: DraftShape) -> dict[Path, float]:
-    """EAGLE-2's candidates by paths: the `topk` best of each level are expanded by `topk` children each."""
+    """EAGLE-2's candidates by paths: the `topk` best of each level are expanded by `topk` children
+    each.
+    """
     beam: dict[Path, float] = {(): 1.0}
     seen: dict[Path, float] = {}
     for _ in range(shape.steps):
         children: dict[Path, float] = {}
         for path, score in beam.items():
-            likeliest = sorted(enumerate(shares(row, path, seed)), key=lambda one: -one[1])[: shape.topk]
+            likeliest = sorted(enumerate(shares(row, path, seed)), key=lambda one: -one[1])[
+                : shape.topk
+            ]
             children |= {(*path, token): score * share for token, share in likeliest}
         seen |= children
         beam = dict(sorted(children.items(), key=lambda one: -one[1])[: shape.topk])
@@ -59,7 +65,9 @@ def naive(row: int, seed: int, shape: DraftShape) -> dict[Path, float]:
 def paths_of(drafts: Drafts, row: int) -> list[Path]:
     assert drafts.parents is not None
     paths: list[Path] = [()]
-    for token, parent in zip(drafts.tokens[row].tolist(), drafts.parents[row].tolist(), strict=True):
+    for token, parent in zip(
+        drafts.tokens[row].tolist(), drafts.parents[row].tolist(), strict=True
+    ):
         assert parent < len(paths)
         paths.append((*paths[parent], token))
     return paths[1:]
@@ -73,7 +81,9 @@ def paths_of(drafts: Drafts, row: int) -> list[Path]:
     topk=st.integers(2, 4),
     nodes=st.integers(1, 20),
 )
-def test_the_tree_is_the_one_a_search_over_paths_finds(seed: int, rows: int, steps: int, topk: int, nodes: int) -> None:
+def test_the_tree_is_the_one_a_search_over_paths_finds(
+    seed: int, rows: int, steps: int, topk: int, nodes: int
+) -> None:
     shape = DraftShape(steps, topk, min(nodes, topk + (steps - 1) * topk**2))
     drafts, _ = grown(rows, seed, shape)
     for row in range(rows):
@@ -82,7 +92,9 @@ def test_the_tree_is_the_one_a_search_over_paths_finds(seed: int, rows: int, ste
         assert len(set(paths)) == len(paths) == len(expected)
         worst = min(expected.values())
         for path, score in zip(paths, drafts.scores[row].tolist(), strict=True):
-            true = math.prod(shares(row, path[:depth], seed)[path[depth]] for depth in range(len(path)))
+            true = math.prod(
+                shares(row, path[:depth], seed)[path[depth]] for depth in range(len(path))
+            )
             assert abs(score - true) < 1e-4 * true + 1e-6
             # A path that the search did not keep may only tie with its worst one.
             assert path in expected or abs(true - worst) < 1e-3 * worst

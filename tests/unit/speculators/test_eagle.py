@@ -34,7 +34,9 @@ def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
 
 def rows(seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 97, (batch, 64), generator=generator), torch.randn(batch, 64, 48, generator=generator)
+    return torch.randint(0, 97, (batch, 64), generator=generator), torch.randn(
+        batch, 64, 48, generator=generator
+    )
 
 
 def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
@@ -58,7 +60,9 @@ def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("fc_bias", [False, True])
-def test_engine_drafts_what_the_trainers_chain_predicts(family: str, fc_bias: bool, tmp_path: Path) -> None:
+def test_engine_drafts_what_the_trainers_chain_predicts(
+    family: str, fc_bias: bool, tmp_path: Path
+) -> None:
     save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
     net = rough_net(weights, fc_bias=fc_bias)
@@ -68,14 +72,17 @@ def test_engine_drafts_what_the_trainers_chain_predicts(family: str, fc_bias: bo
     known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
     known[1:3], states[1:3] = tokens, hidden
     with torch.inference_mode():
-        # First at a short length, then after a pause in which the sequences grew by different amounts.
+        # First at a short length, then after a pause in which the sequences grew by different
+        # amounts.
         drafter.propose(DraftBatch([1, 2], [5, 9], known, states), DraftShape(4))
         lengths = [TOKENS, TOKENS - 7]
         drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(5)).tokens
         for row, n in enumerate(lengths):
             sequence = torch.cat((tokens[row, :n], drafts[row]))[None]
             positions = torch.arange(n + 4)[None]
-            chain = chain_features(net, hidden[row : row + 1, : n + 4], sequence[:, 1:], positions, 5)
+            chain = chain_features(
+                net, hidden[row : row + 1, : n + 4], sequence[:, 1:], positions, 5
+            )
             expected = [int(net.logits(features)[0, n - 2].argmax()) for features in chain]
             assert drafts[row].tolist() == expected
 
@@ -105,15 +112,23 @@ def test_every_node_of_a_tree_scores_as_its_path_alone(family: str, tmp_path: Pa
             count = n - 1 + len(path)
             with torch.no_grad():
                 chain = chain_features(
-                    net, hidden[row : row + 1, :count], sequence[:, 1:], torch.arange(count)[None], len(path)
+                    net,
+                    hidden[row : row + 1, :count],
+                    sequence[:, 1:],
+                    torch.arange(count)[None],
+                    len(path),
                 )
-                steps = [torch.log_softmax(net.logits(features)[0, n - 2], dim=-1) for features in chain]
+                steps = [
+                    torch.log_softmax(net.logits(features)[0, n - 2], dim=-1) for features in chain
+                ]
             expected = sum(float(step[token]) for step, token in zip(steps, path, strict=True))
             assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -> None:
-    """Oracle: one plain forward over true rows followed by the chain's own rows, for one starting row."""
+    """Oracle: one plain forward over true rows followed by the chain's own rows, for one starting
+    row.
+    """
     save_random(tmp_path, "qwen3")
     net = rough_net(load_model(tmp_path, dtype=torch.float32))
     tokens, hidden = rows(batch=1)
@@ -140,7 +155,9 @@ def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
         packed = chain_features(net, hidden[:, :30], tokens[:, 1:31], positions, 3, mask[None])
         alone = chain_features(net, hidden[:, 12:30], tokens[:, 13:31], torch.arange(18)[None], 3)
     for step in range(3):
-        torch.testing.assert_close(packed[step][:, 12 : 30 - step], alone[step][:, : 18 - step], atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            packed[step][:, 12 : 30 - step], alone[step][:, : 18 - step], atol=1e-5, rtol=0
+        )
 
 
 def test_the_targets_tensors_are_neither_trained_nor_exported(tmp_path: Path) -> None:
@@ -149,7 +166,9 @@ def test_the_targets_tensors_are_neither_trained_nor_exported(tmp_path: Path) ->
     names = set(net.export_tensors())
     assert "fc.weight" in names
     assert "layers.0.self_attn.q_proj.weight" in names
-    assert not {name for name in names if "embed" in name or "head" in name or "input_layernorm" in name}
+    assert not {
+        name for name in names if "embed" in name or "head" in name or "input_layernorm" in name
+    }
     assert {name for name, _ in net.named_parameters()} == names
 
 
@@ -185,4 +204,7 @@ def test_gradients_reach_every_weight_through_the_chain(tmp_path: Path) -> None:
     tokens, hidden = rows()
     chain = chain_features(net, hidden[:, :20], tokens[:, 1:21], torch.arange(20).expand(2, -1), 2)
     chain[1].square().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in net.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in net.parameters()
+    )

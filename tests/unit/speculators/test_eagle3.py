@@ -39,7 +39,9 @@ def position_loss(p: Array, logits: Array, ids: Array, kind: str) -> tuple[float
     return float(w * (taught * np.log(taught / q)).sum() + (1 - w) * (1 - alpha)), alpha
 
 
-def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, Any]) -> dict[str, float]:
+def formula(
+    w: dict[str, Array], rows: list[PackedRow], options: dict[str, Any]
+) -> dict[str, float]:
     """Sums of the training-time test over documents, one position and one step at a time."""
     ids = (w["d2t"] + np.arange(len(w["d2t"]))).astype(int)
     terms = {f"loss_{i}": 0.0 for i in range(STEPS)} | {"loss": 0.0, "correct": 0.0, "alpha": 0.0}
@@ -47,7 +49,9 @@ def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, Any])
         tokens, inner = row.next_tokens.tolist(), inner_of(row)
         teachers = [softmax(w["head"] @ state) for state in row.next_states.double().numpy()]
         for t in range(len(row)):
-            chain = chain_from(w, inner, tokens, t, STEPS, bool(options.get("norm_before_residual")))
+            chain = chain_from(
+                w, inner, tokens, t, STEPS, bool(options.get("norm_before_residual"))
+            )
             for i, logits in enumerate(chain):
                 p = teachers[t + i]
                 if not row.valid[t + i] or p.argmax() not in ids:
@@ -71,7 +75,9 @@ def formula(w: dict[str, Array], rows: list[PackedRow], options: dict[str, Any])
         {"draft_vocab_size": 21, "loss": "lk_hybrid"},
     ],
 )
-def test_loss_is_the_papers_training_time_test_over_packed_documents(options: dict[str, Any]) -> None:
+def test_loss_is_the_papers_training_time_test_over_packed_documents(
+    options: dict[str, Any],
+) -> None:
     net = rough_net(ttt_steps=STEPS, **options)
     rows = [document(9, 1), document(2, 2), document(11, 3)]
     loss, positions, terms = net(packed(rows))
@@ -132,7 +138,10 @@ def gradients(net: Eagle3Net, rows: list[PackedRow]) -> dict[str, torch.Tensor]:
 
 
 def smallest_gap(net: Eagle3Net, row: PackedRow, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Between p and q of min(p, q), in logarithms; infinite for losses without. At a tie the gradient jumps."""
+    """Between p and q of min(p, q), in logarithms; infinite for losses without.
+
+    At a tie the gradient jumps.
+    """
     gaps: list[float] = []
     plain = torch.minimum
 
@@ -147,9 +156,13 @@ def smallest_gap(net: Eagle3Net, row: PackedRow, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("loss", ["soft_ce", "lk_alpha", "lk_hybrid"])
-def test_packed_documents_learn_as_separate_ones(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_documents_learn_as_separate_ones(
+    loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = rough_net(loss=loss, draft_vocab_size=21)
-    drawn = ([document(9, seed), document(1, seed + 1), document(13, seed + 2)] for seed in range(1, 100))
+    drawn = (
+        [document(9, seed), document(1, seed + 1), document(13, seed + 2)] for seed in range(1, 100)
+    )
     rows = next(rows for rows in drawn if smallest_gap(net, packed(rows), monkeypatch) > TIE)
     with torch.no_grad():
         together, apart = net(packed(rows)), [net(row) for row in rows]
@@ -158,7 +171,9 @@ def test_packed_documents_learn_as_separate_ones(loss: str, monkeypatch: pytest.
         assert float(value) == pytest.approx(sum(float(one.terms[name]) for one in apart), rel=1e-5)
     of_packed, of_separate = gradients(net, [packed(rows)]), gradients(net, rows)
     for name, gradient in of_separate.items():
-        torch.testing.assert_close(of_packed[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(
+            of_packed[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max())
+        )
 
 
 def changed(net: Eagle3Net, row: PackedRow, other: PackedRow) -> list[set[int]]:
@@ -191,7 +206,9 @@ def test_a_token_or_state_changes_no_earlier_prediction_and_no_neighbour() -> No
 
 
 def test_a_rejected_branch_learns_its_own_draft_and_changes_no_other() -> None:
-    """A branch of one rejected draft under position 4: it has states and a target, and nothing after it."""
+    """A branch of one rejected draft under position 4: it has states and a target, and nothing
+    after it.
+    """
     net, main = rough_net(draft_vocab_size=21), document(8, 1)
     extra = document(1, 9)
     branch = replace(
@@ -238,6 +255,8 @@ def test_rows_without_the_inner_states_are_refused_by_name() -> None:
 def test_columns_are_found_by_name_in_any_order_of_states() -> None:
     net, row = rough_net(), document(6, 1)
     one, two, four, five, last = row.states.chunk(5, dim=1)
-    shuffled = replace(row, states=torch.cat((five, one, four, two, last), dim=1), layers="5,1,4,2,last")
+    shuffled = replace(
+        row, states=torch.cat((five, one, four, two, last), dim=1), layers="5,1,4,2,last"
+    )
     assert torch.equal(net.inner_states(row), torch.cat((two, four, five), dim=1))
     assert torch.equal(net.inner_states(shuffled), net.inner_states(row))

@@ -1,4 +1,6 @@
-"""EAGLE-3 checkpoints: names of SGLang's loader, strict refusals, the draft vocabulary and the inner states."""
+"""EAGLE-3 checkpoints: names of SGLang's loader, strict refusals, the draft vocabulary and the
+inner states.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ SGLANG_NAMES = {
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
-    "options", [{}, {"draft_vocab_size": 21, "inner_layers": (1, 3, 7), "norm_before_residual": True}]
+    "options",
+    [{}, {"draft_vocab_size": 21, "inner_layers": (1, 3, 7), "norm_before_residual": True}],
 )
 def test_a_read_checkpoint_predicts_what_the_saved_one_did(
     family: str, options: dict[str, object], tmp_path: Path
@@ -64,7 +67,9 @@ def test_a_read_checkpoint_predicts_what_the_saved_one_did(
     assert raw["draft_vocab_size"] == len(net.d2t)
     assert raw["max_position_embeddings"] == target.max_position_embeddings
     # Their ids name the layer that a state leaves.
-    assert [left + 1 for left in raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]] == list(net.inner)
+    assert [left + 1 for left in raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]] == list(
+        net.inner
+    )
 
 
 def test_a_file_holds_the_names_and_dtypes_that_sglang_reads(tmp_path: Path) -> None:
@@ -74,7 +79,9 @@ def test_a_file_holds_the_names_and_dtypes_that_sglang_reads(tmp_path: Path) -> 
     assert tensors.keys() == SGLANG_NAMES
     assert tensors["d2t"].dtype == torch.int64
     assert tensors["t2d"].dtype == torch.bool
-    assert {t.dtype for name, t in tensors.items() if name not in ("d2t", "t2d")} == {torch.bfloat16}
+    assert {t.dtype for name, t in tensors.items() if name not in ("d2t", "t2d")} == {
+        torch.bfloat16
+    }
     token_ids = tensors["d2t"] + torch.arange(21)
     assert token_ids.tolist() == tensors["t2d"].nonzero()[:, 0].tolist() == net.token_ids.tolist()
     assert {name for name, _ in net.named_parameters()} == SGLANG_NAMES - {"d2t", "t2d"}
@@ -82,9 +89,14 @@ def test_a_file_holds_the_names_and_dtypes_that_sglang_reads(tmp_path: Path) -> 
 
 def test_copies_of_embed_tokens_and_vllms_name_of_the_layer_are_read() -> None:
     net = rough_net()
-    tensors = {name.replace("midlayer.", "layers.0."): value for name, value in net.export_tensors().items()}
+    tensors = {
+        name.replace("midlayer.", "layers.0."): value
+        for name, value in net.export_tensors().items()
+    }
     again = net.twin()
-    again.load_tensors(tensors | {"embed_tokens.weight": torch.zeros(TARGET.vocab_size, TARGET.hidden_size)})
+    again.load_tensors(
+        tensors | {"embed_tokens.weight": torch.zeros(TARGET.vocab_size, TARGET.hidden_size)}
+    )
     for name, value in net.export_tensors().items():
         assert torch.equal(again.export_tensors()[name], value)
 
@@ -102,18 +114,33 @@ def _moved(place: int, by: int) -> Callable[[Tensor], Tensor]:
 
 
 BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "missing weight": (_without("midlayer.hidden_norm.weight"), r"midlayer\.hidden_norm\.weight is missing"),
+    "missing weight": (
+        _without("midlayer.hidden_norm.weight"),
+        r"midlayer\.hidden_norm\.weight is missing",
+    ),
     "missing map": (_without("t2d"), "t2d is missing"),
-    "extra": (lambda tensors: tensors.update({"midlayer.extra": torch.ones(1)}), r"midlayer\.extra is not part"),
+    "extra": (
+        lambda tensors: tensors.update({"midlayer.extra": torch.ones(1)}),
+        r"midlayer\.extra is not part",
+    ),
     "misshapen": (_with("fc.weight", lambda t: t[:, :-1]), r"fc\.weight has a wrong shape"),
-    "another head": (_with("lm_head.weight", lambda t: t[:-1]), r"lm_head\.weight has a wrong shape"),
+    "another head": (
+        _with("lm_head.weight", lambda t: t[:-1]),
+        r"lm_head\.weight has a wrong shape",
+    ),
     "not finite": (_with("norm.weight", lambda t: t / 0), "not finite"),
-    "weights as integers": (_with("norm.weight", lambda t: t.long()), r"norm\.weight has a wrong dtype"),
+    "weights as integers": (
+        _with("norm.weight", lambda t: t.long()),
+        r"norm\.weight has a wrong dtype",
+    ),
     "offsets as floats": (_with("d2t", lambda t: t.float()), "d2t has a wrong dtype"),
     "mask as integers": (_with("t2d", lambda t: t.long()), "t2d has a wrong dtype"),
     "beyond the vocabulary": (_with("d2t", _moved(20, 40)), "outside the vocabulary"),
     "below the vocabulary": (_with("d2t", _moved(0, -40)), "outside the vocabulary"),
-    "a token twice": (_with("d2t", lambda t: torch.cat((t[:1], t[:1] - 1, t[2:]))), "not ascending"),
+    "a token twice": (
+        _with("d2t", lambda t: torch.cat((t[:1], t[:1] - 1, t[2:]))),
+        "not ascending",
+    ),
     "another mask": (_with("t2d", lambda t: ~t), "t2d and d2t name other tokens"),
 }
 
@@ -125,7 +152,10 @@ def test_a_broken_file_is_refused_by_the_name_of_the_tensor(case: str, tmp_path:
     tensors = load_file(tmp_path / "model.safetensors")
     change, message = BROKEN[case]
     change(tensors)
-    save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
     with pytest.raises(WeightsError, match=message) as refused:
         Eagle3Net.read(tmp_path, TARGET)
     assert str(tmp_path) in refused.value.message
@@ -158,7 +188,9 @@ def test_a_network_with_a_broken_map_exports_nothing() -> None:
         ("eagle_config", [1], "eagle_config"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_by_its_key(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_by_its_key(
+    key: str, value: Any, message: str, tmp_path: Path
+) -> None:
     rough_net().save(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
@@ -187,12 +219,16 @@ def test_a_config_without_layer_ids_means_sglangs_usual_ones(tmp_path: Path) -> 
         (32, (2, 16, 29)),
     ],
 )
-def test_the_usual_inner_states_are_sglangs_or_the_nearest(layers: int, expected: tuple[int, ...]) -> None:
+def test_the_usual_inner_states_are_sglangs_or_the_nearest(
+    layers: int, expected: tuple[int, ...]
+) -> None:
     assert inner_layers(layers) == expected
 
 
 @pytest.mark.parametrize("chosen", [(1, 2), (0, 1, 2), (1, 2, 8), (3, 2, 1), (2, 2, 3)])
-def test_inner_layers_that_are_no_three_layers_of_the_target_are_refused(chosen: tuple[int, ...]) -> None:
+def test_inner_layers_that_are_no_three_layers_of_the_target_are_refused(
+    chosen: tuple[int, ...],
+) -> None:
     with pytest.raises(ConfigError, match="inner"):
         rough_net(inner_layers=chosen)
 
@@ -204,7 +240,9 @@ def test_a_target_of_three_layers_is_too_shallow() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
-def test_frequent_tokens_are_the_most_counted_of_lowest_id_in_order(counts: list[int], data: st.DataObject) -> None:
+def test_frequent_tokens_are_the_most_counted_of_lowest_id_in_order(
+    counts: list[int], data: st.DataObject
+) -> None:
     size = data.draw(st.integers(1, len(counts)))
     expected = sorted(sorted(range(len(counts)), key=lambda token: (-counts[token], token))[:size])
     assert frequent_tokens(torch.tensor(counts), size).tolist() == expected

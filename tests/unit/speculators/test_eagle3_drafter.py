@@ -1,4 +1,6 @@
-"""The engine's EAGLE-3 drafter drafts what the trainer's network predicts; the oracle is `chain_logits`."""
+"""The engine's EAGLE-3 drafter drafts what the trainer's network predicts; the oracle is
+`chain_logits`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def known_batch() -> DraftBatch:
     return DraftBatch([1, 2], LENGTHS, tokens, states)
 
 
-def predicted(net: Eagle3Net, batch: DraftBatch, row: int, drafts: list[int], steps: int) -> list[Tensor]:
+def predicted(
+    net: Eagle3Net, batch: DraftBatch, row: int, drafts: list[int], steps: int
+) -> list[Tensor]:
     """Logits [V] of drafts 1 .. steps of one sequence, whose true continuation `drafts` is."""
     slot, n = batch.slots[row], batch.lengths[row]
     tokens = torch.cat((batch.token_ids[slot, :n], torch.tensor([*drafts, 0])))
@@ -70,7 +74,9 @@ def predicted(net: Eagle3Net, batch: DraftBatch, row: int, drafts: list[int], st
 @pytest.mark.parametrize("family", ["llama", "llama3-scaled", "llama-tied", "qwen2", "qwen3"])
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 41, "norm_before_residual": True}])
 @torch.inference_mode()
-def test_engine_drafts_what_the_chain_predicts(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_engine_drafts_what_the_chain_predicts(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     weights = target_of(tmp_path, family)
     net = rough_net(weights, **options)
     drafter = served(weights, net, tmp_path / "drafter")
@@ -88,7 +94,9 @@ def test_engine_drafts_what_the_chain_predicts(family: str, options: dict[str, A
 
 @pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 41}])
 @torch.inference_mode()
-def test_every_node_of_a_tree_scores_as_its_path_alone(options: dict[str, Any], tmp_path: Path) -> None:
+def test_every_node_of_a_tree_scores_as_its_path_alone(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     weights = target_of(tmp_path, "qwen3")
     net = rough_net(weights, **options)
     drafter = served(weights, net, tmp_path / "drafter")
@@ -105,8 +113,12 @@ def test_every_node_of_a_tree_scores_as_its_path_alone(options: dict[str, Any], 
             while above:
                 path.insert(0, tokens[above - 1])
                 above = parents[above - 1]
-            steps = [logits.log_softmax(-1) for logits in predicted(net, batch, row, path, len(path))]
-            expected = sum((float(step[token]) for step, token in zip(steps, path, strict=True)), start=0.0)
+            steps = [
+                logits.log_softmax(-1) for logits in predicted(net, batch, row, path, len(path))
+            ]
+            expected = sum(
+                (float(step[token]) for step, token in zip(steps, path, strict=True)), start=0.0
+            )
             assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
 
 
@@ -163,7 +175,9 @@ def test_a_new_version_and_a_new_target_are_served_after_the_commit(tmp_path: Pa
 
 
 @torch.inference_mode()
-def test_a_version_may_have_another_draft_vocabulary_and_other_states_if_its_config_says_so(tmp_path: Path) -> None:
+def test_a_version_may_have_another_draft_vocabulary_and_other_states_if_its_config_says_so(
+    tmp_path: Path,
+) -> None:
     weights, batch = target_of(tmp_path), known_batch()
     drafter = served(weights, rough_net(weights, draft_vocab_size=41), tmp_path / "drafter")
     other = rough_net(weights, inner_layers=(1, 4, 5))
@@ -173,7 +187,9 @@ def test_a_version_may_have_another_draft_vocabulary_and_other_states_if_its_con
         drafter.free(slot)
     drafts = drafter.propose(batch, DraftShape(3)).tokens.tolist()
     for row in range(2):
-        assert drafts[row] == [int(logits.argmax()) for logits in predicted(other, batch, row, drafts[row], 3)]
+        assert drafts[row] == [
+            int(logits.argmax()) for logits in predicted(other, batch, row, drafts[row], 3)
+        ]
     (tmp_path / "drafter" / "config.json").unlink()
     with pytest.raises(WeightsError, match=r"wrong shape"):
         drafter.load_state(tmp_path / "drafter")
@@ -185,7 +201,9 @@ def test_a_version_that_the_engine_cannot_draft_with_is_refused(tmp_path: Path) 
     rough_net(weights, inner_layers=(1, 4, 7)).save(tmp_path / "states")
     with pytest.raises(DataLoss, match="reads: 7;"):
         drafter.load_state(tmp_path / "states")
-    heads = Eagle3Net(replace(drafter.load_state(tmp_path / "drafter").config, num_kv_heads=4), (2, 4, 5))
+    heads = Eagle3Net(
+        replace(drafter.load_state(tmp_path / "drafter").config, num_kv_heads=4), (2, 4, 5)
+    )
     heads.save(tmp_path / "heads")
     with pytest.raises(WeightsError, match="attention is not the serving one's"):
         drafter.load_state(tmp_path / "heads")

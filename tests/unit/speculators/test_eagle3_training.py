@@ -1,4 +1,6 @@
-"""EAGLE-3 learns a target whose next state is a known function of state and token, if its rows are aligned."""
+"""EAGLE-3 learns a target whose next state is a known function of state and token, if its rows are
+aligned.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def one_thread() -> Iterator[None]:
 
 
 def random_text(policy: ToyPolicy, seed: int) -> PackedRow:
-    """A document of random tokens, so that no state tells the next one; inner states are rotations of the last."""
+    """A document of random tokens, so that no state tells the next one; inner states are rotations
+    of the last.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (LENGTH + 2,), generator=generator)
     hidden = [torch.tanh(torch.randn(HIDDEN, generator=generator))]
@@ -42,12 +46,17 @@ def random_text(policy: ToyPolicy, seed: int) -> PackedRow:
     states, fixed = torch.stack(hidden), torch.Generator().manual_seed(9)
     turns = [torch.linalg.qr(torch.randn(HIDDEN, HIDDEN, generator=fixed)).Q for _ in range(3)]
     return row_of(
-        torch.cat([*(states @ turn for turn in turns), states], dim=1), tokens, layers="1,2,3,last", hidden=HIDDEN
+        torch.cat([*(states @ turn for turn in turns), states], dim=1),
+        tokens,
+        layers="1,2,3,last",
+        hidden=HIDDEN,
     )
 
 
 def excess(net: Eagle3Net, row: PackedRow, step: int) -> float:
-    """Mean KL of draft `step` from the target over the documents: zero for a drafter that has learned it all."""
+    """Mean KL of draft `step` from the target over the documents: zero for a drafter that has
+    learned it all.
+    """
     there, inside = row.ahead(step)
     log_p = (row.next_states[there] @ net.head.T).log_softmax(-1)
     with torch.no_grad():
@@ -56,11 +65,16 @@ def excess(net: Eagle3Net, row: PackedRow, step: int) -> float:
 
 
 def trained(shift: int) -> tuple[float, float]:
-    """KL of the first and the second draft on new documents, after training on tokens moved by `shift`."""
+    """KL of the first and the second draft on new documents, after training on tokens moved by
+    `shift`.
+    """
     policy, steps = toy_policy(), 120
     net = Eagle3Net.fresh(DEEP, Eagle3Options(ttt_steps=2), 0)
     net.bind(policy.embed, policy.head)
-    rows = [moved(packed([random_text(policy, 24 * n + m) for m in range(24)]), shift) for n in range(40)]
+    rows = [
+        moved(packed([random_text(policy, 24 * n + m) for m in range(24)]), shift)
+        for n in range(40)
+    ]
     optimizer = torch.optim.Adam(net.parameters(), betas=(0.9, 0.98))
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 0.02 * min(1, (step + 1) / 20) * (1 - step / steps)
@@ -74,7 +88,11 @@ def trained(shift: int) -> tuple[float, float]:
 def moved(row: PackedRow, shift: int) -> PackedRow:
     """The tokens a drafter reads, moved by some places; targets stay."""
     tokens = row.next_tokens.roll(shift)
-    return replace(row, next_tokens=tokens, draft_tokens=torch.where(row.positions < LENGTH - 1, tokens.roll(-1), -1))
+    return replace(
+        row,
+        next_tokens=tokens,
+        draft_tokens=torch.where(row.positions < LENGTH - 1, tokens.roll(-1), -1),
+    )
 
 
 def test_only_the_right_alignment_learns_the_target() -> None:
@@ -86,8 +104,15 @@ def test_only_the_right_alignment_learns_the_target() -> None:
 
 
 def stepped(out: Path, ranks: int) -> dict[str, torch.Tensor]:
-    """Weights after one optimiser step of `ranks` real gloo processes, with first moments as `exp_avg.*`."""
-    shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    """Weights after one optimiser step of `ranks` real gloo processes, with first moments as
+    `exp_avg.*`.
+    """
+    shared = {
+        "WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": 1,
+    }
     environment = {**os.environ, **{name: str(value) for name, value in shared.items()}}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     script = [sys.executable, str(Path(__file__).parent / "eagle3_sharded_step.py"), str(out)]
@@ -113,7 +138,9 @@ def test_two_ranks_step_as_plain_torch_does(tmp_path: Path) -> None:
     objectives = [net(row) for row in step_rows()]
     (sum(one.loss for one in objectives) / sum(one.positions for one in objectives)).backward()
     start = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
-    torch.optim.AdamW(net.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay).step()
+    torch.optim.AdamW(
+        net.parameters(), lr=CONFIG.lr, betas=CONFIG.betas, weight_decay=CONFIG.weight_decay
+    ).step()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
         assert relative(two[name], parameter.detach()) < 1e-5, name

@@ -9,7 +9,9 @@ import torch
 from paceline.speculators.losses import DraftLoss, draft_losses, eagle_loss, teacher_of
 
 
-def formula(f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: float, b: float) -> float:
+def formula(
+    f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: float, b: float
+) -> float:
     """One position and one number at a time, float64."""
     total = 0.0
     for t in np.flatnonzero(valid):
@@ -21,7 +23,9 @@ def formula(f: np.ndarray, h: np.ndarray, w: np.ndarray, valid: np.ndarray, a: f
 
 
 @pytest.mark.parametrize(("feature_weight", "token_weight"), [(1.0, 0.1), (0.0, 1.0), (0.5, 0.0)])
-def test_loss_and_gradient_are_those_of_the_formula(feature_weight: float, token_weight: float) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(
+    feature_weight: float, token_weight: float
+) -> None:
     draw = np.random.default_rng(0)
     f, h, w = draw.normal(0, 2, (9, 5)), draw.normal(0, 2, (9, 5)), draw.normal(0, 1, (7, 5))
     valid = np.array([1, 0, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
@@ -47,7 +51,9 @@ def test_loss_and_gradient_are_those_of_the_formula(feature_weight: float, token
 
 def test_a_micro_batch_without_valid_positions_costs_nothing() -> None:
     predicted = torch.zeros(3, 4, requires_grad=True)
-    sums = eagle_loss(predicted, torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.bool))
+    sums = eagle_loss(
+        predicted, torch.ones(3, 4), torch.ones(5, 4), torch.zeros(3, dtype=torch.bool)
+    )
     sums.loss.backward()
     assert (float(sums.loss.detach()), int(sums.positions)) == (0.0, 0)
     assert predicted.grad is not None
@@ -55,7 +61,9 @@ def test_a_micro_batch_without_valid_positions_costs_nothing() -> None:
 
 
 def draft_formula(x: np.ndarray, p: np.ndarray, kind: str, weight: float | None = None) -> float:
-    """One position, float64: p the target's probabilities of the draftable tokens, x the drafter's logits of them."""
+    """One position, float64: p the target's probabilities of the draftable tokens, x the drafter's
+    logits of them.
+    """
     q = np.exp(x) / np.exp(x).sum()
     taught, alpha = p / p.sum(), sum(min(a, b) for a, b in zip(p, q, strict=True))
     if kind == "soft_ce":
@@ -69,7 +77,11 @@ def draft_formula(x: np.ndarray, p: np.ndarray, kind: str, weight: float | None 
 @pytest.mark.parametrize("kind", ["soft_ce", "lk_alpha", "lk_hybrid"])
 def test_draft_losses_and_their_gradients_are_those_of_the_formulas(kind: DraftLoss) -> None:
     draw = np.random.default_rng(1)
-    states, head, x = draw.normal(0, 1, (6, 5)), draw.normal(0, 1, (9, 5)), draw.normal(0, 2, (6, 4))
+    states, head, x = (
+        draw.normal(0, 1, (6, 5)),
+        draw.normal(0, 1, (9, 5)),
+        draw.normal(0, 2, (6, 4)),
+    )
     t2d = np.isin(np.arange(9), [1, 3, 4, 8])
     teacher = teacher_of(torch.tensor(states), torch.tensor(head), torch.tensor(t2d))
     logits = torch.tensor(x, requires_grad=True)
@@ -85,8 +97,13 @@ def test_draft_losses_and_their_gradients_are_those_of_the_formulas(kind: DraftL
         assert float(losses[t].detach()) == pytest.approx(draft_formula(x[t], p, kind), rel=5e-6)
         for v in range(4):
             # lk_hybrid's weight has no gradient.
-            around = [draft_formula(x[t] + s * np.eye(4)[v], p, kind, np.exp(-3 * alpha)) for s in (1e-6, -1e-6)]
-            assert float(logits.grad[t, v]) == pytest.approx((around[0] - around[1]) / 2e-6, rel=1e-3, abs=1e-5)
+            around = [
+                draft_formula(x[t] + s * np.eye(4)[v], p, kind, np.exp(-3 * alpha))
+                for s in (1e-6, -1e-6)
+            ]
+            assert float(logits.grad[t, v]) == pytest.approx(
+                (around[0] - around[1]) / 2e-6, rel=1e-3, abs=1e-5
+            )
 
 
 def test_mass_outside_the_draft_vocabulary_is_rejected_but_not_taught() -> None:
@@ -98,12 +115,16 @@ def test_mass_outside_the_draft_vocabulary_is_rejected_but_not_taught() -> None:
     loss, alpha = draft_losses(perfect, teacher.log_p, "soft_ce")
     assert float(loss[0]) == pytest.approx(entropy, rel=1e-5)
     assert float(alpha[0]) == pytest.approx(0.7, rel=1e-5)
-    assert float(draft_losses(perfect, teacher.log_p, "lk_alpha")[0]) == pytest.approx(-np.log(0.7), rel=1e-5)
+    assert float(draft_losses(perfect, teacher.log_p, "lk_alpha")[0]) == pytest.approx(
+        -np.log(0.7), rel=1e-5
+    )
 
 
 def test_an_acceptance_too_small_for_a_float_still_has_a_loss_and_a_gradient() -> None:
     logits = torch.tensor([[0.0, 300.0]], requires_grad=True)
-    teacher = teacher_of(torch.tensor([[300.0, 0.0]]), torch.eye(2), torch.ones(2, dtype=torch.bool))
+    teacher = teacher_of(
+        torch.tensor([[300.0, 0.0]]), torch.eye(2), torch.ones(2, dtype=torch.bool)
+    )
     loss, _ = draft_losses(logits, teacher.log_p, "lk_alpha")
     loss.sum().backward()
     assert float(loss[0].detach()) == pytest.approx(300 - np.log(2), rel=1e-4)

@@ -1,4 +1,6 @@
-"""ArcticLSTMSpeculator against its formula in float64, and its checkpoint against what Arctic's loader names."""
+"""ArcticLSTMSpeculator against its formula in float64, and its checkpoint against what Arctic's
+loader names.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,15 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def expected_logits(net: LstmNet, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-    """The cell on one position in float64, gate by gate: h_t [H] and the tokens t + 1, t + 2, ..."""
+    """The cell on one position in float64, gate by gate: h_t [H] and the tokens t + 1, t + 2,
+    ...
+    """
     tensors = {name: tensor.double() for name, tensor in net.export_tensors().items()}
     if net.options.tie_lstm_embs:
-        tensors |= {f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"] for gate in ("input", "cell", "output")}
+        tensors |= {
+            f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"]
+            for gate in ("input", "cell", "output")
+        }
     state_weight: float = 0.5 ** (0.5 / net.options.n_predict)
     ratio: float = math.sqrt((1 - state_weight**2) * (net.width / 2)) / state_weight
 
@@ -75,7 +82,9 @@ def expected_logits(net: LstmNet, hidden: Tensor, tokens: list[int]) -> list[Ten
         state = state / (state.square().mean() + 1e-6).sqrt() / math.sqrt(2)
     logits = []
     for step, token in enumerate(tokens):
-        forget, take, out = (gate(kind, state, step, token).sigmoid() for kind in ("forget", "input", "output"))
+        forget, take, out = (
+            gate(kind, state, step, token).sigmoid() for kind in ("forget", "input", "output")
+        )
         memory = forget * memory + take * gelu(norm("cell", gate("cell", state, step, token)))
         state = out * gelu(norm("state", memory))
         logits.append(tensors["head.0.weight"] @ state)
@@ -85,13 +94,17 @@ def expected_logits(net: LstmNet, hidden: Tensor, tokens: list[int]) -> list[Ten
 @pytest.mark.parametrize("tie_lstm_embs", [False, True])
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("inner_dim", [0, 12])
-def test_the_chain_is_the_gated_cell_with_gelu(tie_lstm_embs: bool, scale_input: bool, inner_dim: int) -> None:
+def test_the_chain_is_the_gated_cell_with_gelu(
+    tie_lstm_embs: bool, scale_input: bool, inner_dim: int
+) -> None:
     net = rough_net(tie_lstm_embs=tie_lstm_embs, scale_input=scale_input, inner_dim=inner_dim)
     one = sample(14, 0)
     with torch.no_grad():
         chain = net.chain_logits(pack([one], window=512), HEADS)
     for t in range(14 - 2 - HEADS):
-        expected = expected_logits(net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist())
+        expected = expected_logits(
+            net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist()
+        )
         for got, logits in zip(chain, expected, strict=True):
             torch.testing.assert_close(got[t].double(), logits, atol=1e-4, rtol=1e-4)
 
@@ -122,7 +135,9 @@ def test_names_and_shapes_are_those_of_the_loader() -> None:
         "state_ln.0.bias": (12,),
         "head.0.weight": (23, 12),
     }
-    assert {name: tuple(tensor.shape) for name, tensor in rough_net().export_tensors().items()} == shared
+    assert {
+        name: tuple(tensor.shape) for name, tensor in rough_net().export_tensors().items()
+    } == shared
     apart = rough_net(tie_lstm_embs=False).export_tensors()
     assert {name: tuple(tensor.shape) for name, tensor in apart.items()} == {
         **shared,
@@ -136,10 +151,15 @@ def test_names_and_shapes_are_those_of_the_loader() -> None:
 def test_a_checkpoint_survives_the_round_trip(tie_lstm_embs: bool, tmp_path: Path) -> None:
     net = rough_net(tie_lstm_embs=tie_lstm_embs)
     net.save(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == {**CONFIG, "tie_lstm_embs": tie_lstm_embs}
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        **CONFIG,
+        "tie_lstm_embs": tie_lstm_embs,
+    }
     again, row = read_drafter(tmp_path, TARGET), pack([sample(14, 0)], window=512)
     assert isinstance(again, LstmNet)
-    for got, expected in zip(again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True):
+    for got, expected in zip(
+        again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -147,7 +167,10 @@ def test_tied_tensors_under_all_their_names_are_read_if_they_agree() -> None:
     net, again = rough_net(), rough_net().twin()
     stored = net.export_tensors()
     written = stored | {f"head.{i}.weight": stored["head.0.weight"] for i in range(HEADS)}
-    written |= {f"{gate}_emb.0.weight": stored["forget_emb.0.weight"].clone() for gate in ("input", "cell", "output")}
+    written |= {
+        f"{gate}_emb.0.weight": stored["forget_emb.0.weight"].clone()
+        for gate in ("input", "cell", "output")
+    }
     again.load_tensors({f"speculator.{name}": tensor for name, tensor in written.items()})
     assert all(torch.equal(tensor, stored[name]) for name, tensor in again.export_tensors().items())
     with pytest.raises(WeightsError, match=r"cell_emb\.0\.weight is tied to forget_emb"):
@@ -190,7 +213,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: Tensor |
         ("emb_dim", 0),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_by_key(key: str, value: object, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_by_key(
+    key: str, value: object, tmp_path: Path
+) -> None:
     rough_net().save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
     with pytest.raises(InvalidInput, match=key):
@@ -199,7 +224,9 @@ def test_a_config_that_does_not_fit_is_refused_by_key(key: str, value: object, t
 
 def test_widths_as_numbers_are_read_as_well(tmp_path: Path) -> None:
     rough_net().save(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "inner_dim": 12, "proj_dim": 12, "emb_dim": 12}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "inner_dim": 12, "proj_dim": 12, "emb_dim": 12})
+    )
     assert LstmNet.read(tmp_path, TARGET).width == 12
 
 

@@ -1,4 +1,6 @@
-"""MLPSpeculator against its formula in float64, and its checkpoint against what vLLM's loader names."""
+"""MLPSpeculator against its formula in float64, and its checkpoint against what vLLM's loader
+names.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def rough_net(**options: object) -> MlpNet:
 
 
 def expected_logits(net: MlpNet, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
-    """The paper's recurrence on one position in float64: h_t [H] and the tokens t + 1, t + 2, ..."""
+    """The paper's recurrence on one position in float64: h_t [H] and the tokens t + 1, t + 2,
+    ...
+    """
     tensors = {name: tensor.double() for name, tensor in net.export_tensors().items()}
     tied, heads = net.options.tie_weights, net.options.n_predict
     state_weight: float = 0.5 ** (0.5 / heads)
@@ -54,7 +58,10 @@ def expected_logits(net: MlpNet, hidden: Tensor, tokens: list[int]) -> list[Tens
     logits = []
     for i, token in enumerate(tokens):
         own, projection = (0, min(i, 1)) if tied else (i, i)
-        x = tensors[f"proj.{projection}.weight"] @ state + ratio * tensors[f"emb.{own}.weight"][token]
+        x = (
+            tensors[f"proj.{projection}.weight"] @ state
+            + ratio * tensors[f"emb.{own}.weight"][token]
+        )
         x = x / (x.square().mean() + 1e-6).sqrt()
         x = x * tensors[f"ln.{own}.weight"] + tensors[f"ln.{own}.bias"]
         state = 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
@@ -65,19 +72,25 @@ def expected_logits(net: MlpNet, hidden: Tensor, tokens: list[int]) -> list[Tens
 @pytest.mark.parametrize("tie_weights", [False, True])
 @pytest.mark.parametrize("scale_input", [False, True])
 @pytest.mark.parametrize("inner_dim", [0, 12])
-def test_the_chain_is_the_papers_recurrence(tie_weights: bool, scale_input: bool, inner_dim: int) -> None:
+def test_the_chain_is_the_papers_recurrence(
+    tie_weights: bool, scale_input: bool, inner_dim: int
+) -> None:
     net = rough_net(tie_weights=tie_weights, scale_input=scale_input, inner_dim=inner_dim)
     one = sample(14, 0)
     with torch.no_grad():
         chain = net.chain_logits(pack([one], window=512), HEADS)
     for t in range(14 - 2 - HEADS):
-        expected = expected_logits(net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist())
+        expected = expected_logits(
+            net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist()
+        )
         for got, logits in zip(chain, expected, strict=True):
             torch.testing.assert_close(got[t].double(), logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
-def test_fresh_matrices_have_the_spread_of_the_width_and_norms_do_nothing(tie_weights: bool) -> None:
+def test_fresh_matrices_have_the_spread_of_the_width_and_norms_do_nothing(
+    tie_weights: bool,
+) -> None:
     net = MlpNet.fresh(TARGET, MlpOptions(inner_dim=400, tie_weights=tie_weights), seed=0)
     for name, tensor in net.export_tensors().items():
         if name.startswith("ln."):
@@ -115,10 +128,15 @@ def test_names_and_shapes_are_those_of_the_loader() -> None:
 def test_a_checkpoint_survives_the_round_trip(tie_weights: bool, tmp_path: Path) -> None:
     net = rough_net(tie_weights=tie_weights)
     net.save(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text()) == {**CONFIG, "tie_weights": tie_weights}
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        **CONFIG,
+        "tie_weights": tie_weights,
+    }
     again, row = read_drafter(tmp_path, TARGET), pack([sample(14, 0)], window=512)
     assert isinstance(again, MlpNet)
-    for got, expected in zip(again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True):
+    for got, expected in zip(
+        again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -132,7 +150,9 @@ def test_tied_tensors_under_all_their_names_and_a_prefix_are_read_if_they_agree(
     again.load_tensors(written)
     assert all(torch.equal(tensor, stored[name]) for name, tensor in again.export_tensors().items())
     written["speculator.head.3.weight"] = written["speculator.head.3.weight"] + 1
-    with pytest.raises(WeightsError, match=r"speculator\.head\.3\.weight is tied to head\.0\.weight"):
+    with pytest.raises(
+        WeightsError, match=r"speculator\.head\.3\.weight is tied to head\.0\.weight"
+    ):
         again.load_tensors(written)
 
 
@@ -180,7 +200,9 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: Tensor |
         ("scale_input", "yes"),
     ],
 )
-def test_a_config_that_does_not_fit_is_refused_by_key(key: str, value: object, tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_is_refused_by_key(
+    key: str, value: object, tmp_path: Path
+) -> None:
     rough_net().save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
     with pytest.raises(InvalidInput, match=key):

@@ -1,4 +1,6 @@
-"""The n-gram speculator continues the longest suffix as it most often went on, here or in earlier sequences."""
+"""The n-gram speculator continues the longest suffix as it most often went on, here or in earlier
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,19 @@ from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.speculators.ngram import CONTEXTS, ContextTable, NgramSpeculator
 
 
-def drafts_of(speculator: NgramSpeculator, tokens: list[int], shape: DraftShape, slot: int = 0) -> Drafts:
+def drafts_of(
+    speculator: NgramSpeculator, tokens: list[int], shape: DraftShape, slot: int = 0
+) -> Drafts:
     known = torch.zeros(2, 64, dtype=torch.int64)
     known[slot, : len(tokens)] = torch.tensor(tokens)
-    return speculator.propose(DraftBatch([slot], [len(tokens)], known, torch.empty(2, 64, 0)), shape)
+    return speculator.propose(
+        DraftBatch([slot], [len(tokens)], known, torch.empty(2, 64, 0)), shape
+    )
 
 
-def propose(speculator: NgramSpeculator, tokens: list[int], steps: int = 4, slot: int = 0) -> list[int]:
+def propose(
+    speculator: NgramSpeculator, tokens: list[int], steps: int = 4, slot: int = 0
+) -> list[int]:
     drafts = drafts_of(speculator, tokens, DraftShape(steps), slot)
     assert drafts.parents is None
     return drafts.tokens[0].tolist()
@@ -70,7 +78,8 @@ def test_a_moved_slot_goes_on_where_it_was() -> None:
 
 
 def test_a_tree_holds_the_likeliest_continuations_with_their_shares() -> None:
-    # After (1, 2): 3 twice, 4 once; after (2, 3): 5 once, 6 once; one count of "something else" each.
+    # After (1, 2): 3 twice, 4 once; after (2, 3): 5 once, 6 once; one count of "something else"
+    # each.
     drafts = drafts_of(fresh(), [1, 2, 3, 5, 1, 2, 3, 6, 1, 2, 4, 1, 2], DraftShape(2, 2, 4))
     assert drafts.parents is not None
     assert drafts.tokens[0].tolist() == [3, 4, 6, 5]

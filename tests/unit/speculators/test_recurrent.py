@@ -1,4 +1,6 @@
-"""What "mlp" and "lstm" share: alignment, loss, packing, and that engine and trainer compute the same drafts."""
+"""What "mlp" and "lstm" share: alignment, loss, packing, and that engine and trainer compute the
+same drafts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ import torch
 import torch.distributed as dist
 from random_models import save_random
 from torch import Tensor
-from unit.drafter_trainer.samples import HASH, HIDDEN, PROMPT, TARGET, VOCABULARY, sample, toy_policy
+from unit.drafter_trainer.samples import (
+    HASH,
+    HIDDEN,
+    PROMPT,
+    TARGET,
+    VOCABULARY,
+    sample,
+    toy_policy,
+)
 
 from drafter_trainer.batcher import pack
 from drafter_trainer.config import OptimizerConfig
@@ -85,13 +95,18 @@ class Engine:
         return DraftBatch([1, 2], lengths, self.tokens, self.states)
 
     def chain(self, slot: int, length: int, drafts: list[int]) -> list[Tensor]:
-        """The trainer's log-probs of the drafts after `length` known tokens, teacher-forced on `drafts`."""
+        """The trainer's log-probs of the drafts after `length` known tokens, teacher-forced on
+        `drafts`.
+        """
         states = torch.zeros(length + len(drafts), 48)
         states[: length - 1] = self.states[slot, : length - 1]
         tokens = torch.cat((self.tokens[slot, :length], torch.tensor([*drafts, 0])))
         row = pack([FeatureSample("", 0, 0, HASH, states, tokens, tokens >= 0, 48)], window=512)
         with torch.no_grad():
-            return [torch.log_softmax(logits[length - 2], -1) for logits in self.net.chain_logits(row, len(drafts))]
+            return [
+                torch.log_softmax(logits[length - 2], -1)
+                for logits in self.net.chain_logits(row, len(drafts))
+            ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,13 +133,19 @@ def test_every_node_of_a_tree_scores_as_its_path_and_the_likeliest_child_each_ti
     assert drafts.parents is not None
     for row, length in enumerate(lengths):
         paths: list[list[int]] = [[]]
-        for token, parent, score in zip(drafts.tokens[row], drafts.parents[row], drafts.scores[row], strict=True):
+        for token, parent, score in zip(
+            drafts.tokens[row], drafts.parents[row], drafts.scores[row], strict=True
+        ):
             paths.append([*paths[int(parent)], int(token)])
             logprobs = zip(engine.chain(row + 1, length, paths[-1]), paths[-1], strict=True)
-            assert float(score.log()) == pytest.approx(sum(float(step[one]) for step, one in logprobs), abs=1e-3)
+            assert float(score.log()) == pytest.approx(
+                sum(float(step[one]) for step, one in logprobs), abs=1e-3
+            )
         node = 0
         greedy: list[int] = []
-        while children := [i for i, parent in enumerate(drafts.parents[row].tolist()) if parent == node]:
+        while children := [
+            i for i, parent in enumerate(drafts.parents[row].tolist()) if parent == node
+        ]:
             best = max(children, key=lambda child: float(drafts.scores[row, child]))
             node, greedy = best + 1, [*greedy, int(drafts.tokens[row, best])]
         # How far the chain is in the tree depends on how likely it is.
@@ -133,7 +154,9 @@ def test_every_node_of_a_tree_scores_as_its_path_and_the_likeliest_child_each_ti
 
 
 @pytest.mark.parametrize("shape", [DraftShape(9), DraftShape(9, 2, 12)])
-def test_more_steps_than_heads_are_as_many_steps_as_heads(shape: DraftShape, tmp_path: Path) -> None:
+def test_more_steps_than_heads_are_as_many_steps_as_heads(
+    shape: DraftShape, tmp_path: Path
+) -> None:
     engine = Engine("lstm tied", tmp_path)
     got = engine.drafter.propose(engine.batch(30, 23), shape)
     expected = engine.drafter.propose(engine.batch(30, 23), replace(shape, steps=HEADS))
@@ -144,18 +167,24 @@ def test_more_steps_than_heads_are_as_many_steps_as_heads(shape: DraftShape, tmp
 def test_a_chain_ends_below_the_floor(tmp_path: Path) -> None:
     engine = Engine("mlp", tmp_path)
     scores = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).scores.amax(0).tolist()
-    cut = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS, floor=(scores[0] + scores[1]) / 2))
+    cut = engine.drafter.propose(
+        engine.batch(30, 23), DraftShape(HEADS, floor=(scores[0] + scores[1]) / 2)
+    )
     assert cut.tokens.shape == (2, 2)
 
 
-def test_a_sampler_draws_from_the_drafters_logits_and_its_tokens_are_followed(tmp_path: Path) -> None:
+def test_a_sampler_draws_from_the_drafters_logits_and_its_tokens_are_followed(
+    tmp_path: Path,
+) -> None:
     engine, seen = Engine("lstm", tmp_path), []
 
     def second_best(logits: Tensor, level: int) -> Tensor:
         seen.append((level, torch.log_softmax(logits, -1)))
         return logits.topk(2).indices[:, 1]
 
-    drafts = engine.drafter.propose(replace(engine.batch(30, 23), sampler=second_best), DraftShape(HEADS))
+    drafts = engine.drafter.propose(
+        replace(engine.batch(30, 23), sampler=second_best), DraftShape(HEADS)
+    )
     assert [level for level, _ in seen] == list(range(HEADS))
     for row, length in enumerate((30, 23)):
         tokens = drafts.tokens[row].tolist()
@@ -174,11 +203,15 @@ def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_pa
     before = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
     state = engine.drafter.load_state(tmp_path / "other")
     engine.drafter.bind(engine.weights)
-    assert torch.equal(engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens, before)
+    assert torch.equal(
+        engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens, before
+    )
     engine.drafter.commit_state(state)
     after = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
     setup = SpeculatorSetup(engine.weights, 4, 64, torch.float32, 0, tmp_path / "other")
-    expected = find_kind("mlp").drafter(setup).propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
+    expected = (
+        find_kind("mlp").drafter(setup).propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
+    )
     assert after.shape == (2, heads)
     assert torch.equal(after, expected)
 
@@ -197,7 +230,9 @@ def test_pushed_tensors_alone_must_have_the_serving_shape(tmp_path: Path) -> Non
 
 
 def slow_loss(net: RecurrentNet, samples: list[FeatureSample], *, soft: bool) -> list[float]:
-    """Per head, position by position: cross-entropy while the policy drew every token up to the head's."""
+    """Per head, position by position: cross-entropy while the policy drew every token up to the
+    head's.
+    """
     policy, losses = toy_policy(), [0.0] * HEADS
     for one in samples:
         chain = net.chain_logits(pack([one], window=512), HEADS)
@@ -207,7 +242,9 @@ def slow_loss(net: RecurrentNet, samples: list[FeatureSample], *, soft: bool) ->
                     break
                 logprobs = torch.log_softmax(chain[i][t], -1)
                 if soft:
-                    losses[i] -= float((torch.softmax(policy.head @ one.hidden[t + 1 + i], -1) * logprobs).sum())
+                    losses[i] -= float(
+                        (torch.softmax(policy.head @ one.hidden[t + 1 + i], -1) * logprobs).sum()
+                    )
                 else:
                     losses[i] -= float(logprobs[one.token_ids[t + 2 + i]])
     return losses
@@ -215,8 +252,13 @@ def slow_loss(net: RecurrentNet, samples: list[FeatureSample], *, soft: bool) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("targets", ["drawn", "distribution"])
-def test_the_loss_is_the_sum_over_heads_where_the_policy_drew_the_whole_chain(kind: str, targets: str) -> None:
-    net, samples = rough_net(kind, targets=targets), [sample(length, seed) for seed, length in enumerate(LENGTHS)]
+def test_the_loss_is_the_sum_over_heads_where_the_policy_drew_the_whole_chain(
+    kind: str, targets: str
+) -> None:
+    net, samples = (
+        rough_net(kind, targets=targets),
+        [sample(length, seed) for seed, length in enumerate(LENGTHS)],
+    )
     samples[3].generated[11:13] = False  # a tool's tokens
     with torch.no_grad():
         loss, positions, terms = net(pack(samples, window=512))
@@ -233,10 +275,15 @@ def test_under_a_rejected_draft_the_first_head_learns_the_targets_distribution()
     state, token = row.states[4], torch.tensor(7)
     after = policy.step(state, token)
     extra: dict[str, Any] = {
-        "states": state, "next_states": after, "next_tokens": token, "draft_tokens": torch.tensor(-1),
-        "positions": row.positions[4], "parents": torch.tensor(3), "documents": row.documents[4],
+        "states": state,
+        "next_states": after,
+        "next_tokens": token,
+        "draft_tokens": torch.tensor(-1),
+        "positions": row.positions[4],
+        "parents": torch.tensor(3),
+        "documents": row.documents[4],
         "valid": torch.tensor(True),
-    }  # fmt: skip
+    }
     extra = {name: torch.cat((getattr(row, name), one[None])) for name, one in extra.items()}
     branched = replace(row, **extra)
     with torch.no_grad():
@@ -246,11 +293,15 @@ def test_under_a_rejected_draft_the_first_head_learns_the_targets_distribution()
     added = -float((teacher * torch.log_softmax(logits, -1)).sum())
     assert float(whole.loss - alone.loss) == pytest.approx(added, rel=1e-4)
     assert int(whole.positions - alone.positions) == 1
-    assert int(whole.terms["correct"] - alone.terms["correct"]) == (int(logits.argmax()) == int(teacher.argmax()))
+    assert int(whole.terms["correct"] - alone.terms["correct"]) == (
+        int(logits.argmax()) == int(teacher.argmax())
+    )
 
 
 def random_row(seed: int, count: int = 20, length: int = 22) -> PackedRow:
-    """Documents of random tokens with the toy policy's states: no token can be told from the state before it."""
+    """Documents of random tokens with the toy policy's states: no token can be told from the state
+    before it.
+    """
     policy, generator = toy_policy(), torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=generator)
     states = [torch.tanh(torch.randn(count, HIDDEN, generator=generator))]
@@ -267,7 +318,9 @@ def random_row(seed: int, count: int = 20, length: int = 22) -> PackedRow:
 
 
 def trained_divergence(kind: str, *, shifted: bool) -> float:
-    """Mean KL of policy and first head on a fresh row after 200 steps; shifted: row t is given token t, not t + 1."""
+    """Mean KL of policy and first head on a fresh row after 200 steps; shifted: row t is given
+    token t, not t + 1.
+    """
 
     def made(seed: int) -> PackedRow:
         row = random_row(seed)
@@ -291,7 +344,9 @@ def trained_divergence(kind: str, *, shifted: bool) -> float:
 
 
 @pytest.mark.parametrize("kind", ["mlp tied", "lstm tied"])
-def test_the_next_state_is_learned_as_rows_are_aligned_and_not_with_tokens_shifted_by_one(kind: str) -> None:
+def test_the_next_state_is_learned_as_rows_are_aligned_and_not_with_tokens_shifted_by_one(
+    kind: str,
+) -> None:
     assert trained_divergence(kind, shifted=False) < 0.17
     assert trained_divergence(kind, shifted=True) > 1.3
 
@@ -323,11 +378,16 @@ def test_no_earlier_prediction_or_loss_sees_a_later_token_or_another_document(ki
     later.token_ids[changed] = (later.token_ids[changed] + 1) % VOCABULARY
     later.hidden[changed:] += 1
     before = pack(samples, window=512)
-    for after in (pack([samples[0], later, samples[2]], window=512), pack([neighbour, *samples[1:]], window=512)):
+    for after in (
+        pack([samples[0], later, samples[2]], window=512),
+        pack([neighbour, *samples[1:]], window=512),
+    ):
         own = before.documents == 1
         earlier = own & (before.positions + 2 < changed)
         with torch.no_grad():
-            pairs = zip(net.chain_logits(before, HEADS), net.chain_logits(after, HEADS), strict=True)
+            pairs = zip(
+                net.chain_logits(before, HEADS), net.chain_logits(after, HEADS), strict=True
+            )
             for step, (one, two) in enumerate(pairs):
                 reach = own & (before.positions + 1 + step < changed)
                 assert torch.equal(one[reach], two[reach])
@@ -359,13 +419,20 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_learner_trains_it_and_its_loss_falls(kind: str) -> None:
-    learner = DrafterLearner(fresh_net(kind), OptimizerConfig(lr=1e-2, warmup_steps=2), micro_batches=2)
-    row, head = pack([sample(24, seed) for seed in range(8)], window=512), toy_policy().policy_head()
+    learner = DrafterLearner(
+        fresh_net(kind), OptimizerConfig(lr=1e-2, warmup_steps=2), micro_batches=2
+    )
+    row, head = (
+        pack([sample(24, seed) for seed in range(8)], window=512),
+        toy_policy().policy_head(),
+    )
     results = [learner.micro_step(row, head) for _ in range(60)]
     assert learner.total_steps == 30
     assert results[-1].loss < 0.6 * results[0].loss
     assert set(results[0].terms) == {"correct", *(f"loss_{i}" for i in range(HEADS))}
-    assert results[0].loss == pytest.approx(sum(results[0].terms[f"loss_{i}"] for i in range(HEADS)), rel=1e-5)
+    assert results[0].loss == pytest.approx(
+        sum(results[0].terms[f"loss_{i}"] for i in range(HEADS)), rel=1e-5
+    )
     snapshot = learner.snapshot()
     snapshot.bind(head.embed_tokens, head.lm_head)
     with torch.no_grad():

@@ -21,10 +21,14 @@ def test_a_kind_is_found_by_name_by_import_path_and_by_file(tmp_path: Path) -> N
     mine = find_kind(f"{copy}:KIND")
     assert mine.net is not None
     assert mine.net.speculator == "twin"
-    assert find_kind(f"{copy}:KIND") is mine, "a file is one module, so that its classes are equal wherever it is named"
+    assert find_kind(f"{copy}:KIND") is mine, (
+        "a file is one module, so that its classes are equal wherever it is named"
+    )
 
 
-@pytest.mark.parametrize("name", ["eagel", "no.such.module:KIND", "twin_kind:NONE", "twin_kind:TwinNet", "/no.py:KIND"])
+@pytest.mark.parametrize(
+    "name", ["eagel", "no.such.module:KIND", "twin_kind:NONE", "twin_kind:TwinNet", "/no.py:KIND"]
+)
 def test_what_is_no_kind_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         find_kind(name)

@@ -70,7 +70,12 @@ def features(draw: st.DrawFn) -> FeatureBatch:
         session_id=draw(WORDS),
         policy_version=draw(COUNTS),
         lm_head_hash=draw(WORDS),
-        hidden=NamedTensor("hidden", dtype, (rows, size), generator.bytes(rows * size * (2 if dtype == "BF16" else 4))),
+        hidden=NamedTensor(
+            "hidden",
+            dtype,
+            (rows, size),
+            generator.bytes(rows * size * (2 if dtype == "BF16" else 4)),
+        ),
         token_ids=generator.integers(0, 2**31 - 1, rows + 1, dtype=np.int32),
         positions=np.arange(rows, dtype=np.int32),
         mask=generator.integers(0, 2, rows, dtype=np.uint8),
@@ -80,7 +85,9 @@ def features(draw: st.DrawFn) -> FeatureBatch:
     )
 
 
-def _rejected(count: int, rows: int, size: int, dtype: str, generator: np.random.Generator) -> RejectedRows:
+def _rejected(
+    count: int, rows: int, size: int, dtype: str, generator: np.random.Generator
+) -> RejectedRows:
     """Drafts under random rows of the sequence and under each other."""
     positions = list(range(rows))
     parents = []
@@ -89,7 +96,10 @@ def _rejected(count: int, rows: int, size: int, dtype: str, generator: np.random
         positions.append(positions[parents[-1]] + 1)
     return RejectedRows(
         NamedTensor(
-            "rejected_hidden", dtype, (count, size), generator.bytes(count * size * (2 if dtype == "BF16" else 4))
+            "rejected_hidden",
+            dtype,
+            (count, size),
+            generator.bytes(count * size * (2 if dtype == "BF16" else 4)),
         ),
         generator.integers(0, 2**31 - 1, count, dtype=np.int32),
         np.array(positions[rows:], np.int32),
@@ -111,14 +121,35 @@ def _with_drafts(parents: list[int], positions: list[int], **changes: Any) -> Fe
 
 def _batch() -> FeatureBatch:
     return FeatureBatch(
-        "run", 1, "s", 2, "abcd", NamedTensor("hidden", "BF16", (2, 3), bytes(range(12))),
-        np.array([7, 8, 9], np.int32), np.array([0, 1], np.int32), np.array([0, 1], np.uint8), np.array([2, 2]),
-    )  # fmt: skip
+        "run",
+        1,
+        "s",
+        2,
+        "abcd",
+        NamedTensor("hidden", "BF16", (2, 3), bytes(range(12))),
+        np.array([7, 8, 9], np.int32),
+        np.array([0, 1], np.int32),
+        np.array([0, 1], np.uint8),
+        np.array([2, 2]),
+    )
 
 
 def _trajectory() -> Trajectory:
     return Trajectory(
-        BranchKey("run", "s"), 1, "t", "g", 2, 0, 1, (1, 2), (0, 1), (0.0, -1.5), (VersionSpan(1, 2, 3),), 0.5, 9, 1.0
+        BranchKey("run", "s"),
+        1,
+        "t",
+        "g",
+        2,
+        0,
+        1,
+        (1, 2),
+        (0, 1),
+        (0.0, -1.5),
+        (VersionSpan(1, 2, 3),),
+        0.5,
+        9,
+        1.0,
     )
 
 
@@ -138,7 +169,15 @@ def test_a_feature_batch_comes_back_as_it_was(batch: FeatureBatch) -> None:
     assert (back.hidden.dtype, back.hidden.shape) == (batch.hidden.dtype, batch.hidden.shape)
     for name in ("token_ids", "positions", "mask", "versions"):
         assert np.array_equal(getattr(back, name), getattr(batch, name)), name
-    for name in ("run_id", "step", "session_id", "policy_version", "lm_head_hash", "layers", "convention"):
+    for name in (
+        "run_id",
+        "step",
+        "session_id",
+        "policy_version",
+        "lm_head_hash",
+        "layers",
+        "convention",
+    ):
         assert getattr(back, name) == getattr(batch, name), name
     assert back.traceparent == batch.traceparent
     assert (back.rejected is None) == (batch.rejected is None)
@@ -154,17 +193,27 @@ def test_rejected_rows_add_tensors_and_change_nothing_else() -> None:
     more_fields, more_payload = encode_features(_with_drafts([1, 2], [2, 3]))
     assert more_fields == fields
     known, more = decode_safetensors(payload), decode_safetensors(more_payload)
-    assert {name: bytes(more[name].view) for name in known} == {name: bytes(known[name].view) for name in known}
+    assert {name: bytes(more[name].view) for name in known} == {
+        name: bytes(known[name].view) for name in known
+    }
     assert sorted(more.keys() - known.keys()) == [
-        "rejected_hidden", "rejected_parents", "rejected_positions", "rejected_token_ids",
-    ]  # fmt: skip
+        "rejected_hidden",
+        "rejected_parents",
+        "rejected_positions",
+        "rejected_token_ids",
+    ]
 
 
 def test_rejected_rows_are_views_of_the_payload() -> None:
     fields, payload = encode_features(_with_drafts([1, 2], [2, 3]))
     rejected = decode_features(fields, payload).rejected
     assert rejected is not None
-    for array in (as_numpy(rejected.hidden), rejected.token_ids, rejected.positions, rejected.parents):
+    for array in (
+        as_numpy(rejected.hidden),
+        rejected.token_ids,
+        rejected.positions,
+        rejected.parents,
+    ):
         assert np.shares_memory(array, np.frombuffer(payload, np.uint8))
         assert array.flags.aligned
 
@@ -176,9 +225,24 @@ def test_rejected_rows_are_views_of_the_payload() -> None:
         ([-1], [2], {}, "parent does not stand before it"),
         ([1, 0], [2, 2], {}, "does not follow its parent"),
         ([1], [2], {"token_ids": np.zeros(2, np.int32)}, "do not fit"),
-        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (1, 2), bytes(4))}, "another form"),
-        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "F32", (1, 3), bytes(12))}, "another form"),
-        ([1], [2], {"hidden": NamedTensor("rejected_hidden", "BF16", (2, 3), bytes(12))}, "do not fit"),
+        (
+            [1],
+            [2],
+            {"hidden": NamedTensor("rejected_hidden", "BF16", (1, 2), bytes(4))},
+            "another form",
+        ),
+        (
+            [1],
+            [2],
+            {"hidden": NamedTensor("rejected_hidden", "F32", (1, 3), bytes(12))},
+            "another form",
+        ),
+        (
+            [1],
+            [2],
+            {"hidden": NamedTensor("rejected_hidden", "BF16", (2, 3), bytes(12))},
+            "do not fit",
+        ),
     ],
 )
 def test_rejected_rows_that_hang_wrongly_are_refused(
@@ -204,7 +268,10 @@ def test_decoded_rows_are_views_of_the_payload() -> None:
 
 def test_the_fields_say_what_the_rows_are() -> None:
     fields, _ = encode_features(_batch())
-    assert {name: fields[name] for name in ("dtype", "rows", "hidden", "layers", "convention", "schema_version")} == {
+    assert {
+        name: fields[name]
+        for name in ("dtype", "rows", "hidden", "layers", "convention", "schema_version")
+    } == {
         "dtype": "BF16",
         "rows": "2",
         "hidden": "3",
@@ -240,7 +307,9 @@ def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataObject) -> None:
-    fields, payload = encode_features(data.draw(st.sampled_from([_batch(), _with_drafts([1, 2, 2], [2, 3, 3])])))
+    fields, payload = encode_features(
+        data.draw(st.sampled_from([_batch(), _with_drafts([1, 2, 2], [2, 3, 3])]))
+    )
     with suppress(DataLoss):
         decode_features(fields, data.draw(_damaged(payload)))
 
@@ -262,7 +331,11 @@ def test_a_damaged_field_is_data_loss_or_another_value(data: st.DataObject) -> N
     ):
         fields, payload = encode(subject)  # type: ignore[operator]
         name = data.draw(st.sampled_from(sorted(fields)))
-        changed = data.draw(st.none() | st.text(max_size=6) | st.sampled_from(["-1", "1e400", "9" * 400, "nan", "٣"]))
+        changed = data.draw(
+            st.none()
+            | st.text(max_size=6)
+            | st.sampled_from(["-1", "1e400", "9" * 400, "nan", "٣"])
+        )
         damaged = {key: value for key, value in fields.items() if key != name}
         if changed is not None:
             damaged[name] = changed
@@ -289,14 +362,24 @@ def test_another_layout_is_refused_by_name() -> None:
 def test_rows_that_do_not_fit_each_other_are_refused() -> None:
     with pytest.raises(InvalidInput, match="do not fit"):
         FeatureBatch(
-            "run", 1, "s", 2, "abcd", NamedTensor("hidden", "F32", (2, 1), bytes(8)),
-            np.zeros(2, np.int32), np.zeros(2, np.int32), np.zeros(2, np.uint8), np.zeros(2, np.int64),
-        )  # fmt: skip
+            "run",
+            1,
+            "s",
+            2,
+            "abcd",
+            NamedTensor("hidden", "F32", (2, 1), bytes(8)),
+            np.zeros(2, np.int32),
+            np.zeros(2, np.int32),
+            np.zeros(2, np.uint8),
+            np.zeros(2, np.int64),
+        )
 
 
 @st.composite
 def _damaged(draw: st.DrawFn, payload: bytes) -> bytes:
     at = draw(st.integers(0, len(payload) - 1))
     if draw(st.booleans()):
-        return payload[:at] + draw(st.binary(max_size=8).filter(lambda extra: extra != payload[at:]))
+        return payload[:at] + draw(
+            st.binary(max_size=8).filter(lambda extra: extra != payload[at:])
+        )
     return payload[:at] + bytes([payload[at] ^ draw(st.integers(1, 255))]) + payload[at + 1 :]

@@ -61,7 +61,9 @@ async def test_a_branch_is_appended_once(ledger: Ledger, stream: RedisStream, ru
     assert await ledger.count() == LedgerCount(1, 0, {}, 1, 0)
 
 
-async def test_a_record_tells_how_many_branches_its_session_has(ledger: Ledger, run_id: str) -> None:
+async def test_a_record_tells_how_many_branches_its_session_has(
+    ledger: Ledger, run_id: str
+) -> None:
     branch = replace(_branch(run_id, 0), branch_count=3)
     await ledger.append_final(branch, *encode_trajectory(branch))
     record = await ledger.get(str(branch.key))
@@ -82,7 +84,9 @@ async def test_a_branch_appended_again_after_training_stays_trained(
     assert await ledger.count() == LedgerCount(1, 1, {}, 0, 0)
 
 
-async def test_every_final_branch_has_one_fate(ledger: Ledger, stream: RedisStream, run_id: str) -> None:
+async def test_every_final_branch_has_one_fate(
+    ledger: Ledger, stream: RedisStream, run_id: str
+) -> None:
     keys = await _append(ledger, run_id, 6)
     await stream.create_group("policy")
     entries = await stream.read("policy", "c", 10, 0)
@@ -102,7 +106,9 @@ async def test_an_entry_deleted_by_hand_counts_as_lost(
     assert await ledger.count() == LedgerCount(3, 0, {}, 2, 1)
 
 
-async def test_a_trained_branch_is_not_open_while_its_entry_still_lies_there(ledger: Ledger, run_id: str) -> None:
+async def test_a_trained_branch_is_not_open_while_its_entry_still_lies_there(
+    ledger: Ledger, run_id: str
+) -> None:
     keys = await _append(ledger, run_id, 2)
     await ledger.mark_trained(keys[:1], 3)
     assert await ledger.count() == LedgerCount(2, 1, {}, 1, 0)
@@ -126,7 +132,9 @@ async def test_an_unpublished_branch_is_recorded_and_not_final(
     assert (await stream.depth()).entries == 0
 
 
-async def test_an_unpublished_branch_may_become_final_but_never_back(ledger: Ledger, run_id: str) -> None:
+async def test_an_unpublished_branch_may_become_final_but_never_back(
+    ledger: Ledger, run_id: str
+) -> None:
     branch = _branch(run_id, 0)
     await ledger.record_unpublished(branch, "unscored")
     await ledger.append_final(branch, *encode_trajectory(branch))
@@ -145,6 +153,8 @@ async def test_finals_of_a_step_come_sorted_by_task_and_sample(ledger: Ledger, r
     assert [record["key"] for record in await ledger.finals(4)] == ["s1/0"]
 
 
-async def test_runs_do_not_see_each_other(redis_client: redis.asyncio.Redis, ledger: Ledger, run_id: str) -> None:
+async def test_runs_do_not_see_each_other(
+    redis_client: redis.asyncio.Redis, ledger: Ledger, run_id: str
+) -> None:
     await _append(ledger, run_id, 2)
     assert (await Ledger(redis_client, f"{run_id}-b").count()).final == 0

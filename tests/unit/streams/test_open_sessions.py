@@ -1,4 +1,6 @@
-"""Records of open sessions on a real Redis: none is lost silently, and none that had ended is called lost."""
+"""Records of open sessions on a real Redis: none is lost silently, and none that had ended is
+called lost.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput, Unavailable
-from paceline.streams import Ledger, OpenSessions, api_key_hash, connect, encode_trajectory, open_sessions, run_key
+from paceline.streams import (
+    Ledger,
+    OpenSessions,
+    api_key_hash,
+    connect,
+    encode_trajectory,
+    open_sessions,
+    run_key,
+)
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
@@ -22,11 +32,20 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 20
 KEY = "sk-paceline-1"
-ABOUT = {"step": 3, "task_id": "t0", "group_id": "g0", "group_size": 4, "task_index": 1, "sample_index": 2}
+ABOUT = {
+    "step": 3,
+    "task_id": "t0",
+    "group_id": "g0",
+    "group_size": 4,
+    "task_index": 1,
+    "sample_index": 2,
+}
 
 
 @pytest.fixture
-async def process(redis_client: redis.asyncio.Redis, run_id: str) -> AsyncIterator[Callable[[], OpenSessions]]:
+async def process(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> AsyncIterator[Callable[[], OpenSessions]]:
     """Each call is the life of another gateway; none of them is stopped in order."""
     lives: list[OpenSessions] = []
 
@@ -43,10 +62,14 @@ async def process(redis_client: redis.asyncio.Redis, run_id: str) -> AsyncIterat
 Process = Callable[[], OpenSessions]
 
 
-def branch(run_id: str, session_id: str, branch_id: str = "0", reward: float | None = 1.0) -> Trajectory:
+def branch(
+    run_id: str, session_id: str, branch_id: str = "0", reward: float | None = 1.0
+) -> Trajectory:
     key = BranchKey(run_id, session_id, branch_id)
     span = (VersionSpan(1, 2, 9),)
-    return Trajectory(key, 3, "t0", "g0", 4, 1, 2, (5, 6), (0, 1), (0.0, -0.5), span, reward, 11, 1.0)
+    return Trajectory(
+        key, 3, "t0", "g0", 4, 1, 2, (5, 6), (0, 1), (0.0, -0.5), span, reward, 11, 1.0
+    )
 
 
 async def test_what_a_killed_process_left_open_is_lost_and_told_once(
@@ -64,10 +87,17 @@ async def test_what_a_killed_process_left_open_is_lost_and_told_once(
 
     note = await Ledger(redis_client, run_id).get("s1/0")
     assert note is not None
-    assert (note["final"], note["reason"], note["group_id"], note["sample_index"]) == (False, "failed:infra", "g0", 2)
+    assert (note["final"], note["reason"], note["group_id"], note["sample_index"]) == (
+        False,
+        "failed:infra",
+        "g0",
+        2,
+    )
 
 
-async def test_a_client_that_comes_back_with_its_key_is_told_what_became_of_it(process: Process) -> None:
+async def test_a_client_that_comes_back_with_its_key_is_told_what_became_of_it(
+    process: Process,
+) -> None:
     first = process()
     first.opened("s1", {**ABOUT, "api_key_hash": api_key_hash(KEY)})
     await first.written(DEADLINE_S)
@@ -154,7 +184,10 @@ async def test_a_session_that_had_ended_unscored_keeps_that_note(
 
 
 async def test_the_lost_are_bounded_and_the_latest_are_kept(
-    process: Process, redis_client: redis.asyncio.Redis, run_id: str, monkeypatch: pytest.MonkeyPatch
+    process: Process,
+    redis_client: redis.asyncio.Redis,
+    run_id: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(open_sessions, "LOST_KEPT", 3)
     for life in range(3):
@@ -165,7 +198,11 @@ async def test_the_lost_are_bounded_and_the_latest_are_kept(
         await one.written(DEADLINE_S)
         await process().take_lost()
     last = process()
-    kept = [name for name in ("s0-0", "s0-1", "s1-0", "s1-1", "s2-0", "s2-1") if await last.lost(api_key_hash(name))]
+    kept = [
+        name
+        for name in ("s0-0", "s0-1", "s1-0", "s1-1", "s2-0", "s2-1")
+        if await last.lost(api_key_hash(name))
+    ]
     assert kept == ["s1-1", "s2-0", "s2-1"]
     for key in ("sessions:lost", "sessions:lost:keys", "sessions:lost:at"):
         assert 0 < await redis_client.ttl(run_key(run_id, key)) <= open_sessions.LOST_KEPT_S
@@ -205,7 +242,10 @@ async def test_a_key_used_again_names_the_session_lost_last(process: Process) ->
 
 
 async def test_text_of_any_kind_survives(process: Process) -> None:
-    record = {"task_id": "a\nb\r\n\u2028\x00ü\\n", "nested": {"empty": [], "big": 2**62 + 1, "half": 0.5}}
+    record = {
+        "task_id": "a\nb\r\n\u2028\x00ü\\n",
+        "nested": {"empty": [], "big": 2**62 + 1, "half": 0.5},
+    }
     first = process()
     first.opened("s1", record)
     await first.written(DEADLINE_S)
@@ -237,7 +277,12 @@ async def test_without_redis_nothing_is_kept() -> None:
     life.start()
     life.opened("s1", ABOUT)
     life.ended("s1")
-    assert (life.waiting, await life.take_lost(), await life.lost("x"), await life.lost_session("s1")) == (
+    assert (
+        life.waiting,
+        await life.take_lost(),
+        await life.lost("x"),
+        await life.lost_session("s1"),
+    ) == (
         0,
         [],
         None,
@@ -246,7 +291,9 @@ async def test_without_redis_nothing_is_kept() -> None:
     await life.stop(1)
 
 
-async def test_an_outage_delays_records_and_loses_none(durable_server: RedisServer, run_id: str) -> None:
+async def test_an_outage_delays_records_and_loses_none(
+    durable_server: RedisServer, run_id: str
+) -> None:
     client = connect(durable_server.url, outage_s=0.1)
     life = OpenSessions(client, run_id)
     life.start()
@@ -278,13 +325,16 @@ async def test_an_outage_delays_records_and_loses_none(durable_server: RedisServ
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["open", "end", "final", "write", "kill"]), st.integers(0, 4)), max_size=25
+    st.tuples(st.sampled_from(["open", "end", "final", "write", "kill"]), st.integers(0, 4)),
+    max_size=25,
 )
 
 
 @settings(max_examples=40, deadline=None)
 @given(operations=OPERATIONS)
-def test_every_session_is_lost_once_or_ended(redis_server: RedisServer, operations: list[tuple[str, int]]) -> None:
+def test_every_session_is_lost_once_or_ended(
+    redis_server: RedisServer, operations: list[tuple[str, int]]
+) -> None:
     """Against a model of what Redis knew at each kill; ids are used once, as the gateway's are."""
     asyncio.run(_run_model(redis_server.url, operations))
 

@@ -1,4 +1,6 @@
-"""What is particular to Redis: both server generations, lost answers, lost groups, a server that went away."""
+"""What is particular to Redis: both server generations, lost answers, lost groups, a server that
+went away.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ ROW = (b"5-1", {b"n": b"1", b"payload": b"\x00\xff"})
         pytest.param([b"0-0", [(None, None), ROW]], id="6.2: nothing in place of the deleted"),
         pytest.param([b"0-0", [None, ROW]], id="6.2 on the wire"),
         pytest.param([b"0-0", [ROW], [b"4-0"]], id="7.0: deleted ids apart"),
-        pytest.param([b"0-0", [(b"5-1", [b"n", b"1", b"payload", b"\x00\xff"])], []], id="flat fields"),
+        pytest.param(
+            [b"0-0", [(b"5-1", [b"n", b"1", b"payload", b"\x00\xff"])], []], id="flat fields"
+        ),
     ],
 )
 def test_both_generations_of_claim_replies_are_read(reply: list[object]) -> None:
     cursor, entries = autoclaimed(reply)
     assert cursor == "0-0"
-    assert [(entry.id, entry.fields, entry.payload) for entry in entries] == [("5-1", {"n": "1"}, b"\x00\xff")]
+    assert [(entry.id, entry.fields, entry.payload) for entry in entries] == [
+        ("5-1", {"n": "1"}, b"\x00\xff")
+    ]
 
 
-async def test_a_repeated_call_is_known_as_the_same(redis_client: redis.asyncio.Redis, run_id: str) -> None:
-    """The client repeats a script whose answer was lost; the second run must not append and must answer alike."""
+async def test_a_repeated_call_is_known_as_the_same(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    """The client repeats a script whose answer was lost; the second run must not append and must
+    answer alike.
+    """
     name = run_key(run_id, "s")
     script = redis_client.register_script(scripts.APPEND)
     keys = [name, f"{name}:once:k", f"{name}:sizes"]
@@ -44,7 +54,9 @@ async def test_a_repeated_call_is_known_as_the_same(redis_client: redis.asyncio.
     assert await redis_client.xlen(name) == 1
 
 
-async def test_markers_of_appends_without_a_key_expire(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+async def test_markers_of_appends_without_a_key_expire(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
     stream = RedisStream(redis_client, run_key(run_id, "s"))
     await stream.append({}, b"x")
     await stream.append({}, b"x", key="k")
@@ -76,7 +88,8 @@ async def test_what_was_delivered_into_a_lost_connection_is_read_next(
     for n in range(4):
         await stream.append({"n": str(n)}, b"x")
     (seen,) = await stream.read("g", "c", 1, 0)
-    # Another connection takes two entries as the same consumer, as a read does whose answer never arrives.
+    # Another connection takes two entries as the same consumer, as a read does whose answer never
+    # arrives.
     await redis_client.xreadgroup("g", "c", {stream.name: ">"}, count=2)
     stream._doubtful.add(("g", "c"))
     numbers = [entry.fields["n"] for _ in range(3) for entry in await stream.read("g", "c", 1, 0)]
@@ -84,7 +97,9 @@ async def test_what_was_delivered_into_a_lost_connection_is_read_next(
     await stream.close()
 
 
-async def test_a_killed_connection_does_not_end_a_blocking_read(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+async def test_a_killed_connection_does_not_end_a_blocking_read(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
     stream = RedisStream(redis_client, run_key(run_id, "s"))
     await stream.create_group("g")
     reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
@@ -92,7 +107,9 @@ async def test_a_killed_connection_does_not_end_a_blocking_read(redis_client: re
     async with asyncio.timeout(10):
         while not blocked:
             clients = await redis_client.client_list()
-            blocked = [each for each in clients if each["cmd"] == "xreadgroup" and "b" in each["flags"]]
+            blocked = [
+                each for each in clients if each["cmd"] == "xreadgroup" and "b" in each["flags"]
+            ]
             await asyncio.sleep(0.01)
     assert await redis_client.client_kill_filter(_id=blocked[0]["id"]) == 1
     await stream.append({"n": "1"}, b"x")
@@ -126,7 +143,9 @@ def test_a_run_id_cannot_leave_its_keys() -> None:
         run_key("a}:{b", "journal")
 
 
-async def test_many_pending_entries_are_re_read_page_by_page(redis_client: redis.asyncio.Redis, run_id: str) -> None:
+async def test_many_pending_entries_are_re_read_page_by_page(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
     stream = RedisStream(redis_client, run_key(run_id, "s"))
     await stream.create_group("g")
     ids = [await stream.append({"n": str(n)}, b"x") for n in range(100)]

@@ -1,4 +1,6 @@
-"""The files of examples/demo: the tokenizer keeps every text, the task files hold what the family says."""
+"""The files of examples/demo: the tokenizer keeps every text, the task files hold what the family
+says.
+"""
 
 import json
 from pathlib import Path
@@ -15,7 +17,9 @@ TOKENIZER = Tokenizer.from_file(str(DEMO / "policy_start" / "tokenizer.json"))
 BOS, EOS, PAD = (TOKENIZER.token_to_id(token) for token in ("<bos>", "<eos>", "<pad>"))
 
 
-@pytest.mark.parametrize("text", ["48:36=", "🙂👩‍👩‍👧", "最大公约数", "naïve café", "<0x41>", " \n\t\r ", "\x00", ""])
+@pytest.mark.parametrize(
+    "text", ["48:36=", "🙂👩‍👩‍👧", "最大公约数", "naïve café", "<0x41>", " \n\t\r ", "\x00", ""]
+)
 def test_a_text_decodes_back_exactly(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
     assert ids[0] == BOS
@@ -28,11 +32,17 @@ def test_any_text_decodes_back_exactly(text: str) -> None:
 
 
 def test_a_character_of_a_task_is_one_token_below_64_and_other_text_is_bytes() -> None:
-    text = gcd_chain.prompt(48, 36) + gcd_chain.solution(48, 36, "subtract") + gcd_chain.solution(48, 36, "remainder")
+    text = (
+        gcd_chain.prompt(48, 36)
+        + gcd_chain.solution(48, 36, "subtract")
+        + gcd_chain.solution(48, 36, "remainder")
+    )
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     assert len(ids) == len(text)
     assert max(ids) < 64
-    assert TOKENIZER.encode("é", add_special_tokens=False).ids == [64 + byte for byte in "é".encode()]
+    assert TOKENIZER.encode("é", add_special_tokens=False).ids == [
+        64 + byte for byte in "é".encode()
+    ]
     assert TOKENIZER.get_vocab_size() == 320
 
 
@@ -40,12 +50,17 @@ def test_a_user_message_renders_to_exactly_its_prompt() -> None:
     from jinja2 import Template
 
     config = json.loads((DEMO / "policy_start" / "tokenizer_config.json").read_text())
-    rendered = Template(config["chat_template"]).render(messages=[{"role": "user", "content": "48:36="}])
+    rendered = Template(config["chat_template"]).render(
+        messages=[{"role": "user", "content": "48:36="}]
+    )
     assert rendered == "48:36="
 
 
 def test_the_task_files_hold_their_split_of_the_family() -> None:
-    heldout, train = read_tasks(DEMO / "tasks_heldout.jsonl"), read_tasks(DEMO / "tasks_train.jsonl")
+    heldout, train = (
+        read_tasks(DEMO / "tasks_heldout.jsonl"),
+        read_tasks(DEMO / "tasks_train.jsonl"),
+    )
     assert heldout == gcd_chain.sample_tasks(512, "heldout", seed=2)
     assert train == gcd_chain.sample_tasks(len(train), "train", seed=1)
     unordered = {frozenset(task.prompt.rstrip("=").split(":")) for task in heldout}

@@ -1,4 +1,6 @@
-"""The demo's task family: its working is true arithmetic, its splits share no pair, its lengths are long-tailed."""
+"""The demo's task family: its working is true arithmetic, its splits share no pair, its lengths are
+long-tailed.
+"""
 
 import math
 import re
@@ -21,7 +23,9 @@ def _shown_states(a: int, b: int, style: gcd_chain.Style) -> list[tuple[int, int
 
 
 @given(NUMBERS, NUMBERS, st.sampled_from(gcd_chain.STYLES))
-def test_every_style_ends_with_the_divisor_that_math_gcd_gives(a: int, b: int, style: gcd_chain.Style) -> None:
+def test_every_style_ends_with_the_divisor_that_math_gcd_gives(
+    a: int, b: int, style: gcd_chain.Style
+) -> None:
     assert gcd_chain.solution(a, b, style).endswith(f"#{math.gcd(a, b):02d}")
     assert int(gcd_chain.answer(a, b)) == math.gcd(a, b)
 
@@ -56,10 +60,14 @@ def test_no_heldout_pair_is_a_training_pair_in_either_order() -> None:
 
 
 def test_the_family_is_every_unequal_pair_within_the_subtraction_limit() -> None:
-    def quotients(a: int, b: int) -> int:  # subtractions until equal = sum of the quotients, less one
+    def quotients(
+        a: int, b: int
+    ) -> int:  # subtractions until equal = sum of the quotients, less one
         return 0 if b == 0 else a // b + quotients(b, a % b)
 
-    wanted = {(a, b) for a in range(1, 100) for b in range(1, 100) if a != b and quotients(a, b) - 1 <= 40}
+    wanted = {
+        (a, b) for a in range(1, 100) for b in range(1, 100) if a != b and quotients(a, b) - 1 <= 40
+    }
     assert set(gcd_chain.pairs("train")) | set(gcd_chain.pairs("heldout")) == wanted
 
 

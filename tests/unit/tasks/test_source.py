@@ -1,4 +1,6 @@
-"""Task files and the cursor: bad records are refused where they stand, and a cursor resumes exactly."""
+"""Task files and the cursor: bad records are refused where they stand, and a cursor resumes
+exactly.
+"""
 
 import importlib.util
 import json
@@ -41,7 +43,9 @@ def test_a_further_field_that_is_not_text_becomes_json_text(tmp_path: Path) -> N
         (GOOD, "seen: t1"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_number_and_what_was_seen(tmp_path: Path, line: str, seen: str) -> None:
+def test_a_bad_line_is_refused_with_its_number_and_what_was_seen(
+    tmp_path: Path, line: str, seen: str
+) -> None:
     file = tmp_path / "tasks.jsonl"
     file.write_text(f"{GOOD}\n\n{line}\n")
     with pytest.raises(TaskFileError) as caught:
@@ -80,7 +84,9 @@ def test_a_parquet_file_is_read_or_its_missing_reader_is_named(tmp_path: Path) -
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 12), st.integers(0, 5))
-def test_a_cursor_made_at_a_position_continues_exactly(size: int, drawn: int, count: int, seed: int) -> None:
+def test_a_cursor_made_at_a_position_continues_exactly(
+    size: int, drawn: int, count: int, seed: int
+) -> None:
     whole = TaskCursor(_tasks(size), seed).draw(drawn + count)
     first = TaskCursor(_tasks(size), seed)
     assert first.draw(drawn) == whole[:drawn]
@@ -92,7 +98,11 @@ def test_every_epoch_draws_each_task_once_in_an_order_of_its_own() -> None:
     cursor = TaskCursor(_tasks(50), seed=1)
     first, second = cursor.draw(50), cursor.draw(50)
     assert first != second
-    assert sorted(t.task_id for t in first) == sorted(t.task_id for t in second) == sorted(f"t{i}" for i in range(50))
+    assert (
+        sorted(t.task_id for t in first)
+        == sorted(t.task_id for t in second)
+        == sorted(f"t{i}" for i in range(50))
+    )
 
 
 def test_the_order_depends_on_the_seed() -> None:

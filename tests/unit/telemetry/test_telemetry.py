@@ -35,13 +35,21 @@ def test_a_span_becomes_one_line_with_its_parent_links_and_attributes(tmp_path: 
     start(tmp_path)
     with telemetry.span("elsewhere"):
         link = telemetry.inject()["traceparent"]
-    with telemetry.span("step", kind="server", step=3, names=("a", "b")), telemetry.span("inner", links=[link, "bad"]):
+    with (
+        telemetry.span("step", kind="server", step=3, names=("a", "b")),
+        telemetry.span("inner", links=[link, "bad"]),
+    ):
         pass
     spans = written(tmp_path)
     outer, inner = spans["step"], spans["inner"]
     keys = "trace_id span_id parent_id name kind service start_ns end_ns attributes links status"
     assert list(outer) == keys.split()
-    assert (outer["kind"], outer["service"], outer["parent_id"], outer["status"]) == ("server", "gateway", "", "unset")
+    assert (outer["kind"], outer["service"], outer["parent_id"], outer["status"]) == (
+        "server",
+        "gateway",
+        "",
+        "unset",
+    )
     assert outer["attributes"] == {"step": 3, "names": ["a", "b"]}
     assert (inner["trace_id"], inner["parent_id"]) == (outer["trace_id"], outer["span_id"])
     assert inner["links"] == [link]
@@ -85,7 +93,9 @@ def test_the_context_survives_every_carrier(tmp_path: Path) -> None:
     assert {spans[name]["parent_id"] for name in contexts} == {spans["here"]["span_id"]}
 
 
-@pytest.mark.parametrize("frame", [b"", b"garbage", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"garbage", b"\xff\xfe", b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01"]
+)
 def test_a_broken_carrier_begins_a_new_trace(tmp_path: Path, frame: bytes) -> None:
     start(tmp_path)
     with telemetry.span("outer"):
@@ -95,7 +105,11 @@ def test_a_broken_carrier_begins_a_new_trace(tmp_path: Path, frame: bytes) -> No
 
 
 def test_outside_any_span_there_is_no_trace() -> None:
-    assert (telemetry.current_trace_id(), telemetry.inject(), telemetry.inject_frame()) == ("", {}, b"")
+    assert (telemetry.current_trace_id(), telemetry.inject(), telemetry.inject_frame()) == (
+        "",
+        {},
+        b"",
+    )
 
 
 def test_ids_do_not_repeat_when_a_run_seeds_its_randomness(tmp_path: Path) -> None:
@@ -116,7 +130,9 @@ def test_setup_again_begins_new_providers(tmp_path: Path) -> None:
     assert "second" in written(tmp_path / "b")
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_drops_and_counts_and_never_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, entered = threading.Event(), threading.Event()
     spans = SpanFile(tmp_path / "s.jsonl", "x", capacity=4, batch=1, interval_s=0.01)
     write = spans._write
@@ -160,7 +176,11 @@ def test_attributes_that_json_lacks_become_text(tmp_path: Path) -> None:
     start(tmp_path)
     with telemetry.span("odd", value=float("nan"), many=(1.0, float("inf")), text="\ud800"):
         pass
-    assert written(tmp_path)["odd"]["attributes"] == {"value": "nan", "many": [1.0, "inf"], "text": "\ud800"}
+    assert written(tmp_path)["odd"]["attributes"] == {
+        "value": "nan",
+        "many": [1.0, "inf"],
+        "text": "\ud800",
+    }
 
 
 def finish(file: SpanFile, count: int) -> None:
@@ -181,12 +201,19 @@ def test_json_log_lines_carry_service_source_and_trace(capsys: pytest.CaptureFix
         log.warning("shown", worker=2)
     (line,) = capsys.readouterr().err.splitlines()
     record = json.loads(line)
-    assert (record["event"], record["worker"], record["service"], record["source"]) == ("shown", 2, "gateway", "router")
+    assert (record["event"], record["worker"], record["service"], record["source"]) == (
+        "shown",
+        2,
+        "gateway",
+        "router",
+    )
     assert (record["trace_id"], record["level"]) == (trace_id, "warning")
 
 
 @pytest.mark.parametrize("log_json", [True, False])
-def test_a_logged_traceback_shows_no_local_variables(capsys: pytest.CaptureFixture[str], log_json: bool) -> None:
+def test_a_logged_traceback_shows_no_local_variables(
+    capsys: pytest.CaptureFixture[str], log_json: bool
+) -> None:
     telemetry.setup("gateway", TelemetryConfig(log_json=log_json))
     password = "hunter2"
     try:
@@ -199,7 +226,9 @@ def test_a_logged_traceback_shows_no_local_variables(capsys: pytest.CaptureFixtu
     assert shown.count("hunter2") == 0
 
 
-def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(tmp_path: Path) -> None:
+def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
+    tmp_path: Path,
+) -> None:
     start(tmp_path)
     telemetry.meter().create_counter("paceline.tokens", unit="{token}").add(5, {"arm": "off"})
     telemetry.meter().create_histogram(
@@ -209,7 +238,9 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(t
     assert 'paceline_tokens_total{arm="off"} 5.0' in lines
     buckets = [line for line in lines if line.startswith("paceline_wait_seconds_bucket")]
     counts = {"0.015": 0.0, "0.05": 1.0, "+Inf": 1.0}
-    assert buckets == [f'paceline_wait_seconds_bucket{{le="{le}"}} {count}' for le, count in counts.items()]
+    assert buckets == [
+        f'paceline_wait_seconds_bucket{{le="{le}"}} {count}' for le, count in counts.items()
+    ]
     start(tmp_path)
     assert "paceline_tokens" not in telemetry.prometheus_page().decode()
     telemetry.shutdown()

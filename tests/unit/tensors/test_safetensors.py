@@ -23,15 +23,24 @@ from paceline.tensors import (
 )
 
 DTYPES = ["?", "u1", "i1", "<u2", "<i2", "<f2", "<u4", "<i4", "<f4", "<u8", "<i8", "<f8"]
-ARRAYS = st.sampled_from(DTYPES).flatmap(lambda code: arrays.arrays(code, arrays.array_shapes(min_dims=0, min_side=0)))
+ARRAYS = st.sampled_from(DTYPES).flatmap(
+    lambda code: arrays.arrays(code, arrays.array_shapes(min_dims=0, min_side=0))
+)
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
     lambda name: name != "__metadata__"
 )
 
 
-@given(st.dictionaries(NAMES, ARRAYS, max_size=4), st.dictionaries(NAMES, st.text(max_size=5), max_size=2))
-def test_library_reads_what_we_write(given_arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
-    data = encode_safetensors([from_numpy(name, array) for name, array in given_arrays.items()], metadata)
+@given(
+    st.dictionaries(NAMES, ARRAYS, max_size=4),
+    st.dictionaries(NAMES, st.text(max_size=5), max_size=2),
+)
+def test_library_reads_what_we_write(
+    given_arrays: dict[str, np.ndarray], metadata: dict[str, str]
+) -> None:
+    data = encode_safetensors(
+        [from_numpy(name, array) for name, array in given_arrays.items()], metadata
+    )
     loaded = load(data)
     assert loaded.keys() == given_arrays.keys()
     for name, array in given_arrays.items():
@@ -42,7 +51,12 @@ def test_library_reads_what_we_write(given_arrays: dict[str, np.ndarray], metada
 
 @given(st.dictionaries(NAMES, ARRAYS, max_size=4))
 def test_we_read_what_the_library_writes(given_arrays: dict[str, np.ndarray]) -> None:
-    data = save({name: np.ascontiguousarray(array).reshape(array.shape) for name, array in given_arrays.items()})
+    data = save(
+        {
+            name: np.ascontiguousarray(array).reshape(array.shape)
+            for name, array in given_arrays.items()
+        }
+    )
     tensors = decode_safetensors(data)
     assert tensors.keys() == given_arrays.keys()
     for name, array in given_arrays.items():
@@ -57,7 +71,9 @@ def test_decoded_tensors_are_views() -> None:
 
 @given(st.binary(max_size=80), st.integers(0, 200))
 def test_bad_bytes_are_data_loss_and_nothing_else(noise: bytes, cut: int) -> None:
-    whole = encode_safetensors([NamedTensor("a", "F32", (2, 2), bytes(16)), NamedTensor("b", "U8", (3,), b"abc")])
+    whole = encode_safetensors(
+        [NamedTensor("a", "F32", (2, 2), bytes(16)), NamedTensor("b", "U8", (3,), b"abc")]
+    )
     for data in (noise, whole[: cut % len(whole)]):
         with pytest.raises(DataLoss):
             decode_safetensors(data)

@@ -13,7 +13,11 @@ from paceline.tensors import NamedTensor, as_numpy, crc32, from_numpy, head_hash
 
 def test_bfloat16_is_shown_as_its_bits() -> None:
     tensor = from_numpy("w", np.array([[0x3F80, 0xBF80]], dtype=np.uint16), "BF16")
-    assert (tensor.dtype, tensor.shape, as_numpy(tensor).tolist()) == ("BF16", (1, 2), [[0x3F80, 0xBF80]])
+    assert (tensor.dtype, tensor.shape, as_numpy(tensor).tolist()) == (
+        "BF16",
+        (1, 2),
+        [[0x3F80, 0xBF80]],
+    )
 
 
 def test_contiguous_array_is_not_copied() -> None:
@@ -32,7 +36,9 @@ def test_bytes_that_do_not_fill_the_shape_are_refused() -> None:
     assert (refusal.value.seen, refusal.value.allowed) == ("7", "8")
 
 
-@pytest.mark.parametrize(("name", "dtype", "shape"), [("", "U8", (1,)), ("__metadata__", "U8", (1,)), ("w", "X", (1,))])
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"), [("", "U8", (1,)), ("__metadata__", "U8", (1,)), ("w", "X", (1,))]
+)
 def test_odd_names_and_dtypes_are_refused(name: str, dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidInput):
         NamedTensor(name, dtype, shape, b"x")

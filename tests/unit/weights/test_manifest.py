@@ -68,7 +68,9 @@ def spoil(change: Callable[[Manifest], object]) -> Manifest:
         (lambda one: setattr(one.tensors[1], "name", "t0"), "same name"),
     ],
 )
-def test_manifest_that_cannot_be_received_is_refused(change: Callable[[Manifest], object], words: str) -> None:
+def test_manifest_that_cannot_be_received_is_refused(
+    change: Callable[[Manifest], object], words: str
+) -> None:
     with pytest.raises(InvalidInput, match=words):
         check_manifest(spoil(change), max_bytes=1 << 20)
 

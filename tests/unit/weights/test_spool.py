@@ -103,7 +103,9 @@ for number in range(1, 10_000):
 @pytest.mark.parametrize("lines", [1, 2, 5, 8])
 def test_kill_at_any_point_leaves_a_whole_serving_set(tmp_path: Path, lines: int) -> None:
     """The child is killed while it is about the step that follows its n-th line."""
-    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         told = [child.stdout.readline().split() for _ in range(lines)]
         child.send_signal(signal.SIGKILL)
@@ -140,7 +142,9 @@ def test_seq_must_grow(tmp_path: Path) -> None:
         spool.commit(VersionSet(2, 0, 0))
 
 
-def test_file_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -179,7 +183,10 @@ def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> No
     with safe_open(path / "model.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "source": "test"}
     assert Spool(tmp_path).manifest(D, 1) == manifest
-    assert names(Spool(tmp_path / "other").write(*version(D, 2))) == {"model.safetensors", "manifest.json"}
+    assert names(Spool(tmp_path / "other").write(*version(D, 2))) == {
+        "model.safetensors",
+        "manifest.json",
+    }
 
 
 @pytest.mark.parametrize(
@@ -193,7 +200,9 @@ def test_a_config_lies_beside_the_tensors_and_nowhere_else(tmp_path: Path) -> No
         ('{"a": "' + "x" * (64 << 10) + '"}', "too long"),
     ],
 )
-def test_a_config_that_no_reader_could_use_is_refused(config: str, named: str, tmp_path: Path) -> None:
+def test_a_config_that_no_reader_could_use_is_refused(
+    config: str, named: str, tmp_path: Path
+) -> None:
     array = np.ones(4, dtype=np.float32)
     with pytest.raises(InvalidInput, match=named):
         build_manifest(D, 1, [from_numpy("w", array)], metadata={"config": config})

@@ -1,7 +1,9 @@
-"""Recorded and synthetic workloads of bandits, as files. Owns their format; make.py makes them, world.py replays them.
+"""Recorded and synthetic workloads of bandits, as files. Owns their format; make.py makes them,
+world.py replays them.
 
-A trace is steps of one rollout each: responses by their lengths, all queued at once, `max_batch` of them decoding. What
-an arm would be given stands in the trace or follows from its seed, so that every bandit meets equal luck.
+A trace is steps of one rollout each: responses by their lengths, all queued at once, `max_batch` of
+them decoding. What an arm would be given stands in the trace or follows from its seed, so that
+every bandit meets equal luck.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Step(BaseModel):
     lengths: tuple[int, ...] = Field(min_length=1)  # response tokens of each request
     changed: Literal["", "policy", "drafter"] = ""  # weights committed before the step
     drafters: dict[str, Drafter] = {}  # synthetic: by speculator
-    runs: dict[str, tuple[str, ...]] = {}  # recorded: by speculator, of each request and token from which a round may
+    runs: dict[
+        str, tuple[str, ...]
+    ] = {}  # recorded: by speculator, of each request and token from which a round may
     # start a digit: how many drafts in a row are right there
     seconds: dict[str, float] = {}  # by arm: factor on the cost table
 
@@ -50,9 +54,13 @@ class Trace(BaseModel):
     seed: int
     max_batch: int = Field(ge=1)
     limit: int = Field(ge=1)  # response tokens at most, as requests say
-    costs_ms: dict[str, dict[int, float]]  # arm -> batch size -> milliseconds of a round; linear in between
+    costs_ms: dict[
+        str, dict[int, float]
+    ]  # arm -> batch size -> milliseconds of a round; linear in between
     noise: float = Field(default=0.05, ge=0)  # standard deviation of a round's log seconds
-    outliers: float = Field(default=0.003, ge=0, le=1)  # share of rounds that take OUTLIER times as long
+    outliers: float = Field(
+        default=0.003, ge=0, le=1
+    )  # share of rounds that take OUTLIER times as long
     steps: tuple[Step, ...]
 
     @property

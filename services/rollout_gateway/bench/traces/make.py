@@ -1,8 +1,10 @@
-"""Makes the traces: `python -m rollout_gateway.bench.traces.make [FOLDER]`. Owns what each family is.
+"""Makes the traces: `python -m rollout_gateway.bench.traces.make [FOLDER]`. Owns what each family
+is.
 
-The CPU costs are the embedded engine's, measured on one core with the demo's policy; the GPU-like ones follow a
-roofline: reading the weights costs the same for few tokens, each verified token costs more from there on, so that
-speculation loses in large batches. Families `mixed` and `wandering` were not played while a bandit was tuned.
+The CPU costs are the embedded engine's, measured on one core with the demo's policy; the GPU-like
+ones follow a roofline: reading the weights costs the same for few tokens, each verified token costs
+more from there on, so that speculation loses in large batches. Families `mixed` and `wandering`
+were not played while a bandit was tuned.
 """
 
 from __future__ import annotations
@@ -34,14 +36,22 @@ NGRAM = Drafter(positions=(0.25, 0.45, 0.5, 0.5), spread=0.5)
 
 def gpu_costs() -> dict[str, dict[int, float]]:
     """12 ms for the weights, 0.05 ms a row, 0.6 ms a draft pass, 0.25 ms a verified draft."""
-    steps = {"off": (0, 0), "eagle:3_1_4": (3, 3), "eagle:5_1_6": (5, 5), "eagle:7_1_8": (7, 7), "ngram:4_1_5": (4, 0)}
+    steps = {
+        "off": (0, 0),
+        "eagle:3_1_4": (3, 3),
+        "eagle:5_1_6": (5, 5),
+        "eagle:7_1_8": (7, 7),
+        "ngram:4_1_5": (4, 0),
+    }
     return {
         arm: {size: 12 + 0.05 * size + 0.6 * passes + 0.25 * size * nodes for size in (1, 64)}
         for arm, (nodes, passes) in steps.items()
     }
 
 
-def lengths(source: np.random.Generator, count: int, median: float, sigma: float) -> tuple[int, ...]:
+def lengths(
+    source: np.random.Generator, count: int, median: float, sigma: float
+) -> tuple[int, ...]:
     """Long-tailed (log-normal) response lengths."""
     drawn = median * np.exp(sigma * source.standard_normal(count))
     return tuple(int(one) for one in np.clip(drawn, 4, LIMIT))
@@ -57,11 +67,19 @@ def pair(eagle: Drafter) -> dict[str, Drafter]:
     return {"eagle": eagle, "ngram": NGRAM}
 
 
-def trace(name: str, costs: dict[str, dict[int, float]], max_batch: int, steps: Sequence[Step], seed: int) -> Trace:
+def trace(
+    name: str, costs: dict[str, dict[int, float]], max_batch: int, steps: Sequence[Step], seed: int
+) -> Trace:
     """A trace of the family that its name begins with."""
     family = name.partition("-")[0]
     return Trace(
-        name=name, family=family, seed=seed, max_batch=max_batch, limit=LIMIT, costs_ms=costs, steps=tuple(steps)
+        name=name,
+        family=family,
+        seed=seed,
+        max_batch=max_batch,
+        limit=LIMIT,
+        costs_ms=costs,
+        steps=tuple(steps),
     )
 
 
@@ -69,8 +87,20 @@ def stationary(source: np.random.Generator) -> list[Trace]:
     """Nothing changes: a queue, then its end."""
     fair = pair(scaled(FAIR, 1.0))
     return [
-        trace("stationary-cpu", CPU, 8, [Step(lengths=lengths(source, 300, 90, 0.5), drafters=fair)], 1),
-        trace("stationary-gpu", gpu_costs(), 40, [Step(lengths=lengths(source, 1000, 90, 0.5), drafters=fair)], 2),
+        trace(
+            "stationary-cpu",
+            CPU,
+            8,
+            [Step(lengths=lengths(source, 300, 90, 0.5), drafters=fair)],
+            1,
+        ),
+        trace(
+            "stationary-gpu",
+            gpu_costs(),
+            40,
+            [Step(lengths=lengths(source, 1000, 90, 0.5), drafters=fair)],
+            2,
+        ),
     ]
 
 
@@ -92,7 +122,10 @@ def drifting(source: np.random.Generator) -> list[Trace]:
         )
         for number in range(30)
     ]
-    return [trace("drifting-learns", CPU, 16, learns, 3), trace("drifting-falls", CPU, 16, falls, 4)]
+    return [
+        trace("drifting-learns", CPU, 16, learns, 3),
+        trace("drifting-falls", CPU, 16, falls, 4),
+    ]
 
 
 def draining(source: np.random.Generator) -> list[Trace]:
@@ -103,7 +136,11 @@ def draining(source: np.random.Generator) -> list[Trace]:
             costs,
             64,
             [
-                Step(lengths=lengths(source, 64, 60, 0.9), changed="policy", drafters=pair(scaled(GOOD, 0.9)))
+                Step(
+                    lengths=lengths(source, 64, 60, 0.9),
+                    changed="policy",
+                    drafters=pair(scaled(GOOD, 0.9)),
+                )
                 for _ in range(16)
             ],
             seed,
@@ -157,9 +194,15 @@ def mixed(source: np.random.Generator) -> list[Trace]:
 
     def step(number: int) -> Step:
         drawn = lengths(source, 64, 50, 0.5)
-        tall = tuple(min(3 * one, LIMIT) if index % 3 == 2 else one for index, one in enumerate(drawn))
+        tall = tuple(
+            min(3 * one, LIMIT) if index % 3 == 2 else one for index, one in enumerate(drawn)
+        )
         eagle = Drafter(positions=GOOD, spread=0.3, kinds=(0.3, 0.3, -1.8))
-        return Step(lengths=tall, changed="policy" if number else "", drafters={"eagle": eagle, "ngram": NGRAM})
+        return Step(
+            lengths=tall,
+            changed="policy" if number else "",
+            drafters={"eagle": eagle, "ngram": NGRAM},
+        )
 
     return [
         trace("mixed-cpu", CPU, 32, [step(number) for number in range(16)], 10),
@@ -168,13 +211,17 @@ def mixed(source: np.random.Generator) -> list[Trace]:
 
 
 def growing(source: np.random.Generator) -> list[Trace]:
-    """N-grams that begin with nothing to look up and are right more and more often, of which nobody tells."""
+    """N-grams that begin with nothing to look up and are right more and more often, of which nobody
+    tells.
+    """
     steps = [
         Step(
             lengths=lengths(source, 64, 50, 0.5),
             drafters={
                 "eagle": scaled(GOOD, 0.9),
-                "ngram": Drafter(positions=tuple(round(one * number / 19, 4) for one in (0.95, 0.97, 0.97, 0.97))),
+                "ngram": Drafter(
+                    positions=tuple(round(one * number / 19, 4) for one in (0.95, 0.97, 0.97, 0.97))
+                ),
             },
         )
         for number in range(20)
@@ -186,7 +233,9 @@ def wandering(source: np.random.Generator) -> list[Trace]:
     """Both drafters become better and worse at random from step to step; requests differ much."""
 
     def walk(count: int) -> list[float]:
-        return [float(one) for one in 0.55 + 0.4 * np.sin(np.cumsum(source.normal(0.0, 0.5, count)))]
+        return [
+            float(one) for one in 0.55 + 0.4 * np.sin(np.cumsum(source.normal(0.0, 0.5, count)))
+        ]
 
     def steps(count: int, rows: int) -> list[Step]:
         return [
@@ -195,7 +244,9 @@ def wandering(source: np.random.Generator) -> list[Trace]:
                 changed="policy",
                 drafters={
                     "eagle": Drafter(positions=scaled(GOOD, eagle).positions, spread=0.8),
-                    "ngram": Drafter(positions=scaled((0.7, 0.8, 0.8, 0.8), ngram).positions, spread=0.8),
+                    "ngram": Drafter(
+                        positions=scaled((0.7, 0.8, 0.8, 0.8), ngram).positions, spread=0.8
+                    ),
                 },
             )
             for eagle, ngram in zip(walk(count), walk(count), strict=True)
@@ -212,7 +263,10 @@ def recorded(source: np.random.Generator) -> list[Trace]:
     from rollout_gateway.bench.traces.record import record_step  # loads torch
 
     questions = [task.prompt for task in read_tasks(demo_folder() / "tasks_heldout.jsonl")]
-    steps = [record_step(questions[16 * number : 16 * number + 16], 4, 160, number) for number in range(24)]
+    steps = [
+        record_step(questions[16 * number : 16 * number + 16], 4, 160, number)
+        for number in range(24)
+    ]
     return [trace("recorded-demo", CPU, 64, steps, 12)]
 
 
@@ -237,7 +291,10 @@ def main() -> None:
         for one in family(np.random.default_rng([SEED, number])):
             path = folder / f"{one.name}.json"
             path.write_text(one.model_dump_json(exclude_defaults=True) + "\n", encoding="utf-8")
-            print(f"{path.name}: {sum(len(step.lengths) for step in one.steps)} responses, {path.stat().st_size} bytes")
+            print(
+                f"{path.name}: {sum(len(step.lengths) for step in one.steps)} responses, "
+                f"{path.stat().st_size} bytes"
+            )
 
 
 if __name__ == "__main__":

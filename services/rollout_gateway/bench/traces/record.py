@@ -1,8 +1,10 @@
-"""Records how far each drafter would have been right at every token of the demo's responses. Owns no file.
+"""Records how far each drafter would have been right at every token of the demo's responses. Owns
+no file.
 
-The embedded engine decodes without speculation; before each round every speculator drafts at its longest, for all rows.
-What it proposed is compared with the response afterwards, so that a round of any chain arm can be replayed from any
-token. The trained policy and drafter are those of examples/demo.
+The embedded engine decodes without speculation; before each round every speculator drafts at its
+longest, for all rows. What it proposed is compared with the response afterwards, so that a round of
+any chain arm can be replayed from any token. The trained policy and drafter are those of
+examples/demo.
 """
 
 from __future__ import annotations
@@ -33,9 +35,13 @@ class Listener:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.proposals: dict[tuple[str, int, int], list[int]] = {}  # speculator, request, response token -> drafts
+        self.proposals: dict[
+            tuple[str, int, int], list[int]
+        ] = {}  # speculator, request, response token -> drafts
 
-    def draft(self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams) -> tuple[Nodes, list[DraftPart]]:
+    def draft(
+        self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
+    ) -> tuple[Nodes, list[DraftPart]]:
         """The roots alone."""
         engine = self._engine
         slots = engine._scheduler.ready()
@@ -54,7 +60,11 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
     """One rollout: `samples` responses to each question at temperature 1."""
     demo = demo_folder()
     arms = ("off", "eagle:7_1_8", "ngram:4_1_5")
-    settings = {"model_dir": str(demo / "policy_trained"), "drafter": str(demo / "drafter_trained"), "arms": arms}
+    settings = {
+        "model_dir": str(demo / "policy_trained"),
+        "drafter": str(demo / "drafter_trained"),
+        "arms": arms,
+    }
     engine = build_embedded(EmbeddedSpec.model_validate(settings))
     assert isinstance(engine, EmbeddedEngine)
     listener = Listener(engine)
@@ -63,7 +73,9 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
     codec = TextCodec(demo / "policy_trained")
     prompts = [codec.encode(question) for question in questions for _ in range(samples)]
     for number, prompt in enumerate(prompts):
-        engine.enqueue(Request(number, prompt, Sampling(seed=seed * 1000 + number, max_tokens=limit)))
+        engine.enqueue(
+            Request(number, prompt, Sampling(seed=seed * 1000 + number, max_tokens=limit))
+        )
     said: dict[int, tuple[int, ...]] = {}
     while engine.has_work:
         said |= {chunk.request_id: chunk.token_ids for chunk in engine.step()}

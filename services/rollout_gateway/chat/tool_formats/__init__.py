@@ -26,15 +26,23 @@ def tool_format(name: str, template_source: str) -> ToolFormat | None:
     if name == "auto":
         return guess_format(template_source)
     if name not in TOOL_FORMATS:
-        raise NotFound("no such tool format", seen=name, allowed=", ".join(["auto", "none", *sorted(TOOL_FORMATS)]))
+        raise NotFound(
+            "no such tool format",
+            seen=name,
+            allowed=", ".join(["auto", "none", *sorted(TOOL_FORMATS)]),
+        )
     return TOOL_FORMATS[name](template_source)
 
 
 def guess_format(template_source: str) -> ToolFormat | None:
-    """The format that a chat template writes past calls in; None when it knows no tools, or another format."""
+    """The format that a chat template writes past calls in; None when it knows no tools, or another
+    format.
+    """
     source = template_source.replace('\\"', '"')  # quotes inside strings of the template
     # Qwen3-Coder and GLM write XML between the tags of Hermes.
-    if "<tool_call>" in source and not any(other in source for other in ("<function=", "<arg_key>")):
+    if "<tool_call>" in source and not any(
+        other in source for other in ("<function=", "<arg_key>")
+    ):
         return Hermes()
     if "[TOOL_CALLS]" in source:
         return Mistral(source)

@@ -23,7 +23,8 @@ class ToolFormat(Protocol):
 
     name: str
     special_tokens: tuple[str, ...]
-    """Texts that mark calls and are special tokens in some tokenizers: decoding must not drop them."""
+    """Texts that mark calls and are special tokens in some tokenizers: decoding must not drop them.
+    """
     markers: tuple[str, ...]
     """One of these begins calls, anywhere in the content."""
     at_start: tuple[str, ...]
@@ -32,13 +33,17 @@ class ToolFormat(Protocol):
     """One of these begins calls where nothing but white space lies between it and other calls."""
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
-        """Takes calls from their marker to their end. Raises Deviation, having taken the marker, when they are none."""
+        """Takes calls from their marker to their end.
+
+        Raises Deviation, having taken the marker, when they are none.
+        """
         ...
 
     def beginning(self, name: str = "") -> str:
         """What to put before the response so that it calls the tool `name`, or some tool.
 
-        It ends where a tokenizer would cut as well: after a colon, not after the space that belongs to the next token.
+        It ends where a tokenizer would cut as well: after a colon, not after the space that belongs
+        to the next token.
         """
         ...
 

@@ -1,7 +1,8 @@
-"""Text that comes in pieces, read once from left to right. Owns waiting for more; knows no marker and no format.
+"""Text that comes in pieces, read once from left to right. Owns waiting for more; knows no marker
+and no format.
 
-A reader is a generator that yields when it needs more text. Written as straight code, it gives the same result however
-the text is cut, and looks at every character a bounded number of times.
+A reader is a generator that yields when it needs more text. Written as straight code, it gives the
+same result however the text is cut, and looks at every character a bounded number of times.
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ _BLANKS = re.compile(f"[{BLANK}]+")
 
 
 class Deviation(Exception):
-    """The text is not what was looked for. Never leaves this package and the parser: the text is content then."""
+    """The text is not what was looked for.
+
+    Never leaves this package and the parser: the text is content then.
+    """
 
 
 class GrowingText:
     """A text whose end is not known yet.
 
-    What is taken is kept until `forget`, so that a call that turns out to be none can be given out as it stands.
+    What is taken is kept until `forget`, so that a call that turns out to be none can be given out
+    as it stands.
     """
 
     def __init__(self) -> None:
@@ -46,8 +51,15 @@ class GrowingText:
         return self._piece[self._at : self._at + 1]
 
     def at(self, word: str) -> Reading[bool]:
-        """Whether `word` comes next; waits only while the text may still become it. Takes nothing."""
-        while not self.ended and word.startswith(rest := self._piece[self._at : self._at + len(word)]) and rest != word:
+        """Whether `word` comes next; waits only while the text may still become it.
+
+        Takes nothing.
+        """
+        while (
+            not self.ended
+            and word.startswith(rest := self._piece[self._at : self._at + len(word)])
+            and rest != word
+        ):
             yield
         return self._piece.startswith(word, self._at)
 
@@ -61,7 +73,9 @@ class GrowingText:
             self._keep(match.end())
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Takes and returns the longest run of characters of a class; `pattern` is that class with a plus."""
+        """Takes and returns the longest run of characters of a class; `pattern` is that class with
+        a plus.
+        """
         start = self.mark()
         while (yield from self.peek()) and (match := pattern.match(self._piece, self._at)):
             self._keep(match.end())

@@ -1,4 +1,6 @@
-"""Hermes' tool calls, those of Qwen2.5 and Qwen3 as well: a JSON object between <tool_call> and </tool_call>."""
+"""Hermes' tool calls, those of Qwen2.5 and Qwen3 as well: a JSON object between <tool_call> and
+</tool_call>.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """JSON read from growing text, strictly and without recursion. Owns what is JSON and where it ends.
 
-Values are returned as the exact text the model wrote: parsing and writing them anew would change numbers and spaces.
+Values are returned as the exact text the model wrote: parsing and writing them anew would change
+numbers and spaces.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from rollout_gateway.chat.tool_formats.base import SpelledCall
 from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
 
 DEEPEST = 100
-"""Objects and arrays inside each other at most: what reads the arguments later (clients, templates) recurses."""
+"""Objects and arrays inside each other at most: what reads the arguments later (clients, templates)
+recurses.
+"""
 
 _NUMBER_CHARACTERS = re.compile(r"[-+.0-9eE]+")
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
@@ -23,7 +26,10 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def json_value(text: GrowingText) -> Reading[str]:
-    """Takes one JSON value and returns its text. Raises Deviation at the first character that cannot be JSON."""
+    """Takes one JSON value and returns its text.
+
+    Raises Deviation at the first character that cannot be JSON.
+    """
     start = text.mark()
     open_: list[str] = []  # closing brackets that are due, the outermost first
     while True:
@@ -45,7 +51,8 @@ def json_value(text: GrowingText) -> Reading[str]:
 
 
 def json_members(text: GrowingText) -> Reading[dict[str, str]]:
-    """Takes one JSON object and returns the texts of its members; of equal keys the last counts, as in `json`.
+    """Takes one JSON object and returns the texts of its members; of equal keys the last counts, as
+    in `json`.
 
     Raises Deviation at the first character that cannot be one.
     """
@@ -68,8 +75,11 @@ def json_members(text: GrowingText) -> Reading[dict[str, str]]:
     return members
 
 
-def call_object(text: GrowingText, argument_keys: Sequence[str], *, required: bool = False) -> Reading[SpelledCall]:
-    """Takes a call written as an object with "name" and one of `argument_keys`; other members mean nothing.
+def call_object(
+    text: GrowingText, argument_keys: Sequence[str], *, required: bool = False
+) -> Reading[SpelledCall]:
+    """Takes a call written as an object with "name" and one of `argument_keys`; other members mean
+    nothing.
 
     Without arguments they are `{}`, unless `required`. Raises Deviation when it is no call.
     """
@@ -81,7 +91,10 @@ def call_object(text: GrowingText, argument_keys: Sequence[str], *, required: bo
 
 
 def _comma(text: GrowingText, open_: list[str]) -> Reading[bool]:
-    """After a value: closes what ends here. True when a comma and what precedes the next value have been taken."""
+    """After a value: closes what ends here.
+
+    True when a comma and what precedes the next value have been taken.
+    """
     while open_:
         yield from text.blanks()
         if (yield from text.peek()) == ",":

@@ -1,4 +1,6 @@
-"""Tool calls of Llama 3.1 and later: the response itself is a JSON object, or several with semicolons between."""
+"""Tool calls of Llama 3.1 and later: the response itself is a JSON object, or several with
+semicolons between.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ _TAG = "<|python_tag|>"
 class Llama3Json:
     """`{"name": ..., "parameters": {...}}` at the start of the response or after `<|python_tag|>`.
 
-    Parameters are required: without a marker of its own, `{"name": "Ada"}` may as well be an answer in JSON.
+    Parameters are required: without a marker of its own, `{"name": "Ada"}` may as well be an answer
+    in JSON.
     """
 
     name = "llama3_json"

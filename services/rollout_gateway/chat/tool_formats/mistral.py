@@ -1,4 +1,6 @@
-"""Mistral's tool calls: an array after [TOOL_CALLS], or since 2025 a name, [ARGS] and an object for each call."""
+"""Mistral's tool calls: an array after [TOOL_CALLS], or since 2025 a name, [ARGS] and an object for
+each call.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ from rollout_gateway.engines.embedded_rows import row_layout
 def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     """An engine ready for requests.
 
-    Raises InvalidInput, WeightsError, DataLoss or ConfigError for a checkpoint, drafter or arm that cannot work.
+    Raises InvalidInput, WeightsError, DataLoss or ConfigError for a checkpoint, drafter or arm that
+    cannot work.
     """
     torch.set_num_threads(spec.threads)
     model_dir = Path(spec.model_dir)
@@ -50,21 +51,40 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
 
     def load(path: Path) -> DecoderWeights:
         weights = build_weights(
-            config, read_tensors(path), dtype=DTYPES[spec.dtype], positions=capacity, int8=spec.quantize == "int8"
+            config,
+            read_tensors(path),
+            dtype=DTYPES[spec.dtype],
+            positions=capacity,
+            int8=spec.quantize == "int8",
         )
         return replace(weights, finish=compiled_finish()) if spec.compile else weights
 
     policy = load(source)
     with torch.inference_mode():
         setup = SpeculatorSetup(
-            policy, spec.max_batch, capacity, policy.head.dtype, spec.seed, layers=CaptureSpec(inner).layers
+            policy,
+            spec.max_batch,
+            capacity,
+            policy.head.dtype,
+            spec.seed,
+            layers=CaptureSpec(inner).layers,
         )
         used = {arm.speculator for arm in arms.values()}
         speculation = Speculation(spec, arms, Drafters(kinds, used, setup, spec.drafter_path))
         # A captured prompt that is reused takes its rows from kept states.
-        keep_hidden = speculation.drafters.needs_hidden or (sink is not None and spec.prefix_slots > 0)
-        store = SlotStore(policy, spec.max_batch + spec.prefix_slots, capacity, keep_hidden=keep_hidden, inner=inner)
-    weights = EngineWeights(policy, speculation, VersionSet(spec.seq, spec.policy_version, spec.drafter_version), load)
+        keep_hidden = speculation.drafters.needs_hidden or (
+            sink is not None and spec.prefix_slots > 0
+        )
+        store = SlotStore(
+            policy,
+            spec.max_batch + spec.prefix_slots,
+            capacity,
+            keep_hidden=keep_hidden,
+            inner=inner,
+        )
+    weights = EngineWeights(
+        policy, speculation, VersionSet(spec.seq, spec.policy_version, spec.drafter_version), load
+    )
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(

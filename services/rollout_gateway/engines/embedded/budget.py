@@ -1,12 +1,14 @@
-"""How many drafts a round verifies: those whose chance of being accepted pays for their share of the forward.
+"""How many drafts a round verifies: those whose chance of being accepted pays for their share of
+the forward.
 
-Owns the calibration of drafters' own probabilities, the measured cost of a forward by its number of tokens, and the
-choice of nodes. Drafts are left out before anything is drawn and by nothing but drafters' scores and past rounds, so
-what is emitted does not change.
+Owns the calibration of drafters' own probabilities, the measured cost of a forward by its number of
+tokens, and the choice of nodes. Drafts are left out before anything is drawn and by nothing but
+drafters' scores and past rounds, so what is emitted does not change.
 
-Of nodes sorted by their probability p of being accepted, the first k are verified that maximise the rate
-(B + p_1 + ... + p_k) / (F + c(B + k)): tokens of a round over its seconds, with c the forward's seconds by its tokens
-and F those of drafting and everything else. Since p falls along a path, the chosen nodes of a row are a tree.
+Of nodes sorted by their probability p of being accepted, the first k are verified that maximise the
+rate (B + p_1 + ... + p_k) / (F + c(B + k)): tokens of a round over its seconds, with c the
+forward's seconds by its tokens and F those of drafting and everything else. Since p falls along a
+path, the chosen nodes of a row are a tree.
 """
 
 from __future__ import annotations
@@ -31,13 +33,17 @@ MEMORY = 4000.0
 COST_SHARE = 0.1
 """Weight of a new measurement of a forward; one of 3 times what was expected counts as 3 times."""
 PROBE_EVERY = 64
-"""Every so many rounds of an arm everything is verified: what is never tried would be believed useless for ever."""
+"""Every so many rounds of an arm everything is verified: what is never tried would be believed
+useless for ever.
+"""
 FLOOR_SHARE = 0.5
 """A node below this share of the last round's least likely verified one is not drafted on."""
 
 
 class Calibration:
-    """How often a draft is the target's draw, by the drafter's own probability of it, given its parent was drawn."""
+    """How often a draft is the target's draw, by the drafter's own probability of it, given its
+    parent was drawn.
+    """
 
     def __init__(self) -> None:
         edges = (0.0, *BIN_EDGES, 1.0)
@@ -62,7 +68,9 @@ class Calibration:
 
 
 class ForwardCost:
-    """Seconds of a target forward and its draws by the number of tokens, as measured; linear between sizes."""
+    """Seconds of a target forward and its draws by the number of tokens, as measured; linear
+    between sizes.
+    """
 
     def __init__(self) -> None:
         self._sizes = np.empty(0)
@@ -79,14 +87,17 @@ class ForwardCost:
         if len(near):
             at = int(near[0])
             expected = self._seconds[at] * tokens / self._sizes[at]
-            self._seconds[at] += COST_SHARE * (min(seconds, 3 * expected) - expected) * self._sizes[at] / tokens
+            self._seconds[at] += (
+                COST_SHARE * (min(seconds, 3 * expected) - expected) * self._sizes[at] / tokens
+            )
             return
         at = int(np.searchsorted(self._sizes, tokens))
         self._sizes = np.insert(self._sizes, at, tokens)
         self._seconds = np.insert(self._seconds, at, seconds)
 
     def seconds(self, rows: int, drafts: int) -> list[float]:
-        """Expected seconds of a forward of rows, rows + 1, ... rows + drafts tokens; more never cost less.
+        """Expected seconds of a forward of rows, rows + 1, ... rows + drafts tokens; more never
+        cost less.
 
         Beyond the largest size that was measured, in proportion.
         """
@@ -98,7 +109,9 @@ class ForwardCost:
 
 @dataclass(slots=True)
 class _Overhead:
-    """Of one arm: seconds of a round besides the forward, its last threshold, and rounds until the next probe."""
+    """Of one arm: seconds of a round besides the forward, its last threshold, and rounds until the
+    next probe.
+    """
 
     seconds: float = 0.0
     floor: float = 0.0
@@ -106,13 +119,16 @@ class _Overhead:
 
 
 Node = tuple[float, int, int]
-"""A draft that may be verified: minus its chance, row, index; so that they sort by falling chance, parents first."""
+"""A draft that may be verified: minus its chance, row, index; so that they sort by falling chance,
+parents first.
+"""
 
 
 class Budget:
     """Chooses the nodes of rounds and learns from what became of them.
 
-    Plain numbers throughout: a round has tens of nodes, and an array operation costs as much as a loop over them.
+    Plain numbers throughout: a round has tens of nodes, and an array operation costs as much as a
+    loop over them.
     """
 
     def __init__(self) -> None:
@@ -126,7 +142,9 @@ class Budget:
         return overhead.floor if overhead.until_probe > 1 else 0.0
 
     def forget(self, speculator: str) -> None:
-        """The drafter has new weights: what its probabilities are worth is not known; seconds stay as known."""
+        """The drafter has new weights: what its probabilities are worth is not known; seconds stay
+        as known.
+        """
         self._calibrations.pop(speculator, None)
         for arm, overhead in self._overheads.items():
             if speculator_of(arm) == speculator:
@@ -138,7 +156,9 @@ class Budget:
         return overhead.until_probe == PROBE_EVERY
 
     def prune(self, drafts: Drafts, speculator: str, arm: str) -> Drafts:
-        """The drafts that pay, every row's moved to its front; all of them while costs are not known."""
+        """The drafts that pay, every row's moved to its front; all of them while costs are not
+        known.
+        """
         if not self.cost.known or self._probes(arm):
             return drafts
         nodes = self._nodes(drafts, self._calibrations.setdefault(speculator, Calibration()))
@@ -154,7 +174,9 @@ class Budget:
         for row, (tokens, scores, parents) in enumerate(_rows(drafts)):
             reached, score_of = [1.0], [1.0, *scores]
             for index, (token, above) in enumerate(zip(tokens, parents, strict=True)):
-                here = reached[above] * chance(scores[index] / score_of[above]) if token >= 0 else 0.0
+                here = (
+                    reached[above] * chance(scores[index] / score_of[above]) if token >= 0 else 0.0
+                )
                 reached.append(here)
                 if here > 0.0:
                     nodes.append((-here, row, index))
@@ -176,7 +198,9 @@ class Budget:
         return count
 
     def learn(self, speculator: str, drafts: Drafts, reached: Sequence[Set[int]]) -> None:
-        """What became of a round's drafts: of each row the nodes that were drawn, 0 for its root, i + 1 for draft i."""
+        """What became of a round's drafts: of each row the nodes that were drawn, 0 for its root, i
+        + 1 for draft i.
+        """
         calibration = self._calibrations.setdefault(speculator, Calibration())
         for drawn, (tokens, scores, parents) in zip(reached, _rows(drafts), strict=True):
             score_of = [1.0, *scores]
@@ -197,7 +221,11 @@ class Budget:
 def _rows(drafts: Drafts) -> Iterator[tuple[list[int], list[float], Sequence[int]]]:
     """Tokens, scores and parents of each row."""
     tokens, scores = drafts.tokens.tolist(), drafts.scores.tolist()
-    parents = [range(drafts.tokens.shape[1])] * len(tokens) if drafts.parents is None else drafts.parents.tolist()
+    parents = (
+        [range(drafts.tokens.shape[1])] * len(tokens)
+        if drafts.parents is None
+        else drafts.parents.tolist()
+    )
     return zip(tokens, scores, parents, strict=True)
 
 
@@ -220,5 +248,7 @@ def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
     return Drafts(
         torch.tensor(rows[0], dtype=torch.int64, device=device).view(shape),
         torch.tensor(rows[1], dtype=torch.float32, device=device).view(shape),
-        None if drafts.parents is None else torch.tensor(rows[2], dtype=torch.int64, device=device).view(shape),
+        None
+        if drafts.parents is None
+        else torch.tensor(rows[2], dtype=torch.int64, device=device).view(shape),
     )

@@ -1,4 +1,7 @@
-"""Hidden rows of verified tokens to the sink, one vectorised call per forward. Owns their dtype and their stamps."""
+"""Hidden rows of verified tokens to the sink, one vectorised call per forward.
+
+Owns their dtype and their stamps.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,13 @@ class DraftRows:
 
 
 class Capture:
-    """Writes rows while it is enabled; rows that find no room are dropped by the sink and counted here."""
+    """Writes rows while it is enabled; rows that find no room are dropped by the sink and counted
+    here.
+    """
 
-    def __init__(self, sink: RowSink | None, features_dtype: str, *, rejected: bool = False) -> None:
+    def __init__(
+        self, sink: RowSink | None, features_dtype: str, *, rejected: bool = False
+    ) -> None:
         self._sink = sink
         self._dtype = DTYPES[features_dtype]
         self.takes_rejected = rejected and sink is not None
@@ -48,7 +55,11 @@ class Capture:
 
     def wanted(self, sequences: Sequence[RunningSequence]) -> bool:
         """True when rows of one of these requests would be written."""
-        return self._sink is not None and self.enabled and any(one.request.capture for one in sequences)
+        return (
+            self._sink is not None
+            and self.enabled
+            and any(one.request.capture for one in sequences)
+        )
 
     def write(
         self,
@@ -60,22 +71,33 @@ class Capture:
         version: int,
         drafts: DraftRows | None = None,
     ) -> None:
-        """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture, then those of rejected drafts.
+        """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture, then those of
+        rejected drafts.
 
-        positions, token_ids int64 [B, Q]; hidden [B, Q, W]: the states AT the token of that position.
+        positions, token_ids int64 [B, Q]; hidden [B, Q, W]: the states AT the token of that
+        position.
         """
         if self._sink is None or not self.enabled:
             return
-        wanted = [count if s.request.capture else 0 for s, count in zip(sequences, counts, strict=True)]
+        wanted = [
+            count if s.request.capture else 0 for s, count in zip(sequences, counts, strict=True)
+        ]
         if not any(wanted):
             return
         chosen = torch.arange(positions.shape[1]) < torch.tensor(wanted)[:, None]
         owners = torch.arange(len(wanted)).repeat_interleave(torch.tensor(wanted))
-        columns = [owners, positions.cpu()[chosen], token_ids.cpu()[chosen], hidden.cpu()[chosen].to(self._dtype)]
+        columns = [
+            owners,
+            positions.cpu()[chosen],
+            token_ids.cpu()[chosen],
+            hidden.cpu()[chosen].to(self._dtype),
+        ]
         parents = torch.zeros_like(owners)
         if drafts is not None:
             more = (drafts.rows, drafts.positions, drafts.token_ids, drafts.hidden.to(self._dtype))
-            columns = [torch.cat((column, one.cpu())) for column, one in zip(columns, more, strict=True)]
+            columns = [
+                torch.cat((column, one.cpu())) for column, one in zip(columns, more, strict=True)
+            ]
             parents = torch.cat((parents, drafts.parents.cpu()))
         rows, places, tokens, states = columns
         ids = np.array([s.request.request_id for s in sequences], dtype=np.uint64)

@@ -1,7 +1,9 @@
-"""One decode round: draft, forward, verify, accept, keep what was learned. Owns the order of these steps.
+"""One decode round: draft, forward, verify, accept, keep what was learned. Owns the order of these
+steps.
 
-A slot with n known tokens has n - 1 of them cached. A round forwards token n - 1 and the drafts under it, which gives
-the draws for positions n, n + 1, ...; the first draw of a request is an ordinary round after its prompt is cached.
+A slot with n known tokens has n - 1 of them cached. A round forwards token n - 1 and the drafts
+under it, which gives the draws for positions n, n + 1, ...; the first draw of a request is an
+ordinary round after its prompt is cached.
 """
 
 from __future__ import annotations
@@ -34,7 +36,12 @@ class Decoder:
     """Runs rounds over the slots it is given."""
 
     def __init__(
-        self, weights: EngineWeights, speculation: Speculation, store: SlotStore, capture: Capture, grammars: Grammars
+        self,
+        weights: EngineWeights,
+        speculation: Speculation,
+        store: SlotStore,
+        capture: Capture,
+        grammars: Grammars,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
@@ -43,14 +50,16 @@ class Decoder:
         self._penalties = Penalties()
         self._grammars = grammars
         self._params: tuple[tuple[int, ...], DrawParams] | None = None
-        # One thread's CPU time is what a round costs even while other processes take the core away; with more
-        # threads only the wall clock sees how well they ran together.
+        # One thread's CPU time is what a round costs even while other processes take the core away;
+        # with more threads only the wall clock sees how well they ran together.
         self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         self.tokens_emitted = 0
         self.stats = SpeculationStats()
         self.split = RoundSplit()
 
-    def round(self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool) -> None:
+    def round(
+        self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool
+    ) -> None:
         """Every row takes the tokens of one round; rows that end have their finish set.
 
         draining: nobody waits, so that the batch only shrinks.
@@ -78,7 +87,9 @@ class Decoder:
         self._speculation.learn_drafts(parts, verdict)
         ended = self.clock()
         self._speculation.observe(plan, taken, ended - began)
-        self._speculation.learn_costs(plan, len(hidden), verified - drafted, ended - verified + drafted - began)
+        self._speculation.learn_costs(
+            plan, len(hidden), verified - drafted, ended - verified + drafted - began
+        )
         self.split.rounds += 1
         self.split.nodes += len(hidden)
         self.split.draft_s += drafted - began
@@ -92,7 +103,9 @@ class Decoder:
         self._penalties.drop(ended)
         self._grammars.drop(ended)
 
-    def _forward(self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes) -> tuple[Block, Tensor]:
+    def _forward(
+        self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes
+    ) -> tuple[Block, Tensor]:
         """The round's block and the hidden states [N, W] of its nodes."""
         policy, length = self._weights.policy, longest - 1 + nodes.width
         block = make_block(
@@ -107,7 +120,9 @@ class Decoder:
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
         return block, forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
 
-    def _adjusted(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> Tensor | None:
+    def _adjusted(
+        self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor
+    ) -> Tensor | None:
         """Logits [N, V] after penalties and bias; None when no row asks for any."""
         if not any(sequence.request.sampling.adjusted for sequence in rows):
             return None
@@ -140,7 +155,9 @@ class Decoder:
     ) -> Verdict:
         """By the rule the engine was built with; params: B rows."""
         if nodes.width > 1:
-            owners = torch.arange(len(positions), device=positions.device)[:, None].expand(-1, nodes.width)
+            owners = torch.arange(len(positions), device=positions.device)[:, None].expand(
+                -1, nodes.width
+            )
             params = params.rows(nodes.compute(owners))
         if self._speculation.rejection and parts:
             probs = self._speculation.draft_probs(parts, nodes, logits.shape[-1])
@@ -156,8 +173,14 @@ class Decoder:
         block: Block,
         trained: Set[int],
     ) -> list[int]:
-        """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop or limit)."""
-        tokens, logprobs, gaps = verdict.tokens.tolist(), verdict.logprobs.tolist(), verdict.gaps.tolist()
+        """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop
+        or limit).
+        """
+        tokens, logprobs, gaps = (
+            verdict.tokens.tolist(),
+            verdict.logprobs.tolist(),
+            verdict.gaps.tolist(),
+        )
         drafted, levels = nodes.drafted.tolist(), nodes.levels.tolist()
         version, taken = self._weights.versions.policy, []
         for row, accepted in enumerate(verdict.accepted.tolist()):
@@ -166,17 +189,25 @@ class Decoder:
             sequence.count(drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
                 path = logits[_along(nodes, block, verdict)[row, :count]]
-                sequence.alternatives += top_alternatives(path, sequence.request.sampling.temperature, wanted)
+                sequence.alternatives += top_alternatives(
+                    path, sequence.request.sampling.temperature, wanted
+                )
             taken.append(count)
         self._count(drafted, taken)
         return taken
 
     def _count(self, drafted: Sequence[int], taken: Sequence[int]) -> None:
-        pairs = [(proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed]
+        pairs = [
+            (proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed
+        ]
         tokens = sum(count for _, count in pairs)
         self.tokens_emitted += sum(taken)
         self.stats += SpeculationStats(
-            len(taken), sum(proposed for proposed, _ in pairs), tokens - len(pairs), tokens, len(pairs)
+            len(taken),
+            sum(proposed for proposed, _ in pairs),
+            tokens - len(pairs),
+            tokens,
+            len(pairs),
         )
 
     def _keep(
@@ -191,7 +222,9 @@ class Decoder:
         verdict: Verdict,
         taken: Sequence[int],
     ) -> None:
-        """Tokens, states and cache of the accepted path, as if they had come one by one; rows to the capture."""
+        """Tokens, states and cache of the accepted path, as if they had come one by one; rows to
+        the capture.
+        """
         store, length = self._store, verdict.tokens.shape[1]
         cells = store.cells(cache_slots, roots, length)
         along = _along(nodes, block, verdict)
@@ -223,21 +256,29 @@ class Decoder:
         verdict: Verdict,
         taken: Sequence[int],
     ) -> DraftRows | None:
-        """Rows of rejected drafts of captured requests; None when they are not asked for or nothing was drafted."""
+        """Rows of rejected drafts of captured requests; None when they are not asked for or nothing
+        was drafted.
+        """
         if not self._capture.takes_rejected or nodes.width == 1:
             return None
-        asked = [count if one.request.capture else 0 for one, count in zip(rows, taken, strict=True)]
+        asked = [
+            count if one.request.capture else 0 for one, count in zip(rows, taken, strict=True)
+        ]
         drafts = rejected_drafts(nodes, verdict, torch.tensor(asked, device=roots.device))
         self._capture.rejected_left_out += drafts.left_out
         at = (drafts.rows, drafts.nodes)
         flat = drafts.rows * nodes.width + drafts.nodes
         states = hidden[flat if block.padding is None else block.padding[flat]]
-        return DraftRows(drafts.rows, drafts.parents, nodes.positions(roots)[at], nodes.tokens[at], states)
+        return DraftRows(
+            drafts.rows, drafts.parents, nodes.positions(roots)[at], nodes.tokens[at], states
+        )
 
 
 def _along(nodes: Nodes, block: Block, verdict: Verdict) -> Tensor:
     """int64 [B, P]: for each node of the path its row among the forwarded ones."""
     rows, width = nodes.tokens.shape
-    steps = torch.arange(width, device=nodes.tokens.device) if verdict.path is None else verdict.path
+    steps = (
+        torch.arange(width, device=nodes.tokens.device) if verdict.path is None else verdict.path
+    )
     flat = torch.arange(rows, device=nodes.tokens.device)[:, None] * width + steps
     return flat if block.padding is None else block.padding[flat]

@@ -1,7 +1,9 @@
-"""The speculators of one engine: n-grams, and of the trained kinds the one that serves. Owns no arm and no choice.
+"""The speculators of one engine: n-grams, and of the trained kinds the one that serves. Owns no arm
+and no choice.
 
-Only the serving kind is in memory. A version of another kind is built beside it at its Prepare; at its commit it takes
-the place of the serving one and catches up from the states the engine keeps, so the target computes nothing again.
+Only the serving kind is in memory. A version of another kind is built beside it at its Prepare; at
+its commit it takes the place of the serving one and catches up from the states the engine keeps, so
+the target computes nothing again.
 """
 
 from __future__ import annotations
@@ -36,12 +38,17 @@ class DrafterVersion:
 class Drafters:
     """Speculators by name, and versions of the trained ones."""
 
-    def __init__(self, kinds: Kinds, used: Collection[str], setup: SpeculatorSetup, path: str) -> None:
-        """used: speculators that arms name; others are not built. path: version to begin with; empty: the configured.
+    def __init__(
+        self, kinds: Kinds, used: Collection[str], setup: SpeculatorSetup, path: str
+    ) -> None:
+        """used: speculators that arms name; others are not built. path: version to begin with;
+        empty: the configured.
 
         Raises ConfigError, InvalidInput, WeightsError or DataLoss.
         """
-        self._kinds = replace(kinds, trained={name: kind for name, kind in kinds.trained.items() if name in used})
+        self._kinds = replace(
+            kinds, trained={name: kind for name, kind in kinds.trained.items() if name in used}
+        )
         self._setup = setup
         self.serving = ""
         """Name of the trained kind that drafts; empty: none yet."""
@@ -49,7 +56,11 @@ class Drafters:
         if path:
             self._place(self._beside(self._kind_of(Path(path)), Path(path)))
         elif kinds.configured in self._kinds.trained:
-            self._place(DrafterVersion(kinds.configured, self._built(kinds.configured, kinds.directory), None))
+            self._place(
+                DrafterVersion(
+                    kinds.configured, self._built(kinds.configured, kinds.directory), None
+                )
+            )
         if NGRAM in used:
             self.live[NGRAM] = find_kind(NGRAM).drafter(setup)
 
@@ -68,7 +79,10 @@ class Drafters:
         return speculator in self._kinds.trained and speculator != self.serving
 
     def prepare(self, path: Path) -> DrafterVersion:
-        """Read a version of any kind. Raises WeightsError, DataLoss, InvalidInput or MissingCapability."""
+        """Read a version of any kind.
+
+        Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
+        """
         kind = self._kind_of(path)
         if kind == self.serving:
             return DrafterVersion(kind, self.live[kind], self.live[kind].load_state(path))
@@ -81,7 +95,9 @@ class Drafters:
             version.speculator.bind(self._setup.target)
             for slot in range(self._setup.slots):
                 version.speculator.free(slot)
-            log.info("another kind of drafter serves", kind=version.kind, before=self.serving or "none")
+            log.info(
+                "another kind of drafter serves", kind=version.kind, before=self.serving or "none"
+            )
         self._place(version)
 
     def _place(self, version: DrafterVersion) -> None:
@@ -92,7 +108,9 @@ class Drafters:
             version.speculator.commit_state(version.state)
 
     def _beside(self, kind: str, path: Path) -> DrafterVersion:
-        """A version with a speculator of its own; tensors alone are read into one of the configured shape."""
+        """A version with a speculator of its own; tensors alone are read into one of the configured
+        shape.
+        """
         if (path / "config.json").is_file():
             return DrafterVersion(kind, self._built(kind, path), None)
         speculator = self._built(kind, self._kinds.directory)
@@ -103,7 +121,9 @@ class Drafters:
             raise missing("embedded", Capability.DRAFTER_UPDATE)
         kind = self._kinds.of(path)
         if kind not in self._kinds.trained:
-            raise WeightsError("no arm drafts with this kind", seen=kind, allowed=", ".join(self._kinds.trained))
+            raise WeightsError(
+                "no arm drafts with this kind", seen=kind, allowed=", ".join(self._kinds.trained)
+            )
         return kind
 
     @torch.inference_mode()
@@ -111,9 +131,14 @@ class Drafters:
         setup = replace(self._setup, directory=directory)
         speculator = self._kinds.trained[kind].drafter(setup)
         kept = setup.layers.split(",")
-        lacking = [name for name in speculator.capture.layers.split(",") if name and name not in kept]
+        lacking = [
+            name for name in speculator.capture.layers.split(",") if name and name not in kept
+        ]
         if lacking:
-            message = f"{kind} reads hidden states that are not kept; gateway.features.layers asks for more"
+            message = (
+                f"{kind} reads hidden states that are not kept; gateway.features.layers "
+                f"asks for more"
+            )
             raise ConfigError(message, seen=", ".join(lacking), allowed=setup.layers)
         return speculator
 

@@ -1,7 +1,7 @@
 """The embedded PyTorch engine: requests, control and the loop admit, prefill, decode, emit.
 
-Owns the order of things and the contract of engines/base.py; each part's rule is in its own file, the decode round's in
-decode.py.
+Owns the order of things and the contract of engines/base.py; each part's rule is in its own file,
+the decode round's in decode.py.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ class EmbeddedEngine:
         slots = [slot for slot in ready if self._scheduler.running[slot].finish is None]
         if slots:
             draining = not self._scheduler.waiting and len(rows) == len(self._scheduler.running)
-            self._decoder.round(slots, [self._scheduler.running[slot] for slot in slots], draining=draining)
+            self._decoder.round(
+                slots, [self._scheduler.running[slot] for slot in slots], draining=draining
+            )
         news = self._emit(rows)
         self._busy_s += time.perf_counter() - started
         return news
@@ -114,7 +116,11 @@ class EmbeddedEngine:
     def _release(self, ended: Sequence[RunningSequence]) -> None:
         if not ended:
             return
-        slots = [slot for slot, sequence in enumerate(self._scheduler.running) if sequence.finish is not None]
+        slots = [
+            slot
+            for slot, sequence in enumerate(self._scheduler.running)
+            if sequence.finish is not None
+        ]
         rows = [self._scheduler.running[slot] for slot in slots]
         self._speculation.ended(slots, rows, self._store)
         self._decoder.changed(ended)

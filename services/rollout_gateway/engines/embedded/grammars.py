@@ -1,13 +1,15 @@
-"""JSON grammars of the requests that run: which tokens may follow, at the end of a response and at every draft node.
+"""JSON grammars of the requests that run: which tokens may follow, at the end of a response and at
+every draft node.
 
-Owns one matcher per request with a schema and the masks on the logits; not what a schema may be and how its grammar is
-built (engines/json_schema.py), not the draw. Masked logits take the place of the model's for everything after:
-penalties, masks by probability, the draw, and the log-probs that are reported, which are hence those of the masked
-distribution at the request's temperature.
+Owns one matcher per request with a schema and the masks on the logits; not what a schema may be and
+how its grammar is built (engines/json_schema.py), not the draw. Masked logits take the place of the
+model's for everything after: penalties, masks by probability, the draw, and the log-probs that are
+reported, which are hence those of the masked distribution at the request's temperature.
 
-The mask at a node depends on the response and on the drafts on the path to it, so it is the one that decoding without
-drafts would apply there: drafts are verified as always and change no token. A draft that the grammar refuses has
-probability 0. Where the schema leaves one text only, its token is the one that the tokenizer itself takes for it.
+The mask at a node depends on the response and on the drafts on the path to it, so it is the one
+that decoding without drafts would apply there: drafts are verified as always and change no token. A
+draft that the grammar refuses has probability 0. Where the schema leaves one text only, its token
+is the one that the tokenizer itself takes for it.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT_GRAMMARS = 16
-"""Schemas whose grammar is kept as built, those used last: the samples of a group ask for the same one."""
+"""Schemas whose grammar is kept as built, those used last: the samples of a group ask for the same
+one.
+"""
 
 Allowed = npt.NDArray[np.bool_]
 """[V] tokens that may follow."""
@@ -75,7 +79,9 @@ class Grammars:
         return bool(self._eos) and self._path.is_file() and find_spec("llguidance") is not None
 
     def check(self, sampling: Sampling) -> None:
-        """Raises InvalidInput naming response_format, or MissingCapability; builds what following it will need."""
+        """Raises InvalidInput naming response_format, or MissingCapability; builds what following
+        it will need.
+        """
         if not sampling.json_schema:
             return
         if not self.possible:
@@ -87,19 +93,27 @@ class Grammars:
             raise refused(fault, sampling.json_schema) from fault
 
     def advance(self, rows: Iterable[RunningSequence]) -> None:
-        """Take what responses have said since. One that cannot go on has its finish and error set, and it alone."""
+        """Take what responses have said since.
+
+        One that cannot go on has its finish and error set, and it alone.
+        """
         for sequence in rows:
             if sequence.request.sampling.json_schema:
                 try:
                     self._advance(sequence)
                 except GrammarFault as fault:
-                    sequence.finish, sequence.error = Finish.ERROR, f"response_format cannot be followed on: {fault}"
+                    sequence.finish, sequence.error = (
+                        Finish.ERROR,
+                        f"response_format cannot be followed on: {fault}",
+                    )
 
     def mask_(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> None:
-        """Set what may not follow to -inf in logits [N, V] of the forwarded nodes; rows as given to `advance`.
+        """Set what may not follow to -inf in logits [N, V] of the forwarded nodes; rows as given to
+        `advance`.
 
-        Nodes that no allowed path leads to stay as they are. Of drafts that a fault keeps from being masked the token
-        becomes -1: they are not followed, and the request goes on without them.
+        Nodes that no allowed path leads to stay as they are. Of drafts that a fault keeps from
+        being masked the token becomes -1: they are not followed, and the request goes on without
+        them.
         """
         asking = [row for row, sequence in enumerate(rows) if sequence.request.sampling.json_schema]
         if not asking:
@@ -181,7 +195,8 @@ class Grammars:
     def _node_masks(
         self, sequence: RunningSequence, tokens: Sequence[int], parents: Sequence[int]
     ) -> tuple[dict[int, Allowed], bool]:
-        """By node what may follow there, where an allowed path leads; and whether the walk met no fault.
+        """By node what may follow there, where an allowed path leads; and whether the walk met no
+        fault.
 
         tokens, parents [Q]: of the row's nodes, parents first, the root its own parent.
         """
@@ -194,7 +209,8 @@ class Grammars:
         try:
             self._descend(followed.matcher, tokens, children, 0, masks)
         except GrammarFault:
-            # A broken matcher stays so: `advance` takes another, and meets the fault again if the draft is drawn.
+            # A broken matcher stays so: `advance` takes another, and meets the fault again if the
+            # draft is drawn.
             del self._followed[sequence]
             return masks, False
         return masks, True
@@ -207,7 +223,9 @@ class Grammars:
         node: int,
         masks: dict[int, Allowed],
     ) -> None:
-        """Masks of what hangs under a node at which the matcher stands, and stands again afterwards."""
+        """Masks of what hangs under a node at which the matcher stands, and stands again
+        afterwards.
+        """
         for child in children.get(node, ()):
             token = tokens[child]
             if not masks[node][token] or token in self._eos:  # nothing is drawn after an end
@@ -224,6 +242,8 @@ def _mask_(logits: Tensor, nodes: Nodes, places: Sequence[int], masks: Sequence[
     """Mask logits [N, V] at nodes of the flattened block."""
     index = torch.tensor(places, device=logits.device)
     if nodes.kept is not None:
-        index = torch.searchsorted(nodes.kept, index)  # kept ascends, and every node with a mask is among them
+        index = torch.searchsorted(
+            nodes.kept, index
+        )  # kept ascends, and every node with a mask is among them
     forbidden = torch.from_numpy(~np.stack(masks)).to(logits.device)
     logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, InvalidInput
-from paceline.speculators import SPECULATORS, DraftNet, SpeculatorKind, find_kind, net_of, trained_net
+from paceline.speculators import (
+    SPECULATORS,
+    DraftNet,
+    SpeculatorKind,
+    find_kind,
+    net_of,
+    trained_net,
+)
 from rollout_gateway.engines.embedded.arms import Arm, parse_arm
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded_rows import WITHOUT_WEIGHTS, drafter_directory
@@ -34,7 +41,8 @@ class Kinds:
     """Its checkpoint; None: fresh from the seed."""
 
     def of(self, directory: Path) -> str:
-        """The kind of a version; the configured one where there is no config.json, as in spools of tensors alone.
+        """The kind of a version; the configured one where there is no config.json, as in spools of
+        tensors alone.
 
         Raises InvalidInput for a kind that this engine does not have.
         """
@@ -44,7 +52,10 @@ class Kinds:
 
 
 def engine_kinds(spec: EmbeddedSpec) -> Kinds:
-    """Kinds that the settings name. Raises ConfigError or InvalidInput for one that cannot be trained or found."""
+    """Kinds that the settings name.
+
+    Raises ConfigError or InvalidInput for one that cannot be trained or found.
+    """
     more = [_trained_kind(name) for name in spec.more_drafters]
     directory = drafter_directory(spec.drafter)
     kinds = more
@@ -59,17 +70,25 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
     for kind in kinds:
         name = _net(kind).speculator
         if name == NGRAM or trained.setdefault(name, kind) is not kind:
-            raise ConfigError("two speculators have one name", seen=name, allowed="names that differ")
+            raise ConfigError(
+                "two speculators have one name", seen=name, allowed="names that differ"
+            )
     return Kinds(trained, configured, directory)
 
 
 def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
-    """The kind that reads a checkpoint directory. Raises InvalidInput naming the directory when none does."""
+    """The kind that reads a checkpoint directory.
+
+    Raises InvalidInput naming the directory when none does.
+    """
     by_net = {kind.net: kind for kind in kinds if kind.net is not None}
     try:
         return by_net[net_of(directory, list(by_net))]
     except InvalidInput as error:
-        message = f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those there are)"
+        message = (
+            f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those "
+            f"there are)"
+        )
         raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
 
 
@@ -78,7 +97,11 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
     ngram = spec.drafter != OFF
     names = spec.arms
     if not names:
-        trained = [f"{kind}:{n}_1_{n + 1}" for kind in kinds.trained for n in CHAINS.get(kind, OTHER_CHAINS)]
+        trained = [
+            f"{kind}:{n}_1_{n + 1}"
+            for kind in kinds.trained
+            for n in CHAINS.get(kind, OTHER_CHAINS)
+        ]
         names = (*trained, NGRAM_ARM) if ngram else tuple(trained)
     speculators = (*kinds.trained, NGRAM) if ngram else tuple(kinds.trained)
     chains_only = spec.verification == "rejection"

@@ -1,8 +1,10 @@
-"""Everything the engine remembers per slot, in tensors allocated once: keys and values, token ids, hidden states.
+"""Everything the engine remembers per slot, in tensors allocated once: keys and values, token ids,
+hidden states.
 
-Owns memory only; which request sits in which slot is the scheduler's, and what the slots behind the running ones keep
-the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers * kv_width * item + 8 + W * item) bytes, the
-last term only where a speculator or the capture of reused prompts reads hidden states. W = (inner + 1) * H.
+Owns memory only; which request sits in which slot is the scheduler's, and what the slots behind the
+running ones keep the prefix cache's. Peak: (max_batch + prefix_slots) * capacity * (layers *
+kv_width * item + 8 + W * item) bytes, the last term only where a speculator or the capture of
+reused prompts reads hidden states. W = (inner + 1) * H.
 """
 
 from __future__ import annotations
@@ -18,12 +20,23 @@ class SlotStore:
     """S slots of C positions."""
 
     def __init__(
-        self, weights: DecoderWeights, slots: int, capacity: int, *, keep_hidden: bool, inner: tuple[int, ...] = ()
+        self,
+        weights: DecoderWeights,
+        slots: int,
+        capacity: int,
+        *,
+        keep_hidden: bool,
+        inner: tuple[int, ...] = (),
     ) -> None:
         """inner: layers whose input a row of states holds before the last state."""
         config, dtype, device = weights.config, weights.head.dtype, weights.head.device
         self.kv = StaticCache(
-            config, layers=config.num_layers, slots=slots, capacity=capacity, dtype=dtype, device=device
+            config,
+            layers=config.num_layers,
+            slots=slots,
+            capacity=capacity,
+            dtype=dtype,
+            device=device,
         )
         self.token_ids = torch.zeros(slots, capacity, dtype=torch.int64, device=device)
         """int64 [S, C]: known tokens, garbage behind them."""
@@ -37,17 +50,23 @@ class SlotStore:
         self.token_ids[slot, : len(prompt)] = torch.tensor(prompt)
 
     def cells(self, slots: Tensor, roots: Tensor, count: int) -> Tensor:
-        """Flat token cells int64 [B * count] of positions roots .. roots + count - 1 of slots [B]."""
+        """Flat token cells int64 [B * count] of positions roots .. roots + count - 1 of slots
+        [B].
+        """
         steps = torch.arange(count, device=roots.device)
         return ((slots * self.kv.capacity + roots)[:, None] + steps).view(-1)
 
     def keep_hidden(self, cells: Tensor, hidden: Tensor) -> None:
-        """Store hidden states [N, W] at token cells [N], for drafters that catch up later and for capture."""
+        """Store hidden states [N, W] at token cells [N], for drafters that catch up later and for
+        capture.
+        """
         if self.hidden.shape[-1]:
             self.hidden.view(-1, self.hidden.shape[-1]).index_copy_(0, cells, hidden)
 
     def keep_tokens(self, cells: Tensor, tokens: Tensor) -> None:
-        """Store draws [B, P], each one position behind its node's cell; those not emitted are garbage nobody reads."""
+        """Store draws [B, P], each one position behind its node's cell; those not emitted are
+        garbage nobody reads.
+        """
         self.token_ids.view(-1).index_copy_(0, cells + 1, tokens.reshape(-1))
 
     def keep_path(self, slots: Tensor, roots: Tensor, path: Tensor) -> None:

@@ -1,6 +1,8 @@
-"""What one round forwards: per row the last known token and the drafts under it. Pure functions on tensors.
+"""What one round forwards: per row the last known token and the drafts under it. Pure functions on
+tensors.
 
-Owns the arrangement of chains, trees and rows of unequal size in one block; not what is drafted and not verification.
+Owns the arrangement of chains, trees and rows of unequal size in one block; not what is drafted and
+not verification.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from paceline.models.decoder import Layout, tree_visible
 from paceline.speculators import Drafts
 
 DENSE = 0.8
-"""A block is forwarded whole when this share of its nodes exists: leaving some out costs two copies a layer."""
+"""A block is forwarded whole when this share of its nodes exists: leaving some out costs two copies
+a layer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """B rows of Q nodes: node 0 is the last known token, the root; the others are drafts, parents before children."""
+    """B rows of Q nodes: node 0 is the last known token, the root; the others are drafts, parents
+    before children.
+    """
 
     tokens: Tensor
     """int64 [B, Q]; -1 where there is no node."""
@@ -63,7 +69,9 @@ class Nodes:
 
     def positions(self, roots: Tensor) -> Tensor:
         """int64 [B, Q]: sequence position of each node when the roots stand at int64 [B]."""
-        depths = torch.arange(self.width, device=roots.device) if self.depths is None else self.depths
+        depths = (
+            torch.arange(self.width, device=roots.device) if self.depths is None else self.depths
+        )
         return roots[:, None] + depths
 
     def layout(self, roots: Tensor, length: int) -> Layout:
@@ -71,7 +79,9 @@ class Nodes:
         if self.parents is None:
             return Layout(kept=self.kept)
         stored = roots[:, None] + torch.arange(self.width, device=roots.device)
-        return Layout(stored, tree_visible(roots, ancestors(self.parents, self.deepest), length), self.kept)
+        return Layout(
+            stored, tree_visible(roots, ancestors(self.parents, self.deepest), length), self.kept
+        )
 
     @property
     def deepest(self) -> int:
@@ -80,7 +90,8 @@ class Nodes:
 
 
 def arrange(last: Tensor, drafts: Drafts, *, whole: bool = False) -> Nodes:
-    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape allows.
+    """Nodes of a round: last int64 [B, 1] on top of the drafts, forwarded as cheaply as their shape
+    allows.
 
     whole: forward also what is absent.
     """

@@ -1,7 +1,8 @@
-"""Caching prompts: what another slot holds is copied, the rest computed, once for siblings with the same prompt.
+"""Caching prompts: what another slot holds is copied, the rest computed, once for siblings with the
+same prompt.
 
-Owns the forward over known tokens, in padded batches within the budget; not who gets a slot, not which prefixes are
-known, and not decoding.
+Owns the forward over known tokens, in padded batches within the budget; not who gets a slot, not
+which prefixes are known, and not decoding.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.sequence import RunningSequence
 
 
-def leaders_of(rows: Sequence[RunningSequence], counts: Sequence[int]) -> tuple[list[int], list[int]]:
+def leaders_of(
+    rows: Sequence[RunningSequence], counts: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """Rows to compute, and for every row the index of its leader among those.
 
-    Rows share a leader when they have the same tokens cached and go on with the same, as the samples of one task do.
+    Rows share a leader when they have the same tokens cached and go on with the same, as the
+    samples of one task do.
     """
     leaders: list[int] = []
     leader_of_row: list[int] = []
@@ -44,7 +48,12 @@ class Prefill:
     """Brings sequences to where they can decode: all known tokens but the last are cached."""
 
     def __init__(
-        self, scheduler: Scheduler, prefixes: PrefixCache, store: SlotStore, weights: EngineWeights, capture: Capture
+        self,
+        scheduler: Scheduler,
+        prefixes: PrefixCache,
+        store: SlotStore,
+        weights: EngineWeights,
+        capture: Capture,
     ) -> None:
         self._scheduler = scheduler
         self._prefixes = prefixes
@@ -63,26 +72,41 @@ class Prefill:
         rows = [self._scheduler.running[slot] for slot in slots]
         leaders, leader_of_row = leaders_of(rows, counts)
         positions, token_ids, hidden = self._forward(
-            [slots[row] for row in leaders], [rows[row] for row in leaders], [counts[row] for row in leaders]
+            [slots[row] for row in leaders],
+            [rows[row] for row in leaders],
+            [counts[row] for row in leaders],
         )
         if len(leaders) < len(rows):
             self._copy(slots, counts, leaders, leader_of_row, rows)
-            positions, token_ids, hidden = (part[leader_of_row] for part in (positions, token_ids, hidden))
+            positions, token_ids, hidden = (
+                part[leader_of_row] for part in (positions, token_ids, hidden)
+            )
         for sequence, count in zip(rows, counts, strict=True):
             sequence.cached += count
-        self._capture.write(rows, counts, positions, token_ids, hidden, self._weights.versions.policy)
+        self._capture.write(
+            rows, counts, positions, token_ids, hidden, self._weights.versions.policy
+        )
 
     def _reuse(self) -> None:
-        """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured from kept states."""
+        """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured
+        from kept states.
+        """
         running = self._scheduler.running
-        fresh = [slot for slot, sequence in enumerate(running) if sequence.cached == 0 and sequence.lacking > 0]
+        fresh = [
+            slot
+            for slot, sequence in enumerate(running)
+            if sequence.cached == 0 and sequence.lacking > 0
+        ]
         if not fresh:
             return
         self._prefixes.offer(running)
         for slot in fresh:
             count = self._prefixes.reuse(slot, running[slot])
             if count:
-                token_ids, hidden = self._store.token_ids[slot, None, :count], self._store.hidden[slot, None, :count]
+                token_ids, hidden = (
+                    self._store.token_ids[slot, None, :count],
+                    self._store.hidden[slot, None, :count],
+                )
                 positions = torch.arange(count)[None]
                 version = self._weights.versions.policy
                 self._capture.write([running[slot]], [count], positions, token_ids, hidden, version)
@@ -90,14 +114,18 @@ class Prefill:
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """positions, token ids [B, T] and hidden [B, T, W]; padding repeats a row's last token with the same result."""
+        """positions, token ids [B, T] and hidden [B, T, W]; padding repeats a row's last token with
+        the same result.
+        """
         device, policy = self._store.token_ids.device, self._weights.policy
         starts = torch.tensor([sequence.cached for sequence in rows])
         steps = torch.arange(max(counts)).minimum(torch.tensor(counts)[:, None] - 1)
         positions = (starts[:, None] + steps).to(device)
         token_ids = self._store.token_ids[torch.tensor(slots, device=device)[:, None], positions]
         length = max(sequence.cached + count for sequence, count in zip(rows, counts, strict=True))
-        block = make_block(policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length)
+        block = make_block(
+            policy.config, policy.rotation, self._store.kv, cache_rows(slots), positions, length
+        )
         hidden = forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
         self._store.keep_hidden(block.index, hidden)
         return positions, token_ids, hidden.view(*token_ids.shape, -1)
@@ -113,5 +141,7 @@ class Prefill:
         followers = [row for row in range(len(slots)) if leaders[leader_of_row[row]] != row]
         for row in followers:
             start = rows[row].cached
-            self._store.copy(slots[leaders[leader_of_row[row]]], slots[row], start, start + counts[row])
+            self._store.copy(
+                slots[leaders[leader_of_row[row]]], slots[row], start, start + counts[row]
+            )
             rows[row].copied += counts[row]

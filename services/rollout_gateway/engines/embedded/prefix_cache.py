@@ -1,11 +1,13 @@
-"""Which cached sequence a prompt begins like: an index by blocks of tokens, and what stays when requests end.
+"""Which cached sequence a prompt begins like: an index by blocks of tokens, and what stays when
+requests end.
 
-Owns token ids and the order of eviction, no tensor: the slot store copies. Everything in here was computed under the
-policy that serves; whoever changes the policy calls `forget`.
+Owns token ids and the order of eviction, no tensor: the slot store copies. Everything in here was
+computed under the policy that serves; whoever changes the policy calls `forget`.
 
-A sequence is cut into blocks of BLOCK tokens. A block's key hashes its tokens and the key before it, so one key stands
-for everything up to there (vLLM's automatic prefix caching; Kwon et al. 2023, arXiv 2309.06180). A lookup follows the
-keys of a prompt as far as somebody has them, then compares tokens: a collision of hashes costs a hit, never a token.
+A sequence is cut into blocks of BLOCK tokens. A block's key hashes its tokens and the key before
+it, so one key stands for everything up to there (vLLM's automatic prefix caching; Kwon et al. 2023,
+arXiv 2309.06180). A lookup follows the keys of a prompt as far as somebody has them, then compares
+tokens: a collision of hashes costs a hit, never a token.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class PrefixIndex:
                 del self._slots[key]
 
     def move(self, source: int, destination: int) -> None:
-        """A sequence, if there is one, goes to another slot, which is empty afterwards if there was none."""
+        """A sequence, if there is one, goes to another slot, which is empty afterwards if there was
+        none.
+        """
         self.remove(destination)
         if source in self._keys:
             tokens, keys = self._tokens[source, : self._lengths[source]], self._keys[source]
@@ -94,7 +98,9 @@ class PrefixIndex:
         self._slots.clear()
 
     def longest(self, tokens: TokenArray, keys: Sequence[int]) -> Match | None:
-        """The longest common beginning with tokens [n] of at least MIN_PREFIX; the lowest slot among equals."""
+        """The longest common beginning with tokens [n] of at least MIN_PREFIX; the lowest slot
+        among equals.
+        """
         holders: set[int] = set()
         blocks = 0
         for key in keys:
@@ -104,7 +110,8 @@ class PrefixIndex:
             holders, blocks = found, blocks + 1
         if not holders:
             return None
-        # All of them share these blocks and none shares the next: they differ in less than one block.
+        # All of them share these blocks and none shares the next: they differ in less than one
+        # block.
         slots = np.array(sorted(holders))
         start = blocks * BLOCK
         stop = min(start + BLOCK, len(tokens), self._tokens.shape[1])
@@ -127,15 +134,21 @@ class SlotCopies(Protocol):
 
 
 class PrefixCache:
-    """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep requests that ended.
+    """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep
+    requests that ended.
 
-    Nothing retained is the beginning of something else retained. The least recently used makes room. With
-    retained = 0 nothing is looked up. A request of fewer than `shortest` tokens is not kept: caching so few again costs
-    about a round, and keeping each that ends costs more.
+    Nothing retained is the beginning of something else retained. The least recently used makes
+    room. With retained = 0 nothing is looked up. A request of fewer than `shortest` tokens is not
+    kept: caching so few again costs about a round, and keeping each that ends costs more.
     """
 
     def __init__(
-        self, running: int, retained: int, capacity: int, store: SlotCopies, shortest: int = MIN_PREFIX
+        self,
+        running: int,
+        retained: int,
+        capacity: int,
+        store: SlotCopies,
+        shortest: int = MIN_PREFIX,
     ) -> None:
         self._shortest = shortest
         self.enabled = retained > 0
@@ -148,14 +161,17 @@ class PrefixCache:
         self._lookup_s = self._copy_s = 0.0
 
     def offer(self, running: Sequence[RunningSequence]) -> None:
-        """Prompts of running requests that are cached under the serving policy serve others from now on."""
+        """Prompts of running requests that are cached under the serving policy serve others from
+        now on.
+        """
         for slot, sequence in enumerate(running):
             if sequence.lacking <= 0 and not sequence.stale and slot not in self._running:
                 tokens = np.array(sequence.request.prompt[:-1], dtype=np.int32)
                 self._running.add(slot, tokens, block_keys(tokens))
 
     def reuse(self, slot: int, sequence: RunningSequence) -> int:
-        """Copies the longest known beginning of a prompt to the prompt's slot; returns how many tokens it has.
+        """Copies the longest known beginning of a prompt to the prompt's slot; returns how many
+        tokens it has.
 
         The last token of a prompt is always computed: decoding begins with it.
         """
@@ -175,21 +191,28 @@ class PrefixCache:
 
     def _find(self, tokens: TokenArray) -> Match | None:
         keys = block_keys(tokens)
-        running, retained = self._running.longest(tokens, keys), self._retained.longest(tokens, keys)
+        running, retained = (
+            self._running.longest(tokens, keys),
+            self._retained.longest(tokens, keys),
+        )
         if retained is None or (running is not None and running.length > retained.length):
             return running
         self._use(retained.slot)
         return Match(self._first_retained + retained.slot, retained.length)
 
     def retain(self, slot: int, sequence: RunningSequence) -> None:
-        """The request in a slot ends: keep what is cached of it, unless that belongs to an earlier policy."""
+        """The request in a slot ends: keep what is cached of it, unless that belongs to an earlier
+        policy.
+        """
         self._prompt_tokens += len(sequence.request.prompt)
         self._reused_tokens += sequence.copied
         self.withdraw(slot)
         if not self.enabled or sequence.stale or sequence.cached < self._shortest:
             return
         started = time.perf_counter()
-        tokens = np.array((*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32)
+        tokens = np.array(
+            (*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32
+        )
         keys = block_keys(tokens)
         place = self._place(tokens, keys)
         if place is not None:
@@ -229,4 +252,6 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         """Counters since start."""
-        return PrefixStats(self._prompt_tokens, self._reused_tokens, self._lookups, self._lookup_s, self._copy_s)
+        return PrefixStats(
+            self._prompt_tokens, self._reused_tokens, self._lookups, self._lookup_s, self._copy_s
+        )

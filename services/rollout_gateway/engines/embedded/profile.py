@@ -1,4 +1,7 @@
-"""Measures what a round of each arm costs before any request comes. Owns the made-up requests, not the engine."""
+"""Measures what a round of each arm costs before any request comes.
+
+Owns the made-up requests, not the engine.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,17 @@ SIZES = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = 8
 WARM_UPS, ROUNDS = 2, 3
 PROFILE_S = 5.0
-"""No further size is begun after this long, so that a large model starts as well; what is missing is learned later."""
+"""No further size is begun after this long, so that a large model starts as well; what is missing
+is learned later.
+"""
 
 
 def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[CostSample]:
-    """Seconds of some rounds of each arm at growing batch sizes, at the shortest context; leaves no request behind.
+    """Seconds of some rounds of each arm at growing batch sizes, at the shortest context; leaves no
+    request behind.
 
-    A round here holds what surrounds draft and verification, too; the bandit corrects it by rounds that count.
+    A round here holds what surrounds draft and verification, too; the bandit corrects it by rounds
+    that count.
     """
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sizes = sorted({min(size, max_batch) for size in SIZES})
@@ -31,7 +38,9 @@ def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[Cos
             if time.perf_counter() - began > PROFILE_S:
                 break
             engine.force_arm(arm)
-            samples += [CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size, clock)]
+            samples += [
+                CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size, clock)
+            ]
     engine.force_arm("")
     return samples
 
@@ -41,7 +50,11 @@ def _rounds(engine: Engine, size: int, clock: Callable[[], float]) -> list[float
     length = min(PROMPT_TOKENS, room - 1)
     for number in range(size):
         prompt = tuple((7 * number + token) % engine.info.vocab_size for token in range(length))
-        engine.enqueue(Request(number, prompt, Sampling(seed=number, max_tokens=room - length, ignore_eos=True)))
+        engine.enqueue(
+            Request(
+                number, prompt, Sampling(seed=number, max_tokens=room - length, ignore_eos=True)
+            )
+        )
     timed: list[float] = []
     before = 0
     while engine.has_work and len(timed) < WARM_UPS + ROUNDS:

@@ -1,8 +1,10 @@
-"""Which rejected drafts of a round leave as hidden rows, and where they hang. Pure functions on the round's tensors.
+"""Which rejected drafts of a round leave as hidden rows, and where they hang. Pure functions on the
+round's tensors.
 
-A draft is rejected when it was verified with tokens of the sequence before it, or with such tokens and other rejected
-drafts, and the sequence went on otherwise. Its state comes from the round's one forward; nothing is computed for it.
-Owns the choice and its bound; not the writing of rows and not what `parents` means to readers (engines/ring.py).
+A draft is rejected when it was verified with tokens of the sequence before it, or with such tokens
+and other rejected drafts, and the sequence went on otherwise. Its state comes from the round's one
+forward; nothing is computed for it. Owns the choice and its bound; not the writing of rows and not
+what `parents` means to readers (engines/ring.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.verify import Verdict
 
 REJECTED_PER_ROUND = 4
-"""Rows of rejected drafts per request and round at most; first levels first: a draft stands with its parents."""
+"""Rows of rejected drafts per request and round at most; first levels first: a draft stands with
+its parents.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +37,14 @@ class RejectedDrafts:
     """Rejected drafts beyond the bound."""
 
 
-def rejected_drafts(nodes: Nodes, verdict: Verdict, taken: Tensor, most: int = REJECTED_PER_ROUND) -> RejectedDrafts:
+def rejected_drafts(
+    nodes: Nodes, verdict: Verdict, taken: Tensor, most: int = REJECTED_PER_ROUND
+) -> RejectedDrafts:
     """The rejected drafts of every row.
 
-    taken int64 [B]: tokens each row has taken of the round, 0 for rows that are not asked for. Where a stop ended the
-    request, drafts under later nodes of the accepted path are left aside: nothing was emitted that they could follow.
+    taken int64 [B]: tokens each row has taken of the round, 0 for rows that are not asked for.
+    Where a stop ended the request, drafts under later nodes of the accepted path are left aside:
+    nothing was emitted that they could follow.
     """
     rejected = _rejected(nodes, verdict, taken)
     order = _depths(nodes).argsort(dim=1, stable=True)

@@ -1,16 +1,20 @@
-"""Speculative sampling: drafts drawn from the drafter's distribution q, and the rule that makes the output exactly p.
+"""Speculative sampling: drafts drawn from the drafter's distribution q, and the rule that makes the
+output exactly p.
 
-Chain (Leviathan et al. 2023, arXiv 2211.17192): accept draft x with probability min(1, p(x) / q(x)); on rejection draw
-from norm(relu(p - q)); after the last draft draw from p. Siblings are drawn without replacement and tried in the order
-drawn (recursive rejection sampling: SpecInfer, Miao et al. 2024, arXiv 2305.09781): after each rejection p becomes
-norm(relu(p - q)), and q loses that sibling and is renormalised. p and q are the distributions after the request's
-temperature and masks.
+Chain (Leviathan et al. 2023, arXiv 2211.17192): accept draft x with probability min(1, p(x) /
+q(x)); on rejection draw from norm(relu(p - q)); after the last draft draw from p. Siblings are
+drawn without replacement and tried in the order drawn (recursive rejection sampling: SpecInfer,
+Miao et al. 2024, arXiv 2305.09781): after each rejection p becomes norm(relu(p - q)), and q loses
+that sibling and is renormalised. p and q are the distributions after the request's temperature and
+masks.
 
-Coins and draws are functions of (seed, absolute position), each kind in its own stream of paceline.models.sampling. A
-position is decided in one round only, so a round that drafts it again in vain may reuse its numbers. Unlike verify.py,
-the tokens of a seed depend on what was drafted; their distribution does not.
+Coins and draws are functions of (seed, absolute position), each kind in its own stream of
+paceline.models.sampling. A position is decided in one round only, so a round that drafts it again
+in vain may reuse its numbers. Unlike verify.py, the tokens of a seed depend on what was drafted;
+their distribution does not.
 
-Owns the draw of drafts, the tree that carries them and the rule; no model, no cache, no choice of the tree's shape.
+Owns the draw of drafts, the tree that carries them and the rule; no model, no cache, no choice of
+the tree's shape.
 """
 
 from __future__ import annotations
@@ -22,7 +26,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.errors import InvalidInput
-from paceline.models.sampling import DrawParams, Stream, behavior_logprobs, gumbel_noise, mask_scores, uniform_of
+from paceline.models.sampling import (
+    DrawParams,
+    Stream,
+    behavior_logprobs,
+    gumbel_noise,
+    mask_scores,
+    uniform_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +50,17 @@ class SampledDrafts:
 class SampledTree:
     """Drafts of B rows; Q nodes, the root and every draft, parents first.
 
-    It grows by whole levels and cannot lose a token: whether a draft is kept may not depend on which one it is, or the
-    output is not p. Every prune comes before the draw: choose depth and `count`, then grow.
+    It grows by whole levels and cannot lose a token: whether a draft is kept may not depend on
+    which one it is, or the output is not p. Every prune comes before the draw: choose depth and
+    `count`, then grow.
     """
 
     tokens: Tensor
-    """int64 [B, Q]: token at each node; the root's is the last known one; -1 where there is none."""
+    """int64 [B, Q]: token at each node; the root's is the last known one; -1 where there is none.
+    """
     parents: Tensor
-    """int64 [B, Q]: parent of each node, the root's is itself; siblings stand in the order drawn."""
+    """int64 [B, Q]: parent of each node, the root's is itself; siblings stand in the order drawn.
+    """
     probs: Tensor
     """float64 [B, Q, V]: q of each node's children; zero where nothing has been drawn."""
     leaves: int
@@ -57,19 +71,31 @@ class SampledTree:
         """Roots alone: tokens int64 [B], the last known token of each row."""
         batch, device = len(tokens), tokens.device
         parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        return cls(tokens[:, None], parents, torch.zeros(batch, 1, vocab, dtype=torch.float64, device=device), 1)
+        return cls(
+            tokens[:, None],
+            parents,
+            torch.zeros(batch, 1, vocab, dtype=torch.float64, device=device),
+            1,
+        )
 
-    def grow(self, draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int) -> SampledTree:
+    def grow(
+        self, draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int
+    ) -> SampledTree:
         """The tree with `count` children drawn at every leaf.
 
-        draft_logits [B, leaves, V]: the drafter's at the leaves; positions int64 [B, leaves]: absolute position of the
-        children; params: B leaves rows. Raises InvalidInput when count is not 1 .. V.
+        draft_logits [B, leaves, V]: the drafter's at the leaves; positions int64 [B, leaves]:
+        absolute position of the children; params: B leaves rows. Raises InvalidInput when count is
+        not 1 .. V.
         """
         batch, nodes = self.tokens.shape
         vocab = self.probs.shape[-1]
         drawn = sample_drafts(draft_logits.reshape(-1, vocab), positions.reshape(-1), params, count)
         first = nodes - self.leaves
-        parents = torch.arange(first, nodes, device=self.tokens.device).repeat_interleave(count).expand(batch, -1)
+        parents = (
+            torch.arange(first, nodes, device=self.tokens.device)
+            .repeat_interleave(count)
+            .expand(batch, -1)
+        )
         return SampledTree(
             torch.cat((self.tokens, drawn.tokens.view(batch, -1)), dim=1),
             torch.cat((self.parents, parents), dim=1),
@@ -81,28 +107,38 @@ class SampledTree:
         )
 
 
-def sample_drafts(draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int) -> SampledDrafts:
-    """Children drawn from q without replacement: the top `count` of log q + Gumbel noise, in that order.
+def sample_drafts(
+    draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int
+) -> SampledDrafts:
+    """Children drawn from q without replacement: the top `count` of log q + Gumbel noise, in that
+    order.
 
-    That order is the one of drawing one by one (Gumbel-top-k: Kool et al. 2019, arXiv 1903.06059). At temperature 0 the
-    most likely tokens. Prune before this call, by `count` or by not calling: a draft dropped afterwards biases the
-    output. draft_logits [N, V]; positions int64 [N] of the children; params: N rows. Raises InvalidInput when count is
-    not 1 .. V.
+    That order is the one of drawing one by one (Gumbel-top-k: Kool et al. 2019, arXiv 1903.06059).
+    At temperature 0 the most likely tokens. Prune before this call, by `count` or by not calling: a
+    draft dropped afterwards biases the output. draft_logits [N, V]; positions int64 [N] of the
+    children; params: N rows. Raises InvalidInput when count is not 1 .. V.
     """
     vocab = draft_logits.shape[-1]
     if not 1 <= count <= vocab:
         raise InvalidInput("count of drafts is out of range", seen=count, allowed=f"1 to {vocab}")
     scores = _scores(behavior_logprobs(draft_logits, params.temperatures), params)
     noise = gumbel_noise(params.seeds, positions, vocab, Stream.DRAFT)
-    top = noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0).add_(scores).topk(count, dim=-1)
-    return SampledDrafts(top.indices.masked_fill(top.values.isneginf(), -1), _normalised(scores, params))
+    top = (
+        noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
+        .add_(scores)
+        .topk(count, dim=-1)
+    )
+    return SampledDrafts(
+        top.indices.masked_fill(top.values.isneginf(), -1), _normalised(scores, params)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SampledVerdict:
     """Outcome of one round of sampled drafts; row b emits the first accepted[b] + 1 of Q columns.
 
-    No gaps: a near-tie says where the same seed may say another token, which this rule never excludes.
+    No gaps: a near-tie says where the same seed may say another token, which this rule never
+    excludes.
     """
 
     tokens: Tensor
@@ -110,7 +146,9 @@ class SampledVerdict:
     accepted: Tensor
     """int64 [B]: drafts accepted, 0 .. Q - 1."""
     path: Tensor
-    """int64 [B, Q]: node whose logits gave each token, the root first; the root repeated behind the last."""
+    """int64 [B, Q]: node whose logits gave each token, the root first; the root repeated behind the
+    last.
+    """
     logprobs: Tensor
     """float32 [B, Q]: log_softmax(logits / temperature) of the tokens, 0 after the last."""
 
@@ -126,19 +164,26 @@ def verify_sampled(
 ) -> SampledVerdict:
     """Walk from the root, accepting or rejecting children, and draw the token that ends the round.
 
-    logits [B, Q, V]: the target's at each node; draft_tokens int64 [B, Q], parents int64 [B, Q] (None: a chain) and
-    draft_probs float64 [B, Q, V]: see SampledTree; positions int64 [B, Q]: absolute position of the token drawn at each
-    node, so of its children; params: B Q rows; adjusted [B, Q, V]: what p is made of instead, see `draw`. At
-    temperature 0 it is the rule of verify.py: follow the argmax.
+    logits [B, Q, V]: the target's at each node; draft_tokens int64 [B, Q], parents int64 [B, Q]
+    (None: a chain) and draft_probs float64 [B, Q, V]: see SampledTree; positions int64 [B, Q]:
+    absolute position of the token drawn at each node, so of its children; params: B Q rows;
+    adjusted [B, Q, V]: what p is made of instead, see `draw`. At temperature 0 it is the rule of
+    verify.py: follow the argmax.
     """
     batch, nodes, vocab = logits.shape
     logprobs = behavior_logprobs(logits.reshape(-1, vocab), params.temperatures)
-    wanted = logprobs if adjusted is None else behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
+    wanted = (
+        logprobs
+        if adjusted is None
+        else behavior_logprobs(adjusted.reshape(-1, vocab), params.temperatures)
+    )
     target = _normalised(_scores(wanted, params), params).view(batch, nodes, vocab)
     if parents is None:
         parents = torch.arange(-1, nodes - 1, device=logits.device).clamp(min=0).expand(batch, -1)
     at = positions.gather(1, parents).view(-1)
-    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), Stream.COIN).view(batch, nodes)
+    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), Stream.COIN).view(
+        batch, nodes
+    )
     p, accepted, path = _walk(target, draft_tokens, parents, draft_probs, coins)
     here = path.gather(1, accepted[:, None])
     seeds = params.seeds.view(batch, nodes)[:, 0]
@@ -160,29 +205,39 @@ def _walk(
     path = torch.zeros(batch, nodes + 1, dtype=torch.int64, device=target.device)
     here = path[:, 0]
     p, q = target[:, 0], draft_probs[:, 0]
-    # Parents stand before their children: one pass over the nodes meets every child of the node where a row stands.
+    # Parents stand before their children: one pass over the nodes meets every child of the node
+    # where a row stands.
     for node in range(1, nodes):
         draft = draft_tokens[:, node].clamp(min=0)
         tried = (parents[:, node] == here) & (draft_tokens[:, node] >= 0)
         follow = tried & (coins[:, node] * q[rows, draft] < p[rows, draft])
         left, followed = (tried & ~follow)[:, None], follow[:, None]
         p, q = torch.where(left, residual(p, q), p), torch.where(left, without(q, draft), q)
-        p, q = torch.where(followed, target[:, node], p), torch.where(followed, draft_probs[:, node], q)
+        p, q = (
+            torch.where(followed, target[:, node], p),
+            torch.where(followed, draft_probs[:, node], q),
+        )
         here = torch.where(follow, node, here)
         accepted = accepted + follow
-        path[rows, torch.where(follow, accepted, nodes)] = node  # the last column takes what is not followed
+        path[rows, torch.where(follow, accepted, nodes)] = (
+            node  # the last column takes what is not followed
+        )
     return p, accepted, path[:, :nodes]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(relu(p - q)) [B, V]; p itself where nothing is left, which is rounding: p = q is never rejected."""
+    """norm(relu(p - q)) [B, V]; p itself where nothing is left, which is rounding: p = q is never
+    rejected.
+    """
     rest = (p - q).clamp_(min=0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
 
 def without(q: Tensor, tokens: Tensor) -> Tensor:
-    """q [B, V] without one token of each row (int64 [B]), renormalised; zero where nothing is left."""
+    """q [B, V] without one token of each row (int64 [B]), renormalised; zero where nothing is
+    left.
+    """
     rest = q.scatter(1, tokens[:, None], 0.0)
     mass = rest.sum(dim=-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, 0.0)
@@ -203,10 +258,16 @@ def _normalised(scores: Tensor, params: DrawParams) -> Tensor:
     return torch.where((params.temperatures <= 0)[:, None], certain, probs)
 
 
-def _verdict(last: Tensor, accepted: Tensor, path: Tensor, draft_tokens: Tensor, logprobs: Tensor) -> SampledVerdict:
-    """last int64 [B]: the draw that ends the round; path int64 [B, Q]; logprobs [B, Q, V] of all nodes."""
+def _verdict(
+    last: Tensor, accepted: Tensor, path: Tensor, draft_tokens: Tensor, logprobs: Tensor
+) -> SampledVerdict:
+    """last int64 [B]: the draw that ends the round; path int64 [B, Q]; logprobs [B, Q, V] of all
+    nodes.
+    """
     steps = torch.arange(path.shape[1], device=path.device)
     tokens = draft_tokens.gather(1, path.roll(-1, dims=1))
-    tokens = tokens.masked_fill(steps > accepted[:, None], -1).scatter(1, accepted[:, None], last[:, None])
+    tokens = tokens.masked_fill(steps > accepted[:, None], -1).scatter(
+        1, accepted[:, None], last[:, None]
+    )
     said = logprobs[torch.arange(len(path), device=path.device)[:, None], path, tokens.clamp(min=0)]
     return SampledVerdict(tokens, accepted, path, said.masked_fill(tokens < 0, 0.0))

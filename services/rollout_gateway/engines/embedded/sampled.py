@@ -1,6 +1,8 @@
-"""Rounds whose drafts are drawn from the drafter: keeps q while drafting and applies rejection.py's rule to a block.
+"""Rounds whose drafts are drawn from the drafter: keeps q while drafting and applies rejection.py's
+rule to a block.
 
-Owns the bookkeeping between speculators and the rule. An n-gram's drafts are not drawn: its q is all on the draft.
+Owns the bookkeeping between speculators and the rule. An n-gram's drafts are not drawn: its q is
+all on the draft.
 """
 
 from __future__ import annotations
@@ -34,8 +36,12 @@ class ChainSampler:
         return drawn.tokens[:, 0]
 
 
-def draft_probs(nodes: Nodes, parts: Sequence[tuple[Sequence[int], Drafts, ChainSampler | None]], vocab: int) -> Tensor:
-    """q [B, Q, V] of every node's child, from (rows, drafts, sampler) of each part; zero where there is none."""
+def draft_probs(
+    nodes: Nodes, parts: Sequence[tuple[Sequence[int], Drafts, ChainSampler | None]], vocab: int
+) -> Tensor:
+    """q [B, Q, V] of every node's child, from (rows, drafts, sampler) of each part; zero where
+    there is none.
+    """
     probs = torch.zeros(*nodes.tokens.shape, vocab, dtype=torch.float64, device=nodes.tokens.device)
     for members, drafts, sampler in parts:
         count = drafts.tokens.shape[1]
@@ -43,17 +49,25 @@ def draft_probs(nodes: Nodes, parts: Sequence[tuple[Sequence[int], Drafts, Chain
             probs[members, :count] = torch.stack(sampler.probs[:count], dim=1)
         else:
             present = (drafts.tokens >= 0)[:, :, None]
-            probs[members, :count] = functional.one_hot(drafts.tokens.clamp(min=0), vocab).double() * present
+            probs[members, :count] = (
+                functional.one_hot(drafts.tokens.clamp(min=0), vocab).double() * present
+            )
     return probs
 
 
 def verify_drawn(
-    logits: Tensor, nodes: Nodes, positions: Tensor, params: DrawParams, probs: Tensor, adjusted: Tensor | None = None
+    logits: Tensor,
+    nodes: Nodes,
+    positions: Tensor,
+    params: DrawParams,
+    probs: Tensor,
+    adjusted: Tensor | None = None,
 ) -> Verdict:
     """As `verify`, by rejection: every node forwarded, a chain.
 
-    logits, adjusted [B Q, V]; positions int64 [B, Q]; params: B Q rows; probs float64 [B, Q, V], see draft_probs. Gaps
-    are infinite: a seed's tokens may depend on drafts, so that no near-tie explains anything.
+    logits, adjusted [B Q, V]; positions int64 [B, Q]; params: B Q rows; probs float64 [B, Q, V],
+    see draft_probs. Gaps are infinite: a seed's tokens may depend on drafts, so that no near-tie
+    explains anything.
     """
     shape = (*nodes.tokens.shape, logits.shape[-1])
     whole = None if adjusted is None else adjusted.view(shape)

@@ -1,6 +1,8 @@
-"""Continuous batching: who waits, who runs, in which slot. Owns no tensor; tells the caller which slots to move.
+"""Continuous batching: who waits, who runs, in which slot. Owns no tensor; tells the caller which
+slots to move.
 
-Running requests always fill slots 0 .. B - 1: when one ends, the last takes its place. So the cache is read as a slice.
+Running requests always fill slots 0 .. B - 1: when one ends, the last takes its place. So the cache
+is read as a slice.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ class Scheduler:
         return range(first, len(self.running))
 
     def prefill_plan(self) -> list[tuple[int, int]]:
-        """(slot, tokens) of the next prefill, oldest first; count times longest stays within the budget."""
+        """(slot, tokens) of the next prefill, oldest first; count times longest stays within the
+        budget.
+        """
         plan: list[tuple[int, int]] = []
         longest = 0
         for slot, sequence in enumerate(self.running):
@@ -56,11 +60,15 @@ class Scheduler:
         return [slot for slot, sequence in enumerate(self.running) if sequence.lacking <= 0]
 
     def remove(self, ended: Collection[RunningSequence]) -> tuple[list[Move], range]:
-        """Takes sequences out; returns the moves that close their holes, in order, and the slots now free."""
+        """Takes sequences out; returns the moves that close their holes, in order, and the slots
+        now free.
+        """
         before = len(self.running)
         gone = {id(sequence) for sequence in ended}
         moves: list[Move] = []
-        for slot in reversed([slot for slot, sequence in enumerate(self.running) if id(sequence) in gone]):
+        for slot in reversed(
+            [slot for slot, sequence in enumerate(self.running) if id(sequence) in gone]
+        ):
             last = self.running.pop()
             if slot < len(self.running):
                 moves.append(Move(len(self.running), slot, last))

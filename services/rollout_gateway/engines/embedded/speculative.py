@@ -1,4 +1,5 @@
-"""Drafting in the embedded engine: which arm a round uses, what is proposed, what bandit and budget learn of it.
+"""Drafting in the embedded engine: which arm a round uses, what is proposed, what bandit and budget
+learn of it.
 
 Owns the choice; not the speculators (drafters.py), not verification.
 """
@@ -65,7 +66,8 @@ class Speculation:
         self.arms = arms
         self.drafters = drafters
         self.served = self._served()
-        # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where a shorter is not.
+        # What the budget leaves out of an arm is the arm's own affair: a longer chain is cut where
+        # a shorter is not.
         settings = spec.bandit.model_copy(update={"share_positions": not spec.verify_budget})
         self._build_bandit = lambda: build_bandit(settings, tuple(arms), spec.seed)
         self._bandit = self._build_bandit()
@@ -77,7 +79,9 @@ class Speculation:
         self.forced = ""
 
     def _served(self) -> tuple[str, ...]:
-        return tuple(name for name, arm in self.arms.items() if not self.drafters.rests(arm.speculator))
+        return tuple(
+            name for name, arm in self.arms.items() if not self.drafters.rests(arm.speculator)
+        )
 
     def check_arm(self, name: str) -> None:
         """Raises InvalidInput for an arm that is not served, now or at all; empty is fine."""
@@ -90,9 +94,10 @@ class Speculation:
     def choose(self, rows: Sequence[RunningSequence], *, draining: bool) -> RoundPlan:
         """Forced arm of the engine, else of the request, else the bandit's for all others together.
 
-        An arm that was forced while its kind served drafts nothing while it rests. draining: no request waits for a
-        slot or for its prefill. Above `speculate_rows` rows the bandit is not asked and nothing is drafted; from one
-        round to the next, either way, since nothing is lost by drafting or not.
+        An arm that was forced while its kind served drafts nothing while it rests. draining: no
+        request waits for a slot or for its prefill. Above `speculate_rows` rows the bandit is not
+        asked and nothing is drafted; from one round to the next, either way, since nothing is lost
+        by drafting or not.
         """
         facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
         situation = Situation(facts, max(one.length for one in rows), draining)
@@ -115,28 +120,39 @@ class Speculation:
         return RoundPlan(arms, situation, choice.explored)
 
     def parts(
-        self, plan: RoundPlan, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+        self,
+        plan: RoundPlan,
+        slots: Sequence[int],
+        rows: Sequence[RunningSequence],
+        store: SlotStore,
     ) -> list[DraftPart]:
         """Who drafts for which rows; drafters that were off have caught up when this returns."""
         parts = []
         for name, members in plan.arms.items():
             arm = self.arms[name]
             if arm.speculator:
-                batch = _draft_batch([slots[row] for row in members], [rows[row] for row in members], store)
+                batch = _draft_batch(
+                    [slots[row] for row in members], [rows[row] for row in members], store
+                )
                 speculator = self.drafters.live[arm.speculator]
                 speculator.catch_up(batch)
                 parts.append(DraftPart(members, arm, speculator, batch))
         return parts
 
-    def draft(self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams) -> tuple[Nodes, list[DraftPart]]:
-        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known tokens.
+    def draft(
+        self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
+    ) -> tuple[Nodes, list[DraftPart]]:
+        """What the round verifies, and the parts with their drafts; last int64 [B, 1]: last known
+        tokens.
 
         params: B rows, how requests draw.
         """
         if self.rejection:
             parts = [_sampling(part, params, last.device) for part in parts]
         drafted = [replace(part, drafts=self._propose(part)) for part in parts]
-        drafts = merge_drafts(len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None])
+        drafts = merge_drafts(
+            len(last), [(part.members, part.drafts) for part in drafted if part.drafts is not None]
+        )
         if drafts is None or not bool((drafts.tokens >= 0).any()):
             return Nodes(last), []
         return arrange(last, drafts, whole=self.rejection), drafted
@@ -144,7 +160,11 @@ class Speculation:
     def draft_probs(self, parts: Sequence[DraftPart], nodes: Nodes, vocab: int) -> Tensor:
         """What the drafts of a round were drawn from, see sampled.draft_probs."""
         drawn = [
-            (part.members, part.drafts, part.batch.sampler if isinstance(part.batch.sampler, ChainSampler) else None)
+            (
+                part.members,
+                part.drafts,
+                part.batch.sampler if isinstance(part.batch.sampler, ChainSampler) else None,
+            )
             for part in parts
             if part.drafts is not None
         ]
@@ -154,7 +174,9 @@ class Speculation:
         arm, budget = part.arm, self.budget
         if budget is None or self.measuring:
             return part.speculator.propose(part.batch, arm.shape)
-        proposed = part.speculator.propose(part.batch, replace(arm.shape, floor=budget.floor(arm.name)))
+        proposed = part.speculator.propose(
+            part.batch, replace(arm.shape, floor=budget.floor(arm.name))
+        )
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:
@@ -164,7 +186,9 @@ class Speculation:
         reached = _followed(verdict)
         for part in parts:
             if part.drafts is not None:
-                self.budget.learn(part.arm.speculator, part.drafts, [reached[row] for row in part.members])
+                self.budget.learn(
+                    part.arm.speculator, part.drafts, [reached[row] for row in part.members]
+                )
 
     def learn_costs(self, plan: RoundPlan, nodes: int, forward_s: float, other_s: float) -> None:
         """Seconds of a round's forward over `nodes` tokens, and of all else in the round."""
@@ -174,17 +198,27 @@ class Speculation:
                 self.budget.spend(plan.single, other_s)
 
     def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
-        """Tell the bandit of a round: tokens of each row. One with several arms teaches nothing about any."""
+        """Tell the bandit of a round: tokens of each row.
+
+        One with several arms teaches nothing about any.
+        """
         if plan.single:
-            self._bandit.observe(Outcome(plan.single, plan.situation, taken, seconds, plan.explored))
+            self._bandit.observe(
+                Outcome(plan.single, plan.situation, taken, seconds, plan.explored)
+            )
 
     def serve_drafter(self, version: DrafterVersion) -> None:
-        """Draft with a new version from the next round on; the bandit tries the arms of its kind anew."""
+        """Draft with a new version from the next round on; the bandit tries the arms of its kind
+        anew.
+        """
         self.drafters.serve(version)
         self.served = self._served()
         if self.budget is not None:
             self.budget.forget(version.kind)
-        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator == version.kind}, Target.DRAFTER)
+        self._bandit.forget(
+            {arm.name for arm in self.arms.values() if arm.speculator == version.kind},
+            Target.DRAFTER,
+        )
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
@@ -197,7 +231,9 @@ class Speculation:
         """Statistics of the arms."""
         return tuple(self._bandit.reports())
 
-    def ended(self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> None:
+    def ended(
+        self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+    ) -> None:
         """These sequences are complete; speculators that learn from text read them."""
         self.drafters.ended(_draft_batch(slots, rows, store))
 
@@ -212,10 +248,14 @@ class Speculation:
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
         self.drafters.bind(target)
-        self._bandit.forget({arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY)
+        self._bandit.forget(
+            {arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY
+        )
 
 
-def _draft_batch(slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore) -> DraftBatch:
+def _draft_batch(
+    slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
+) -> DraftBatch:
     return DraftBatch(slots, [sequence.length for sequence in rows], store.token_ids, store.hidden)
 
 
@@ -231,4 +271,6 @@ def _followed(verdict: Verdict) -> list[Set[int]]:
     accepted = verdict.accepted.tolist()
     if verdict.path is None:
         return [set(range(count + 1)) for count in accepted]
-    return [set(path[: count + 1]) for path, count in zip(verdict.path.tolist(), accepted, strict=True)]
+    return [
+        set(path[: count + 1]) for path, count in zip(verdict.path.tolist(), accepted, strict=True)
+    ]

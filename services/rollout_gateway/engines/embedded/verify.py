@@ -1,8 +1,10 @@
-"""Verification of chains and trees: pure functions from logits, drafts, seeds and positions to what is emitted.
+"""Verification of chains and trees: pure functions from logits, drafts, seeds and positions to what
+is emitted.
 
-Rule (DESIGN 2.2): at every node draw x from the target with the request's own noise for that position; follow the child
-that equals x; the first x that no child equals is emitted and ends the round. So every emitted token is the draw that
-decoding without drafts makes, whatever is drafted, as long as the drafts do not depend on the draws.
+Rule (DESIGN 2.2): at every node draw x from the target with the request's own noise for that
+position; follow the child that equals x; the first x that no child equals is emitted and ends the
+round. So every emitted token is the draw that decoding without drafts makes, whatever is drafted,
+as long as the drafts do not depend on the draws.
 """
 
 from __future__ import annotations
@@ -30,19 +32,29 @@ class Verdict:
     gaps: Tensor
     """float64 [B, P]: perturbed top-two gaps."""
     path: Tensor | None
-    """int64 [B, P]: node at each step of the path, the root repeated behind its end. None: node p at step p."""
+    """int64 [B, P]: node at each step of the path, the root repeated behind its end.
+
+    None: node p at step p.
+    """
 
 
 def verify(
-    logits: Tensor, nodes: Nodes, positions: Tensor, params: DrawParams, adjusted: Tensor | None = None
+    logits: Tensor,
+    nodes: Nodes,
+    positions: Tensor,
+    params: DrawParams,
+    adjusted: Tensor | None = None,
 ) -> Verdict:
     """Draw at every node and follow the drafts.
 
-    logits [N, V] of the forwarded nodes, each computed with its ancestors as context; positions int64 [B, Q]: absolute
-    position of the token drawn at each node; params: N rows; adjusted [N, V]: what is drawn from instead, see `draw`.
+    logits [N, V] of the forwarded nodes, each computed with its ancestors as context; positions
+    int64 [B, Q]: absolute position of the token drawn at each node; params: N rows; adjusted [N,
+    V]: what is drawn from instead, see `draw`.
     """
     drawn = draw(logits, nodes.compute(positions), params, adjusted)
-    tokens, logprobs, gaps = (nodes.spread(part) for part in (drawn.tokens, drawn.logprobs, drawn.gaps))
+    tokens, logprobs, gaps = (
+        nodes.spread(part) for part in (drawn.tokens, drawn.logprobs, drawn.gaps)
+    )
     if nodes.parents is None:
         return Verdict(tokens, accepted_drafts(tokens, nodes.tokens[:, 1:]), logprobs, gaps, None)
     path, accepted = follow(tokens, nodes.tokens, nodes.parents)
@@ -52,7 +64,9 @@ def verify(
 
 
 def accepted_drafts(drawn: Tensor, drafts: Tensor) -> Tensor:
-    """Leading drafts equal to the draws at their nodes: drawn [B, Q], drafts [B, Q - 1] -> int64 [B]."""
+    """Leading drafts equal to the draws at their nodes: drawn [B, Q], drafts [B, Q - 1] -> int64
+    [B].
+    """
     if drafts.shape[1] == 0:
         return torch.zeros(len(drawn), dtype=torch.int64, device=drawn.device)
     return (drawn[:, :-1] == drafts).long().cumprod(dim=1).sum(dim=1)

@@ -1,4 +1,7 @@
-"""Versions of one engine: prepared beside the serving ones, swapped by reference. Owns no running request."""
+"""Versions of one engine: prepared beside the serving ones, swapped by reference.
+
+Owns no running request.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ class EngineWeights:
         self._prepared: dict[Target, dict[int, object]] = {Target.POLICY: {}, Target.DRAFTER: {}}
 
     def prepare(self, target: Target, version: int, path: Path) -> None:
-        """Load and check a version. Raises WeightsError, DataLoss, InvalidInput or MissingCapability."""
+        """Load and check a version.
+
+        Raises WeightsError, DataLoss, InvalidInput or MissingCapability.
+        """
         state: object
         if target is Target.POLICY:
             state = self._load_policy(path)
@@ -50,9 +56,16 @@ class EngineWeights:
         self._prepared[target].pop(version, None)
 
     def commit(self, versions: VersionSet) -> bool:
-        """Serve a set; True when the policy changed. Raises WeightsError and changes nothing when a part is missing."""
+        """Serve a set; True when the policy changed.
+
+        Raises WeightsError and changes nothing when a part is missing.
+        """
         if versions.seq < self.versions.seq:
-            raise WeightsError("an older set may not follow a newer one", seen=versions.seq, allowed=self.versions.seq)
+            raise WeightsError(
+                "an older set may not follow a newer one",
+                seen=versions.seq,
+                allowed=self.versions.seq,
+            )
         new_policy = self._part(Target.POLICY, versions.policy, self.versions.policy)
         new_drafter = self._part(Target.DRAFTER, versions.drafter, self.versions.drafter)
         if isinstance(new_policy, DecoderWeights):
@@ -72,5 +85,8 @@ class EngineWeights:
             return None
         allowed = sorted({serving, *self._prepared[target]})
         raise WeightsError(
-            f"this {target} version is not prepared", seen=version, allowed=allowed, reason="WEIGHTS_NOT_PREPARED"
+            f"this {target} version is not prepared",
+            seen=version,
+            allowed=allowed,
+            reason="WEIGHTS_NOT_PREPARED",
         )

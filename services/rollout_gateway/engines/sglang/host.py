@@ -1,7 +1,9 @@
-"""The worker process of an SGLang engine: `python -m rollout_gateway.engines.sglang.host`. Owns SGLang's launch.
+"""The worker process of an SGLang engine: `python -m rollout_gateway.engines.sglang.host`. Owns
+SGLang's launch.
 
-It builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It serves nothing itself:
-the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It leaves with its children, whatever ends it.
+It builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It
+serves nothing itself: the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It
+leaves with its children, whatever ends it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def check_installed() -> None:
         raise ConfigError(
             "engine.kind=sglang needs SGLang",
             seen="not installed",
-            allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on others ({VERSIONS[-1]})",
+            allowed=f"pip install 'paceline[sglang]' on a GPU machine, make setup-sglang on "
+            f"others ({VERSIONS[-1]})",
         ) from None
     if found not in VERSIONS:
         raise ConfigError("this SGLang is not supported", seen=found, allowed=", ".join(VERSIONS))
@@ -62,16 +65,21 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
         path = [str(CPU_KERNELS), *filter(None, [os.environ.get("PYTHONPATH", "")])]
         values |= {
             "SGLANG_USE_CPU_ENGINE": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # compiling SGLang's top-k choice takes seconds, in rounds the bandit sees
+            # compiling SGLang's top-k choice takes seconds, in rounds the bandit sees
+            "TORCHDYNAMO_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join(path),
-            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in ranks),
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(
+                str(cores[rank % len(cores)]) for rank in ranks
+            ),
         }
     return values
 
 
 def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, Any]:
     """Arguments of SGLang's server; `spec.arguments` adds to them and overrides them."""
-    context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))[
+        "max_position_embeddings"
+    ]
     values: dict[str, Any] = {
         "model_path": spec.model_dir,
         "skip_tokenizer_init": True,
@@ -101,12 +109,15 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
 
 
 def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
-    """What runs without a GPU: one attention backend for everything, named each time SGLang asks."""
+    """What runs without a GPU: one attention backend for everything, named each time SGLang
+    asks.
+    """
     backends = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "max_total_tokens": spec.max_total_tokens or spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
+        "max_total_tokens": spec.max_total_tokens
+        or spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
         **dict.fromkeys((*backends, "speculative_draft_attention_backend"), "intel_amx"),
     }
 
@@ -131,10 +142,12 @@ def speculation(spec: SGLangSpec) -> dict[str, Any]:
 
 
 def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
-    """The spec with a drafter directory that SGLang can load, written to `folder` where the given one is not enough.
+    """The spec with a drafter directory that SGLang can load, written to `folder` where the given
+    one is not enough.
 
-    "eagle" becomes a fresh one from the seed, the same as in the embedded engine. SGLang's EAGLE module has an fc.bias:
-    a checkpoint without one gets zeros, because SGLang would keep random values.
+    "eagle" becomes a fresh one from the seed, the same as in the embedded engine. SGLang's EAGLE
+    module has an fc.bias: a checkpoint without one gets zeros, because SGLang would keep random
+    values.
     """
     if spec.speculator != "eagle":
         return spec
@@ -150,7 +163,9 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
         EagleNet(read_config(Path(spec.model_dir)), seed=spec.seed).save(folder)
     tensors = read_tensors(given)
     if "fc.bias" not in tensors:
-        tensors["fc.bias"] = torch.zeros(tensors["fc.weight"].shape[0], dtype=tensors["fc.weight"].dtype)
+        tensors["fc.bias"] = torch.zeros(
+            tensors["fc.weight"].shape[0], dtype=tensors["fc.weight"].dtype
+        )
         if given != folder:
             shutil.copy(given / "config.json", folder)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -166,7 +181,10 @@ def free_port() -> int:
 
 
 def launch(worker: WorkerSpec, folder: Path) -> None:
-    """Start SGLang and return when its schedulers have ended. Raises ConfigError for what cannot be served."""
+    """Start SGLang and return when its schedulers have ended.
+
+    Raises ConfigError for what cannot be served.
+    """
     check_installed()
     spec = SGLangSpec.model_validate(worker.engine)
     import torch
@@ -216,9 +234,11 @@ def main() -> int:
 
 
 def restarted(spec: SGLangSpec) -> bool:
-    """True in a process whose interpreter was started with SGLang's environment; else starts it so in place.
+    """True in a process whose interpreter was started with SGLang's environment; else starts it so
+    in place.
 
-    PYTHONPATH and thread counts are read when an interpreter or torch starts, so setting them here would be too late.
+    PYTHONPATH and thread counts are read when an interpreter or torch starts, so setting them here
+    would be too late.
     """
     if os.environ.get("SGLANG_PLUGINS") == "paceline":
         return True

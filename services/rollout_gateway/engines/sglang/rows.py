@@ -1,4 +1,7 @@
-"""What a captured hidden row of an SGLang engine holds. Imports no torch; the gateway cuts its rings by it."""
+"""What a captured hidden row of an SGLang engine holds.
+
+Imports no torch; the gateway cuts its rings by it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SHALLOWEST = 7
-"""Layers from which on SGLang's own rule, 2, L // 2 and L - 3, ascends; below it config.json must name layers."""
+"""Layers from which on SGLang's own rule, 2, L // 2 and L - 3, ascends; below it config.json must
+name layers.
+"""
 
 
 def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
@@ -27,6 +32,12 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
     if spec.speculator != "eagle3":
         return RowLayout.last(hidden_size)
     drafter = json.loads((Path(spec.drafter_dir) / "config.json").read_text(encoding="utf-8"))
-    if layers < SHALLOWEST and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids"):
-        raise ConfigError("EAGLE-3 in SGLang: the model is too shallow", seen=layers, allowed=f">= {SHALLOWEST} layers")
+    if layers < SHALLOWEST and not (drafter.get("eagle_config") or {}).get(
+        "eagle_aux_hidden_state_layer_ids"
+    ):
+        raise ConfigError(
+            "EAGLE-3 in SGLang: the model is too shallow",
+            seen=layers,
+            allowed=f">= {SHALLOWEST} layers",
+        )
     return RowLayout.entering(hidden_size, drafter_inner_layers(drafter, layers))

@@ -1,4 +1,7 @@
-"""Settings of the SGLang engine. Imports neither torch nor SGLang, so that the gateway can check them."""
+"""Settings of the SGLang engine.
+
+Imports neither torch nor SGLang, so that the gateway can check them.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,13 @@ DEFAULT_ARMS = {
     "eagle3": (OFF, "eagle3:3_1_4", "eagle3:5_1_6", "eagle3:3_2_8"),
 }
 """Arms served when none are named, by speculator."""
-SHARED_WITH_TARGET = {"eagle": ("embed_tokens.weight", "lm_head.weight"), "eagle3": ("embed_tokens.weight",)}
-"""Tensors a drafter shares with the target by reference: loading them would overwrite the policy's own."""
+SHARED_WITH_TARGET = {
+    "eagle": ("embed_tokens.weight", "lm_head.weight"),
+    "eagle3": ("embed_tokens.weight",),
+}
+"""Tensors a drafter shares with the target by reference: loading them would overwrite the policy's
+own.
+"""
 
 
 class SGLangSpec(BaseModel):
@@ -30,42 +38,60 @@ class SGLangSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model_dir: str  # Hugging Face checkpoint directory
-    drafter: str = "ngram"  # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE(-3) checkpoint
+    # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE(-3) checkpoint
+    drafter: str = "ngram"
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
     threads: int = Field(1, ge=1)  # on a CPU
     tensor_parallel_size: int = Field(1, ge=1)
     memory_fraction: float = Field(0.4, gt=0, lt=1)  # of the GPU, for weights and KV cache
     max_batch: int = Field(64, ge=1)  # requests decoding at once
-    max_sequence_tokens: int = Field(512, ge=2)  # prompt and response; at most the model's context less two
+    max_sequence_tokens: int = Field(
+        512, ge=2
+    )  # prompt and response; at most the model's context less two
     prefill_tokens: int = Field(2048, ge=16)  # prompt tokens of one prefill chunk
-    max_total_tokens: int = Field(0, ge=0)  # KV slots; 0: max_batch * max_sequence_tokens on a CPU, SGLang's on a GPU
+    max_total_tokens: int = Field(
+        0, ge=0
+    )  # KV slots; 0: max_batch * max_sequence_tokens on a CPU, SGLang's on a GPU
     arms: tuple[str, ...] = ()  # empty: the speculator's default
     bandit: BanditSettings = Field(default_factory=BanditSettings)
     seed: int = 0
     features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
-    drafter_swap: Literal["in_place", "retract"] = "in_place"  # what a drafter update does to running requests
+    drafter_swap: Literal["in_place", "retract"] = (
+        "in_place"  # what a drafter update does to running requests
+    )
     memory_saver: bool = False  # weights and KV cache can be released (GPU)
-    arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)  # further arguments of SGLang's server
+    arguments: dict[str, str | int | float | bool] = Field(
+        default_factory=dict
+    )  # further arguments of SGLang's server
 
     @property
     def speculator(self) -> str:
-        """off | ngram | eagle | eagle3. Raises ConfigError for a drafter that SGLang does not know or misreads."""
+        """off | ngram | eagle | eagle3.
+
+        Raises ConfigError for a drafter that SGLang does not know or misreads.
+        """
         if self.drafter in WITHOUT_DIRECTORY:
             return self.drafter
         config = Path(self.drafter) / "config.json"
         if not config.is_file():
             raise ConfigError(
-                "not a drafter for SGLang", seen=self.drafter, allowed="off, ngram, eagle or a checkpoint directory"
+                "not a drafter for SGLang",
+                seen=self.drafter,
+                allowed="off, ngram, eagle or a checkpoint directory",
             )
         raw = json.loads(config.read_text(encoding="utf-8"))
         name = (raw.get("architectures") or ["(none)"])[0]
         if raw.get("norm_before_residual"):  # SGLang would serve it as if it were not there
-            raise ConfigError("SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False)
+            raise ConfigError(
+                "SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False
+            )
         for ending, speculator in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
             if name.endswith(ending):
                 return speculator
-        raise ConfigError("the drafter's architecture is not served", seen=name, allowed="...Eagle, ...Eagle3")
+        raise ConfigError(
+            "the drafter's architecture is not served", seen=name, allowed="...Eagle, ...Eagle3"
+        )
 
     @property
     def drafter_dir(self) -> str:

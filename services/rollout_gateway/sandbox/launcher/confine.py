@@ -1,6 +1,7 @@
 """From the launcher to the shut-in interpreter: broker, guard, code. Owns the order of the steps.
 
-Each step that fails ends its process with a line on the report pipe; the code never runs with a layer missing.
+Each step that fails ends its process with a line on the report pipe; the code never runs with a
+layer missing.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class Ends:
 
 
 class Confinement:
-    """One program's walls. Made in the launcher before the first fork, so that a broken setting shows there."""
+    """One program's walls.
+
+    Made in the launcher before the first fork, so that a broken setting shows there.
+    """
 
     def __init__(self, request: Request, ends: Ends) -> None:
         """Raises OSError."""
@@ -105,14 +109,19 @@ class Confinement:
             pid, status, used = os.wait4(-1, 0)
             if pid == child:
                 break
-        ended = {"exit_code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+        ended = {
+            "exit_code": os.waitstatus_to_exitcode(status),
+            "cpu_s": used.ru_utime + used.ru_stime,
+        }
         _report(self._ends.report, ended)
 
     def _fill(self, box: str) -> None:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
             path = Path(box, name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8", errors="replace", newline="")  # a model's text may not be text
+            path.write_text(
+                text, encoding="utf-8", errors="replace", newline=""
+            )  # a model's text may not be text
         user = self._inner_id()
         if user is not None:
             for made in (Path(box), *Path(box).rglob("*")):
@@ -176,7 +185,9 @@ def _report(report: int, line: Mapping[str, object]) -> None:
 
 
 def _forked(body: Callable[[], None], report: int) -> int:
-    """Run `body` in a child, which ends with it and says what went wrong; the child's process id."""
+    """Run `body` in a child, which ends with it and says what went wrong; the child's process
+    id.
+    """
     child = os.fork()
     if child:
         return child

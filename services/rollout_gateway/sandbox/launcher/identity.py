@@ -1,8 +1,8 @@
 """Whom the code runs as. Owns user ids and capabilities; not files.
 
-A gateway that runs as root gives each run a user id of its own, which no other process has: then nothing but the run's
-processes can be signalled, none of root's files written, and the limit of processes counts the run's alone. Any other
-gateway has no id to give; the code keeps the gateway's.
+A gateway that runs as root gives each run a user id of its own, which no other process has: then
+nothing but the run's processes can be signalled, none of root's files written, and the limit of
+processes counts the run's alone. Any other gateway has no id to give; the code keeps the gateway's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ def own_id() -> int | None:
     with open("/proc/self/uid_map") as table:
         ranges = [tuple(map(int, line.split())) for line in table]
     wanted = _OWN_IDS + os.getpid()
-    if any(start <= _OWN_IDS and start + count > _OWN_IDS + _NEWEST_ID for start, _, count in ranges):
+    if any(
+        start <= _OWN_IDS and start + count > _OWN_IDS + _NEWEST_ID for start, _, count in ranges
+    ):
         return wanted
     start, _, count = max(ranges, key=lambda one: one[2])
     # A container with a small map: its upper half, so that runs side by side seldom share an id.
@@ -31,10 +33,11 @@ def own_id() -> int | None:
 
 
 def become(user: int | None, *, read_everything: bool) -> None:
-    """Take that user and group, without other groups, and give up every capability and every way to gain one.
+    """Take that user and group, without other groups, and give up every capability and every way to
+    gain one.
 
-    `read_everything` keeps one capability: reading files regardless of their owner. Landlock still decides which.
-    Raises OSError.
+    `read_everything` keeps one capability: reading files regardless of their owner. Landlock still
+    decides which. Raises OSError.
     """
     kept = 1 << linux.CAP_DAC_READ_SEARCH if read_everything and user is not None else 0
     linux.shrink_bounding_set(kept)

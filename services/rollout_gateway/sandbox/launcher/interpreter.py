@@ -1,4 +1,7 @@
-"""The last step: the process becomes a fresh interpreter that runs main.py. Owns its arguments and environment."""
+"""The last step: the process becomes a fresh interpreter that runs main.py.
+
+Owns its arguments and environment.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import sys
 
 from .request import CODE_FILE, MEMORY_EXIT
 
-# No file of the gateway can be read any more, so what runs first is handed over as text. The program sees itself as
-# `__main__` with its own traceback; exit() works although `site` did not run, for it would look for packages.
+# No file of the gateway can be read any more, so what runs first is handed over as text. The
+# program sees itself as `__main__` with its own traceback; exit() works although `site` did not
+# run, for it would look for packages.
 _FIRST = f"""
 def first():
     import os, site, sys, types

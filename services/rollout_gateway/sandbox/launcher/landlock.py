@@ -1,4 +1,7 @@
-"""Landlock: which files a process and its children may touch. Owns rights by ABI version; not the list of files."""
+"""Landlock: which files a process and its children may touch.
+
+Owns rights by ABI version; not the list of files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,9 @@ READ = _READ_FILE | _READ_DIR
 EXECUTE = _EXECUTE | _READ_FILE
 READ_WRITE = _READ_FILE | _WRITE_FILE
 EVERYTHING = (1 << 16) - 1 & ~_EXECUTE & ~_MAKE_DEVICE_OR_SOCKET
-"""What the code may do in its own directory: all but run programs from there and make devices and sockets."""
+"""What the code may do in its own directory: all but run programs from there and make devices and
+sockets.
+"""
 
 
 def abi() -> int:
@@ -40,14 +45,19 @@ def scopes_signals(version: int) -> bool:
 
 
 def restrict(rules: Sequence[tuple[str, int]]) -> None:
-    """Refuse this process every file but those beneath the paths, each with its rights. Raises OSError."""
+    """Refuse this process every file but those beneath the paths, each with its rights.
+
+    Raises OSError.
+    """
     version = abi()
     handled = (1 << _RIGHTS_OF_ABI.get(version, 16)) - 1
     network = _BIND_AND_CONNECT if version >= _NETWORK_ABI else 0
     scope = _ABSTRACT_SOCKETS_AND_SIGNALS if scopes_signals(version) else 0
     attributes = struct.pack("=QQQ", handled, network, scope)
     size = 8 if version < _NETWORK_ABI else 16 if version < _SCOPE_ABI else 24
-    ruleset = syscall("landlock_create_ruleset", _CREATE_RULESET, ctypes.c_char_p(attributes), size, 0)
+    ruleset = syscall(
+        "landlock_create_ruleset", _CREATE_RULESET, ctypes.c_char_p(attributes), size, 0
+    )
     for path, rights in rules:
         _allow(ruleset, path, rights & handled)
     syscall("landlock_restrict_self", _RESTRICT_SELF, ruleset, 0)

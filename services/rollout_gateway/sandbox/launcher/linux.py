@@ -1,4 +1,7 @@
-"""Calls of Linux that Python does not offer, by ctypes. Owns constants and errors; not who calls what and when."""
+"""Calls of Linux that Python does not offer, by ctypes.
+
+Owns constants and errors; not who calls what and when.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,13 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 ALL_NAMESPACES = (
-    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+    CLONE_NEWNS
+    | CLONE_NEWCGROUP
+    | CLONE_NEWUTS
+    | CLONE_NEWIPC
+    | CLONE_NEWUSER
+    | CLONE_NEWPID
+    | CLONE_NEWNET
 )
 
 MS_RDONLY = 1
@@ -61,7 +70,10 @@ def _checked(name: str, result: int) -> int:
 
 
 def syscall(name: str, number: int, *arguments: object) -> int:
-    """A system call by its number; plain numbers are passed as longs. Raises OSError with the name in its text."""
+    """A system call by its number; plain numbers are passed as longs.
+
+    Raises OSError with the name in its text.
+    """
     passed = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _checked(name, _libc.syscall(ctypes.c_long(number), *passed))
 
@@ -86,7 +98,10 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
 
 
 def pivot_root(root: str) -> None:
-    """Make `root`, a mount point, the whole file system; what was there before is gone. Raises OSError."""
+    """Make `root`, a mount point, the whole file system; what was there before is gone.
+
+    Raises OSError.
+    """
     if MACHINE not in _PIVOT_ROOT:
         raise OSError(f"pivot_root is not known for {MACHINE}")
     os.chdir(root)
@@ -96,17 +111,24 @@ def pivot_root(root: str) -> None:
 
 
 def set_capabilities(kept: int) -> None:
-    """Permitted, effective and inheritable capabilities become the set of bits `kept`. Raises OSError."""
+    """Permitted, effective and inheritable capabilities become the set of bits `kept`.
+
+    Raises OSError.
+    """
     words = struct.pack("=6I", *[kept & 0xFFFFFFFF] * 3, *[kept >> 32] * 3)
     header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
     _checked("capset", _libc.capset(header, words))
 
 
 def shrink_bounding_set(kept: int) -> None:
-    """Nothing but `kept` can be gained again by exec; without CAP_SETPCAP there is nothing to gain."""
+    """Nothing but `kept` can be gained again by exec; without CAP_SETPCAP there is nothing to
+    gain.
+    """
     for capability in range(_LAST_CAPABILITY + 1):
         if not kept >> capability & 1:
             try:
                 prctl(PR_CAPBSET_DROP, capability)
-            except OSError:  # no such capability on this kernel, or not allowed: then no_new_privs alone stands
+            except (
+                OSError
+            ):  # no such capability on this kernel, or not allowed: then no_new_privs alone stands
                 continue

@@ -1,4 +1,7 @@
-"""The launcher's own loop: output, wall clock, end. Owns what is answered; walls are built in confine.py."""
+"""The launcher's own loop: output, wall clock, end.
+
+Owns what is answered; walls are built in confine.py.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from .removal import remove_tree
 from .request import MEMORY_EXIT, Answer, Request
 
 _PIECE = 1 << 16
-_DRAIN_S = 1.0  # for output of processes that could not be killed; only reached without any isolation
+_DRAIN_S = (
+    1.0  # for output of processes that could not be killed; only reached without any isolation
+)
 
 
 class _Output:
@@ -47,7 +52,8 @@ class _Launcher:
     def __init__(self, request: Request) -> None:
         self._request = request
         self._outputs = {
-            output.reader: output for output in (_Output(request.output_bytes), _Output(request.output_bytes))
+            output.reader: output
+            for output in (_Output(request.output_bytes), _Output(request.output_bytes))
         }
         self._report_reader, self._report_writer = os.pipe()
         self._report = b""
@@ -84,7 +90,11 @@ class _Launcher:
         for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
             poll.register(fd, select.POLLIN)
         while not self._stopped_by:
-            left = None if self._began is None else self._began + self._request.wall_s - time.monotonic()
+            left = (
+                None
+                if self._began is None
+                else self._began + self._request.wall_s - time.monotonic()
+            )
             if left is not None and left <= 0:
                 self._stopped_by = "timeout"
                 break
@@ -124,19 +134,28 @@ class _Launcher:
         for line in self._report.splitlines():
             lines |= json.loads(line)
         if "failed" in lines or "started" not in lines:
-            return Answer(failed=str(lines.get("failed", "the sandbox ended before the code began")))
+            return Answer(
+                failed=str(lines.get("failed", "the sandbox ended before the code began"))
+            )
         exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
         if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
             return Answer(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
         out, err = self._outputs.values()
         return Answer(
-            out.text, err.text, out.truncated or err.truncated, exit_code, self._reason(exit_code, cpu_s), self._seconds
+            out.text,
+            err.text,
+            out.truncated or err.truncated,
+            exit_code,
+            self._reason(exit_code, cpu_s),
+            self._seconds,
         )
 
     def _reason(self, exit_code: int, cpu_s: float) -> str:
         if self._stopped_by:
             return self._stopped_by
-        if exit_code == -signal.SIGXCPU or (exit_code == -signal.SIGKILL and cpu_s >= self._request.cpu_s):
+        if exit_code == -signal.SIGXCPU or (
+            exit_code == -signal.SIGKILL and cpu_s >= self._request.cpu_s
+        ):
             return "cpu"
         if exit_code == MEMORY_EXIT:
             return "memory"
@@ -146,7 +165,9 @@ class _Launcher:
 def main() -> None:
     """Request as JSON on stdin, answer as JSON on stdout."""
     os.closerange(3, 1 << 20)  # whatever the gateway may have left open
-    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)  # so that it can still kill what it has started
+    linux.prctl(
+        linux.PR_SET_PDEATHSIG, signal.SIGTERM
+    )  # so that it can still kill what it has started
     request = Request.decode(sys.stdin.buffer.read())
     if os.getppid() != request.parent:
         return

@@ -1,7 +1,9 @@
-"""The file system of a sandbox in namespaces of its own. Owns what is mounted; the namespaces exist already.
+"""The file system of a sandbox in namespaces of its own. Owns what is mounted; the namespaces exist
+already.
 
-A read-only root holds Python's files and a few devices, each a read-only bind mount, and one writable directory of a
-bounded size. Nothing else of the host has a name there, and there is no /proc.
+A read-only root holds Python's files and a few devices, each a read-only bind mount, and one
+writable directory of a bounded size. Nothing else of the host has a name there, and there is no
+/proc.
 """
 
 from __future__ import annotations
@@ -45,7 +47,12 @@ def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> 
     size = _FILES_OF_FULL_SIZE * file_bytes + input_bytes + _ROOM_BYTES
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount("tmpfs", box, "tmpfs", flags, f"size={size},nr_inodes={_MAX_FILES},mode=700")
-    linux.mount("none", root, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV)
+    linux.mount(
+        "none",
+        root,
+        "",
+        linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV,
+    )
     _forbid_more_namespaces()
     linux.pivot_root(root)
 

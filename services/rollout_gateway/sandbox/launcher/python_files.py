@@ -1,6 +1,7 @@
 """Which files of the host a bare Python needs. Owns the finding; not how others are kept away.
 
-The launcher runs under the same interpreter as the code will, so its own memory map names the libraries.
+The launcher runs under the same interpreter as the code will, so its own memory map names the
+libraries.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ def find() -> PythonFiles:
 
 def _outermost(paths: set[str]) -> tuple[str, ...]:
     """Without those that lie beneath another one."""
-    return tuple(sorted(path for path in paths if not any(str(above) in paths for above in Path(path).parents)))
+    return tuple(
+        sorted(
+            path for path in paths if not any(str(above) in paths for above in Path(path).parents)
+        )
+    )
 
 
 def _library_folders() -> set[str]:

@@ -1,6 +1,7 @@
 """The end of every process that code has begun, however it hid. Owns the killing of descendants.
 
-The launcher is a subreaper: a process whose parents have ended becomes its child and cannot get lost.
+The launcher is a subreaper: a process whose parents have ended becomes its child and cannot get
+lost.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ def adopt_orphans() -> None:
 
 
 def kill_all(group: int, sweep: Callable[[], None]) -> None:
-    """Kill and wait for every descendant; `group` is a process group to kill first, `sweep` kills what else it can.
+    """Kill and wait for every descendant; `group` is a process group to kill first, `sweep` kills
+    what else it can.
 
-    A group dies at once, and so does what `sweep` knows. What has left its group, which only code without a system-call
-    filter can, is found by descent, again and again until nothing is left.
+    A group dies at once, and so does what `sweep` knows. What has left its group, which only code
+    without a system-call filter can, is found by descent, again and again until nothing is left.
     """
     while _has_children():
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -52,7 +54,8 @@ def _descendants() -> list[int]:
         if not name.isdigit():
             continue
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name in parentheses may hold anything, so count from its end: state, then the parent.
+            # The name in parentheses may hold anything, so count from its end: state, then the
+            # parent.
             parent = int(file.read().rpartition(b")")[2].split()[1])
             children.setdefault(parent, []).append(int(name))
     found, new = [], [os.getpid()]

@@ -12,8 +12,9 @@ _FOLDER = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def remove_tree(path: str) -> None:
     """Remove a directory of the code's with all that is in it. Raises OSError.
 
-    Everything is named by the descriptor of its directory, so that no link leads outside, even one made meanwhile.
-    Directories are moved up before they are emptied: no depth is too deep and no path too long.
+    Everything is named by the descriptor of its directory, so that no link leads outside, even one
+    made meanwhile. Directories are moved up before they are emptied: no depth is too deep and no
+    path too long.
     """
     numbers = itertools.count()
     top = _opened(path, None)

@@ -19,7 +19,9 @@ class Request:
 
     parent: int  # process id of the gateway
     box: str  # an empty directory made for this run
-    layers: tuple[str, ...]  # of "namespaces", "landlock", "seccomp"; each must hold or nothing runs
+    layers: tuple[
+        str, ...
+    ]  # of "namespaces", "landlock", "seccomp"; each must hold or nothing runs
     code: str
     stdin: str
     files: dict[str, str] = field(default_factory=dict)
@@ -41,7 +43,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """How it ended. `failed` is set when the sandbox itself could not do its work; the rest means nothing then."""
+    """How it ended.
+
+    `failed` is set when the sandbox itself could not do its work; the rest means nothing then.
+    """
 
     stdout: str = ""
     stderr: str = ""

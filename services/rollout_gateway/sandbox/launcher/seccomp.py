@@ -1,6 +1,8 @@
-"""The system-call filter: what the code may not ask the kernel. Owns the BPF program; the lists are in syscalls.py.
+"""The system-call filter: what the code may not ask the kernel. Owns the BPF program; the lists are
+in syscalls.py.
 
-It refuses what is known to reach outside and lets the rest pass, so that any Python runs; files are Landlock's matter.
+It refuses what is known to reach outside and lets the rest pass, so that any Python runs; files are
+Landlock's matter.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MODE_FILTER = 2
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; low word of a little-endian long
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = (
+    0,
+    4,
+    16,
+)  # offsets in struct seccomp_data; low word of a little-endian long
 _X32 = 0x40000000
 _AF_UNIX = 1
 
@@ -76,7 +82,9 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
     for name in refused:
         if name in known:
             filter_ += _refuse(known[name])
-    filter_ += _refuse(known["clone3"], errno.ENOSYS)  # its flags lie in memory; libc then falls back to clone
+    filter_ += _refuse(
+        known["clone3"], errno.ENOSYS
+    )  # its flags lie in memory; libc then falls back to clone
     filter_ += _refuse_bits(known["clone"], ALL_NAMESPACES)
     filter_ += _refuse_unless(known["socketpair"], _AF_UNIX)
     if not alone:
@@ -88,7 +96,9 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
 
 def install(*, alone: bool, signals_are_scoped: bool) -> None:
     """Filter this process and its children from now on; needs no_new_privs. Raises OSError."""
-    instructions = program(MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid())
+    instructions = program(
+        MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid()
+    )
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))

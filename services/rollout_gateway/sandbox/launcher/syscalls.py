@@ -1,6 +1,8 @@
-"""Numbers of the system calls that code is refused, for x86_64 and aarch64. Owns the lists; not the filter.
+"""Numbers of the system calls that code is refused, for x86_64 and aarch64. Owns the lists; not the
+filter.
 
-A call that an architecture lacks is absent from its table. Calls after number 424 have one number everywhere.
+A call that an architecture lacks is absent from its table. Calls after number 424 have one number
+everywhere.
 """
 
 from __future__ import annotations
@@ -30,50 +32,145 @@ _NEW_EVERYWHERE = {
 
 # name: (x86_64, aarch64); 0 where there is no such call
 _BY_MACHINE = {
-    "socket": (41, 198), "socketpair": (53, 199), "clone": (56, 220), "prlimit64": (302, 261),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282), "personality": (135, 92),
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
-    "unshare": (272, 97), "setns": (308, 268), "swapon": (167, 224), "swapoff": (168, 225),
-    "reboot": (169, 142), "kexec_load": (246, 104), "kexec_file_load": (320, 294),
-    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
-    "open_by_handle_at": (304, 265), "name_to_handle_at": (303, 264), "fanotify_init": (300, 262),
-    "quotactl": (179, 60), "acct": (163, 89), "syslog": (103, 116), "vhangup": (153, 58),
-    "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266), "adjtimex": (159, 171),
-    "sethostname": (170, 161), "setdomainname": (171, 162), "lookup_dcookie": (212, 18),
-    "iopl": (172, 0), "ioperm": (173, 0), "uselib": (134, 0), "modify_ldt": (154, 0),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "mq_unlink": (241, 181),
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "setpriority": (141, 140), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "setsid": (112, 157), "setpgid": (109, 154),
-    "chmod": (90, 0), "fchmod": (91, 52), "fchmodat": (268, 53),
-    "chown": (92, 0), "fchown": (93, 55), "lchown": (94, 0), "fchownat": (260, 54),
-    "utime": (132, 0), "utimes": (235, 0), "futimesat": (261, 0), "utimensat": (280, 88),
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "truncate": (76, 45),
-}  # fmt: skip
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "clone": (56, 220),
+    "prlimit64": (302, 261),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "personality": (135, 92),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "fanotify_init": (300, 262),
+    "quotactl": (179, 60),
+    "acct": (163, 89),
+    "syslog": (103, 116),
+    "vhangup": (153, 58),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "lookup_dcookie": (212, 18),
+    "iopl": (172, 0),
+    "ioperm": (173, 0),
+    "uselib": (134, 0),
+    "modify_ldt": (154, 0),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "tgkill": (234, 131),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setpriority": (141, 140),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "setsid": (112, 157),
+    "setpgid": (109, 154),
+    "chmod": (90, 0),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, 0),
+    "fchown": (93, 55),
+    "lchown": (94, 0),
+    "fchownat": (260, 54),
+    "utime": (132, 0),
+    "utimes": (235, 0),
+    "futimesat": (261, 0),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "truncate": (76, 45),
+}
 
 WITH_CONDITIONS = ("socketpair", "clone", "clone3", "prlimit64", "tgkill")
 SIGNALS = ("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
-"""Refused where neither a pid namespace nor Landlock keeps signals among the code's own processes."""
+"""Refused where neither a pid namespace nor Landlock keeps signals among the code's own processes.
+"""
 
 SHARED_SYSTEM = (
-    "setpriority", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "ioprio_set",
-    "migrate_pages", "move_pages", "setsid", "setpgid",
-    "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes",
-    "futimesat", "utimensat", "setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr",
-    "fremovexattr", "removexattrat", "truncate", "file_setattr",
-)  # fmt: skip
-"""Refused without namespaces only: Landlock does not govern who may change modes, owners and times of a file that can
-be named, nor what is done to processes of the same user; without a new session one signal reaches all of the code."""
+    "setpriority",
+    "sched_setaffinity",
+    "sched_setscheduler",
+    "sched_setparam",
+    "sched_setattr",
+    "ioprio_set",
+    "migrate_pages",
+    "move_pages",
+    "setsid",
+    "setpgid",
+    "chmod",
+    "fchmod",
+    "fchmodat",
+    "fchmodat2",
+    "chown",
+    "fchown",
+    "lchown",
+    "fchownat",
+    "utime",
+    "utimes",
+    "futimesat",
+    "utimensat",
+    "setxattr",
+    "lsetxattr",
+    "fsetxattr",
+    "setxattrat",
+    "removexattr",
+    "lremovexattr",
+    "fremovexattr",
+    "removexattrat",
+    "truncate",
+    "file_setattr",
+)
+"""Refused without namespaces only: Landlock does not govern who may change modes, owners and times
+of a file that can be named, nor what is done to processes of the same user; without a new session
+one signal reaches all of the code.
+"""
 
 ALWAYS = tuple(
-    name for name in (*_BY_MACHINE, *_NEW_EVERYWHERE) if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM}
+    name
+    for name in (*_BY_MACHINE, *_NEW_EVERYWHERE)
+    if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM}
 )
-"""Refused everywhere: sockets, memory of other processes, mounts, namespaces, kernel modules, clock, lasting IPC."""
+"""Refused everywhere: sockets, memory of other processes, mounts, namespaces, kernel modules,
+clock, lasting IPC.
+"""
 
 
 def numbers(machine: str) -> dict[str, int]:

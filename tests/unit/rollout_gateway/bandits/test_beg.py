@@ -44,7 +44,9 @@ def test_within_a_bucket_the_unseen_come_first_then_the_highest_median() -> None
     for _ in range(20):
         choice = bandit.choose(batch_of(1))
         chosen.append((choice.arm, choice.explored))
-        bandit.observe(round_of(choice.arm, 1, next(rounds[choice.arm]), 1.0, explored=choice.explored))
+        bandit.observe(
+            round_of(choice.arm, 1, next(rounds[choice.arm]), 1.0, explored=choice.explored)
+        )
     first, second = ("eagle:3_2_8", True), ("eagle:7_1_8", True)
     assert chosen[:2] == [first, second]
     assert chosen[2:] == [("eagle:7_1_8", False)] * 18
@@ -71,9 +73,15 @@ def test_an_arm_without_a_number_is_refused() -> None:
 
 @given(
     window=st.integers(1, 12),
-    events=st.lists(st.one_of(st.tuples(st.sampled_from(SHARED), st.integers(0, 5)), st.sets(st.sampled_from(SHARED)))),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(SHARED), st.integers(0, 5)), st.sets(st.sampled_from(SHARED))
+        )
+    ),
 )
-def test_the_median_is_that_of_the_windows_rounds(window: int, events: list[tuple[str, int] | set[str]]) -> None:
+def test_the_median_is_that_of_the_windows_rounds(
+    window: int, events: list[tuple[str, int] | set[str]]
+) -> None:
     group, kept = MedianWindow(SHARED, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):

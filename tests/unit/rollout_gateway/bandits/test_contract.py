@@ -1,4 +1,6 @@
-"""What holds for every kind of bandit: legal choices, groups apart, forgetting, bounded regret, the watchdog."""
+"""What holds for every kind of bandit: legal choices, groups apart, forgetting, bounded regret, the
+watchdog.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rollout_gateway.engines.base import Target
 
 GROUPS = (1, 5)
 ARMS = ("off", "a:7_1_8", "b:7_1_8", "a:3_1_4", "b:3_1_4")
-"""Draft tokens 8 and 4, as many as groups: beg chooses between the 8 in group 1 and between the 4 in group 5."""
+"""Draft tokens 8 and 4, as many as groups: beg chooses between the 8 in group 1 and between the 4
+in group 5.
+"""
 STEPS = {"off": 0, "a:7_1_8": 7, "b:7_1_8": 7, "a:3_1_4": 3, "b:3_1_4": 3}
 CHANCES = {"a": 0.9, "b": 0.4}
 """That all drafts of a row are accepted; otherwise none is."""
@@ -49,7 +53,9 @@ def play(
     seed: int = 3,
     batch: int = 1,
 ) -> Counter[str]:
-    """Arms chosen in a world where an arm's round takes the seconds that make its rate `rates` at CHANCES."""
+    """Arms chosen in a world where an arm's round takes the seconds that make its rate `rates` at
+    CHANCES.
+    """
     source, chosen = np.random.default_rng(seed), Counter[str]()
     for number, luck in enumerate(source.random((rounds, batch))):
         situation = batch_of(batch, first=number * batch)
@@ -63,7 +69,9 @@ def play(
 
 
 def regret(chosen: Counter[str]) -> float:
-    """Tokens per second that always taking the best arm would have given more, summed over rounds, in expectation."""
+    """Tokens per second that always taking the best arm would have given more, summed over rounds,
+    in expectation.
+    """
     return sum(pulls * (max(RATES.values()) - RATES[arm]) for arm, pulls in chosen.items())
 
 
@@ -87,7 +95,11 @@ EQUAL_SECONDS = {arm: expected_tokens(arm, CHANCES) for arm in ARMS}
 def test_choices_are_arms_and_every_round_is_reported(
     kind: str, window: int, limit: int, seed: int, events: list[tuple[int, int, float] | set[str]]
 ) -> None:
-    bandit, pulls, explored = make(kind, seed=seed, window=window, watchdog_rounds=limit), Counter[object](), 0
+    bandit, pulls, explored = (
+        make(kind, seed=seed, window=window, watchdog_rounds=limit),
+        Counter[object](),
+        0,
+    )
     for event in events:
         if isinstance(event, set):
             bandit.forget(event, Target.POLICY if len(event) % 2 else Target.DRAFTER)
@@ -107,7 +119,9 @@ def test_choices_are_arms_and_every_round_is_reported(
 def test_the_same_seed_chooses_the_same(kind: str) -> None:
     first, second = make(kind, seed=7), make(kind, seed=7)
     assert play(first, 500) == play(second, 500)
-    assert [first.choose(batch_of(1)) for _ in range(20)] == [second.choose(batch_of(1)) for _ in range(20)]
+    assert [first.choose(batch_of(1)) for _ in range(20)] == [
+        second.choose(batch_of(1)) for _ in range(20)
+    ]
 
 
 @every_kind
@@ -125,18 +139,22 @@ def test_groups_learn_apart(kind: str) -> None:
     play(bandit, 1000, batch=4)
     play(bandit, 1000, rates={**dict.fromkeys(ARMS, 0.2), "b:3_1_4": 0.9}, batch=5)
     most = {
-        group: max((one for one in bandit.reports() if one.batch_group == group), key=lambda one: one.pulls).arm
+        group: max(
+            (one for one in bandit.reports() if one.batch_group == group), key=lambda one: one.pulls
+        ).arm
         for group in GROUPS
     }
     assert most == {1: "a:7_1_8", 5: "b:3_1_4"}
 
 
-# T = 5000 rounds, gaps .6 .4 .6 .5. ucb: theorem 1 of Auer et al. 2002, 8 ln T sum(1 / gap) + (1 + pi^2 / 3) sum(gap).
-# epsilon_greedy explores for T x .1 x mean gap .42 = 210, and errs for at most a third of it. beg has the gap .4 alone
-# in its bucket and explores for T x .1 x .2 = 100, a third as above. thompson: half of epsilon_greedy's exploration.
-# cost_model: at most 100 rounds in all that are not the best arm's.
+# T = 5000 rounds, gaps .6 .4 .6 .5. ucb: theorem 1 of Auer et al. 2002, 8 ln T sum(1 / gap) + (1 +
+# pi^2 / 3) sum(gap). epsilon_greedy explores for T x .1 x mean gap .42 = 210, and errs for at most
+# a third of it. beg has the gap .4 alone in its bucket and explores for T x .1 x .2 = 100, a third
+# as above. thompson: half of epsilon_greedy's exploration. cost_model: at most 100 rounds in all
+# that are not the best arm's.
 @pytest.mark.parametrize(
-    ("kind", "bound"), [("ucb", 543), ("epsilon_greedy", 280), ("thompson", 105), ("beg", 133), ("cost_model", 60)]
+    ("kind", "bound"),
+    [("ucb", 543), ("epsilon_greedy", 280), ("thompson", 105), ("beg", 133), ("cost_model", 60)],
 )
 @pytest.mark.parametrize("seed", range(5))
 def test_regret_in_a_world_that_stays_is_bounded(kind: str, bound: float, seed: int) -> None:
@@ -153,7 +171,9 @@ def test_a_forgotten_arm_is_tried_again_and_taken_when_it_has_become_the_best(ki
 
 
 @every_kind
-def test_a_world_that_changes_unannounced_is_followed_once_the_window_has_turned_over(kind: str) -> None:
+def test_a_world_that_changes_unannounced_is_followed_once_the_window_has_turned_over(
+    kind: str,
+) -> None:
     bandit = make(kind, window=300)
     play(bandit, 1500)
     play(bandit, 900, POOR_A, seed=4)

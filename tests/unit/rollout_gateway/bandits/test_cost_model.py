@@ -1,4 +1,6 @@
-"""The cost model takes the arm that the formulas name, and learns what a round shows and no more."""
+"""The cost model takes the arm that the formulas name, and learns what a round shows and no
+more.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,28 @@ from rollout_gateway.engines.evidence import combine
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
 STEPS = {"off": 0, "eagle:3_1_4": 3, "eagle:5_1_6": 5, "eagle:7_1_8": 7, "ngram:4_1_5": 4}
 EAGLE = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}
-SECONDS = {"off": 2.0, "eagle:3_1_4": 4.6, "eagle:5_1_6": 5.4, "eagle:7_1_8": 5.8, "ngram:4_1_5": 3.0}
+SECONDS = {
+    "off": 2.0,
+    "eagle:3_1_4": 4.6,
+    "eagle:5_1_6": 5.4,
+    "eagle:7_1_8": 5.8,
+    "ngram:4_1_5": 3.0,
+}
 Chances = Mapping[str, Sequence[float]]
 
 
 def make(*, primed: bool = True, window: int = 1000, groups: tuple[int, ...] = (1, 5)) -> CostModel:
-    bandit = CostModel(BanditSettings(kind="cost_model", window=window, groups=groups), ARMS, seed=1)
+    bandit = CostModel(
+        BanditSettings(kind="cost_model", window=window, groups=groups), ARMS, seed=1
+    )
     if primed:
-        bandit.prime([CostSample(arm, size, 10, seconds) for arm, seconds in SECONDS.items() for size in (1, 64)])
+        bandit.prime(
+            [
+                CostSample(arm, size, 10, seconds)
+                for arm, seconds in SECONDS.items()
+                for size in (1, 64)
+            ]
+        )
     return bandit
 
 
@@ -108,7 +124,10 @@ def test_n_grams_win_where_they_are_right() -> None:
 
 
 def test_expected_tokens_are_those_of_the_drafts_seen() -> None:
-    """Position 1: 3 of 4 accepted; 2: 2 of 3; 3: 1 of 2. E = 1 + 3/4 + 3/4 2/3 + 3/4 2/3 1/2, the priors apart."""
+    """Position 1: 3 of 4 accepted; 2: 2 of 3; 3: 1 of 2.
+
+    E = 1 + 3/4 + 3/4 2/3 + 3/4 2/3 1/2, the priors apart.
+    """
     acceptance = Acceptance(ARMS, (1,), 10**9)
     slots, _ = acceptance.follow([RowFacts(row, 0, 99) for row in range(4)], 0)
     more = np.ones(4, dtype=bool)
@@ -126,7 +145,9 @@ def test_a_long_chain_teaches_about_a_shorter_one() -> None:
     for _ in range(4000):
         accepted = np.array([drawn("eagle:7_1_8", flat(0.8), source) - 1])
         acceptance.observe(0, "eagle:7_1_8", slots, accepted, more)
-    assert acceptance.beliefs(0).tokens[1] == pytest.approx(hand_tokens("eagle:3_1_4", flat(0.8)), rel=0.02)
+    assert acceptance.beliefs(0).tokens[1] == pytest.approx(
+        hand_tokens("eagle:3_1_4", flat(0.8)), rel=0.02
+    )
 
 
 def test_a_response_that_ends_at_its_limit_refuses_no_draft() -> None:
@@ -147,10 +168,18 @@ def test_a_request_whose_drafts_fail_is_expected_less_than_its_group() -> None:
 
 
 def test_a_draining_batch_takes_the_arm_of_the_row_that_will_last() -> None:
-    """Seven hard rows with ten tokens left and an easy one with 760: a queue wants off, its end the chain."""
+    """Seven hard rows with ten tokens left and an easy one with 760: a queue wants off, its end the
+    chain.
+    """
     bandit = make(groups=(1,))
     costs = {**dict.fromkeys(ARMS, (30.0, 30.0)), "off": (2.0, 2.2), "eagle:3_1_4": (4.6, 5.0)}
-    bandit.prime([CostSample(arm, size, 10, pair[size > 1]) for arm, pair in costs.items() for size in (1, 8)])
+    bandit.prime(
+        [
+            CostSample(arm, size, 10, pair[size > 1])
+            for arm, pair in costs.items()
+            for size in (1, 8)
+        ]
+    )
 
     def situation(rounds: int, *, draining: bool) -> Situation:
         rows = [RowFacts(row, rounds, 70) for row in range(7)] + [RowFacts(7, 4 * rounds, 1000)]
@@ -161,7 +190,8 @@ def test_a_draining_batch_takes_the_arm_of_the_row_that_will_last() -> None:
         bandit.observe(Outcome("eagle:3_1_4", now, [1] * 7 + [4], 5.0, explored=False))
     assert (7 * 1 + 4) / 8 / 5.0 < 1 / 2.2
     assert bandit.choose_among(situation(60, draining=False), ARMS[:2]).arm == "off"
-    # Alone the easy row wants the chain: 4 tokens in 4.6 s. Of a round's 2.2 s with off 2.0 are there for any last row.
+    # Alone the easy row wants the chain: 4 tokens in 4.6 s. Of a round's 2.2 s with off 2.0 are
+    # there for any last row.
     assert bandit.choose_among(situation(60, draining=True), ARMS[:2]).arm == "eagle:3_1_4"
 
 
@@ -225,7 +255,9 @@ def test_a_new_policy_keeps_seconds_and_weakens_what_is_known_of_drafts() -> Non
     assert max(max(one.trials) for one in before.acceptance) > 5 * POLICY_TRIALS
     for old, new in zip(before.acceptance, after.acceptance, strict=True):
         assert max(new.trials) <= POLICY_TRIALS * (1 + 1e-9)
-        for accepted, trials, was, tried in zip(new.accepted, new.trials, old.accepted, old.trials, strict=True):
+        for accepted, trials, was, tried in zip(
+            new.accepted, new.trials, old.accepted, old.trials, strict=True
+        ):
             assert accepted * tried == pytest.approx(was * trials)
 
 
@@ -273,7 +305,11 @@ def test_the_best_arm_stays_so_through_all_changes_of_pace() -> None:
 
 @pytest.mark.parametrize(
     ("arm", "family", "steps"),
-    [("eagle:3_1_4", "eagle:1", 3), ("eagle3:8_4_48", "eagle3:8_4_48", 8), ("ngram:4_1_5", "ngram:1", 4)],
+    [
+        ("eagle:3_1_4", "eagle:1", 3),
+        ("eagle3:8_4_48", "eagle3:8_4_48", 8),
+        ("ngram:4_1_5", "ngram:1", 4),
+    ],
 )
 def test_chains_share_a_family_and_a_tree_is_its_own(arm: str, family: str, steps: int) -> None:
     assert family_and_steps(arm) == (family, steps)
@@ -284,7 +320,11 @@ def test_an_arm_without_steps_is_refused() -> None:
         CostModel(BanditSettings(kind="cost_model"), ("off", "eagle:deep"), seed=1)
 
 
-@given(batches=st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=90, unique=True), min_size=1, max_size=8))
+@given(
+    batches=st.lists(
+        st.lists(st.integers(0, 300), min_size=1, max_size=90, unique=True), min_size=1, max_size=8
+    )
+)
 def test_requests_may_come_and_go_in_any_number(batches: list[list[int]]) -> None:
     bandit = make()
     for ids in batches:
@@ -308,14 +348,20 @@ def test_two_halves_merged_are_the_whole() -> None:
 
     source = np.random.default_rng(3)
     rounds = [
-        (arm, [drawn(arm, flat(0.7), source) for _ in range(6)], SECONDS[arm] * float(source.uniform(0.9, 1.1)))
+        (
+            arm,
+            [drawn(arm, flat(0.7), source) for _ in range(6)],
+            SECONDS[arm] * float(source.uniform(0.9, 1.1)),
+        )
         for arm in ARMS[1:]
         for _ in range(12)
     ]
     whole, one, other = learn(rounds), learn(rounds[::2]), learn(rounds[1::2])
     one.merge(other.snapshot())
     for added, learned in zip(
-        combine([one.snapshot(), other.snapshot()]).acceptance, whole.snapshot().acceptance, strict=True
+        combine([one.snapshot(), other.snapshot()]).acceptance,
+        whole.snapshot().acceptance,
+        strict=True,
     ):
         assert (added.family, added.batch_group) == (learned.family, learned.batch_group)
         assert added.accepted == pytest.approx(learned.accepted)
@@ -325,7 +371,10 @@ def test_two_halves_merged_are_the_whole() -> None:
         assert merged.tokens == pytest.approx(known.tokens)
         assert merged.bound == pytest.approx(known.bound)
     # How arms stand to each other; the pace is each engine's own, and hears its rounds alone.
-    merged_s, known_s = np.array(one._costs.seconds(1, 6, 10)), np.array(whole._costs.seconds(1, 6, 10))
+    merged_s, known_s = (
+        np.array(one._costs.seconds(1, 6, 10)),
+        np.array(whole._costs.seconds(1, 6, 10)),
+    )
     assert merged_s / merged_s[1] == pytest.approx(known_s / known_s[1], rel=0.02)
 
 
@@ -336,7 +385,9 @@ def test_a_merge_takes_the_place_of_the_last_and_is_not_told_again() -> None:
     for _ in range(5):
         pupil.merge(told)
     assert not pupil.snapshot()
-    assert pupil._acceptance.beliefs(0).tokens == pytest.approx(teacher._acceptance.beliefs(0).tokens, rel=0.01)
+    assert pupil._acceptance.beliefs(0).tokens == pytest.approx(
+        teacher._acceptance.beliefs(0).tokens, rel=0.01
+    )
 
 
 def test_a_pupil_chooses_as_its_teacher_from_the_first_round() -> None:

@@ -1,4 +1,6 @@
-"""Seconds of a round: the table between its points, corrections that follow and do not jump at outliers, lengths."""
+"""Seconds of a round: the table between its points, corrections that follow and do not jump at
+outliers, lengths.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ def table(*samples: CostSample) -> CostTable:
     return costs
 
 
-def seconds(costs: CostTable, batch: int, context: int = 0, arm: str = "off", group: int = 0) -> float:
+def seconds(
+    costs: CostTable, batch: int, context: int = 0, arm: str = "off", group: int = 0
+) -> float:
     return costs.seconds(group, batch, context)[ARMS.index(arm)]
 
 
 def test_the_table_is_linear_between_batch_sizes_and_goes_on_beyond() -> None:
     costs = table(CostSample("off", 2, 10, 1.0), CostSample("off", 4, 10, 3.0))
-    assert [seconds(costs, batch) for batch in (1, 2, 3, 4, 6)] == pytest.approx([1.0, 1.0, 2.0, 3.0, 5.0])
+    assert [seconds(costs, batch) for batch in (1, 2, 3, 4, 6)] == pytest.approx(
+        [1.0, 1.0, 2.0, 3.0, 5.0]
+    )
 
 
 def test_the_table_is_linear_between_contexts() -> None:
@@ -102,7 +108,9 @@ def measured() -> CostTable:
 
 
 @pytest.mark.parametrize("pace", [0.5, 0.8, 1.2, 1.5])
-def test_a_machine_of_another_pace_moves_the_seconds_of_arms_that_rest(measured: CostTable, pace: float) -> None:
+def test_a_machine_of_another_pace_moves_the_seconds_of_arms_that_rest(
+    measured: CostTable, pace: float
+) -> None:
     for _ in range(300):
         measured.observe(0, "off", 1, 0, pace)
     assert seconds(measured, 1) == pytest.approx(pace, rel=0.02)
@@ -129,7 +137,9 @@ def test_one_round_of_an_arm_that_rested_says_little_of_the_others(measured: Cos
     assert seconds(measured, 1, arm="eagle:3_1_4") < 1.9
 
 
-def test_an_arm_that_rests_while_another_slows_may_be_as_fast_as_it_was(measured: CostTable) -> None:
+def test_an_arm_that_rests_while_another_slows_may_be_as_fast_as_it_was(
+    measured: CostTable,
+) -> None:
     """Then a choice looks at it; a round as fast as it was shows whose the change is."""
     before = measured.doubts(0)[1]
     for _ in range(300):
@@ -140,7 +150,9 @@ def test_an_arm_that_rests_while_another_slows_may_be_as_fast_as_it_was(measured
     assert ratio(measured) == pytest.approx(2.0 / 1.5, rel=0.1)
 
 
-def test_an_arm_that_is_used_is_not_hoped_to_be_faster_whatever_the_pace(measured: CostTable) -> None:
+def test_an_arm_that_is_used_is_not_hoped_to_be_faster_whatever_the_pace(
+    measured: CostTable,
+) -> None:
     for _ in range(300):
         measured.observe(0, "off", 1, 0, 1.5)
     assert measured.doubts(0)[0] == pytest.approx(1.0, abs=0.05)
@@ -148,7 +160,9 @@ def test_an_arm_that_is_used_is_not_hoped_to_be_faster_whatever_the_pace(measure
 
 @pytest.mark.parametrize("pace", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("primed", [True, False])
-def test_an_engine_of_another_pace_does_not_shift_the_arms_against_each_other(pace: float, primed: bool) -> None:
+def test_an_engine_of_another_pace_does_not_shift_the_arms_against_each_other(
+    pace: float, primed: bool
+) -> None:
     """Of this one's arms only off is known by its own rounds; eagle is known by the other's."""
     samples = (CostSample("off", 1, 0, 1.0), CostSample("eagle:3_1_4", 1, 0, 2.0)) if primed else ()
     here, there = table(*samples), table(*samples)
@@ -187,7 +201,9 @@ def test_without_a_table_the_growth_with_the_batch_is_learned(empty: float, row:
     costs, source = table(), np.random.default_rng(1)
     for _ in range(400):
         batch = int(source.integers(5, 65))
-        costs.observe(1, "off", batch, 0, (empty + row * batch) * math.exp(0.05 * source.standard_normal()))
+        costs.observe(
+            1, "off", batch, 0, (empty + row * batch) * math.exp(0.05 * source.standard_normal())
+        )
     for batch in (8, 32, 64):
         assert seconds(costs, batch, group=1) == pytest.approx(empty + row * batch, rel=0.08)
 
@@ -212,7 +228,9 @@ def test_the_expected_rest_is_the_mean_of_longer_responses_and_the_limit(
     rest = known.remaining(np.array(generated, dtype=float), np.full(len(generated), float(limit)))
     for done, one in zip(generated, rest.tolist(), strict=True):
         longer = [length - done for length in [*lengths, limit] if length > done]
-        assert one == pytest.approx(sum(longer) / len(longer) if lengths.count(limit) == 0 or longer else 1.0)
+        assert one == pytest.approx(
+            sum(longer) / len(longer) if lengths.count(limit) == 0 or longer else 1.0
+        )
 
 
 def test_only_the_last_responses_are_remembered() -> None:

@@ -23,16 +23,22 @@ def play(bandit: Bandit, rounds: int, rates: dict[str, float], batch: int = 1) -
     for _ in range(rounds):
         choice = bandit.choose(batch_of(batch))
         chosen[choice.arm] += 1
-        bandit.observe(round_of(choice.arm, batch, 10, 10 / rates[choice.arm], explored=choice.explored))
+        bandit.observe(
+            round_of(choice.arm, batch, 10, 10 / rates[choice.arm], explored=choice.explored)
+        )
     return chosen
 
 
 def make(**settings: object) -> Bandit:
-    return build_bandit(BanditSettings.model_validate({"kind": "epsilon_greedy", **settings}), ARMS, seed=1)
+    return build_bandit(
+        BanditSettings.model_validate({"kind": "epsilon_greedy", **settings}), ARMS, seed=1
+    )
 
 
 def test_every_arm_is_tried_before_the_best_is_exploited() -> None:
-    assert play(make(epsilon=0.0), 3 * TRIAL_PULLS, dict.fromkeys(ARMS, 1.0)) == dict.fromkeys(ARMS, TRIAL_PULLS)
+    assert play(make(epsilon=0.0), 3 * TRIAL_PULLS, dict.fromkeys(ARMS, 1.0)) == dict.fromkeys(
+        ARMS, TRIAL_PULLS
+    )
 
 
 def test_the_best_arm_gets_the_share_that_epsilon_leaves() -> None:
@@ -76,10 +82,19 @@ def test_groups_of_batch_sizes_learn_apart() -> None:
     play(bandit, 300, {"off": 1.0, "a:3_1_4": 2.0, "b:3_1_4": 1.0}, batch=1)
     play(bandit, 300, {"off": 3.0, "a:3_1_4": 2.0, "b:3_1_4": 1.0}, batch=30)
     best = {
-        group: max((r for r in bandit.reports() if r.batch_group == group), key=lambda r: r.pulls) for group in (1, 21)
+        group: max((r for r in bandit.reports() if r.batch_group == group), key=lambda r: r.pulls)
+        for group in (1, 21)
     }
     assert (best[1].arm, best[21].arm) == ("a:3_1_4", "off")
-    assert [group_of((1, 2, 5, 21), size) for size in (1, 2, 4, 5, 20, 21, 500)] == [1, 2, 2, 5, 5, 21, 21]
+    assert [group_of((1, 2, 5, 21), size) for size in (1, 2, 4, 5, 20, 21, 500)] == [
+        1,
+        2,
+        2,
+        5,
+        5,
+        21,
+        21,
+    ]
 
 
 def test_reports_hold_rate_and_explorations() -> None:
@@ -95,7 +110,9 @@ def test_reports_hold_rate_and_explorations() -> None:
 def test_the_same_seed_chooses_the_same() -> None:
     rates = {"off": 100.0, "a:3_1_4": 150.0, "b:3_1_4": 90.0}
     first, second = make(), make()
-    assert [first.choose(batch_of(1)) for _ in range(9)] == [second.choose(batch_of(1)) for _ in range(9)]
+    assert [first.choose(batch_of(1)) for _ in range(9)] == [
+        second.choose(batch_of(1)) for _ in range(9)
+    ]
     assert play(first, 500, rates) == play(second, 500, rates)
 
 

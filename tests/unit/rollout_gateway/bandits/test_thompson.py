@@ -1,4 +1,6 @@
-"""Thompson's posterior is the closed form, its draws are the posterior's, evidence fades at the window's pace."""
+"""Thompson's posterior is the closed form, its draws are the posterior's, evidence fades at the
+window's pace.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.bandits.thompson import ALPHA0, KAPPA0, PRIOR_SPREAD, Evidence, EvidenceWindow, Posterior, Thompson
+from rollout_gateway.bandits.thompson import (
+    ALPHA0,
+    KAPPA0,
+    PRIOR_SPREAD,
+    Evidence,
+    EvidenceWindow,
+    Posterior,
+    Thompson,
+)
 from rollout_gateway.bandits.window import Round
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
@@ -28,7 +38,9 @@ def closed_form(values: list[int], weights: np.ndarray, prior_mean: float) -> Po
 
 
 def test_the_posterior_of_three_rounds_is_the_one_worked_out_by_hand() -> None:
-    """Rates 90, 100, 110, prior mean 80: mu = (80 + 300) / 4, beta = 16^2 + (200 + 3 x 20^2 / 4) / 2."""
+    """Rates 90, 100, 110, prior mean 80: mu = (80 + 300) / 4, beta = 16^2 + (200 + 3 x 20^2 / 4) /
+    2.
+    """
     evidence = Evidence()
     for rate in (90.0, 100.0, 110.0):
         evidence.add(rate)
@@ -56,7 +68,9 @@ def test_rounds_of_other_arms_fade_an_arm_towards_the_prior() -> None:
 
 
 def test_draws_have_the_mean_and_variance_of_the_posteriors_student_t() -> None:
-    """The mean's marginal is Student's t with 2 alpha degrees: variance beta / (kappa (alpha - 1))."""
+    """The mean's marginal is Student's t with 2 alpha degrees: variance beta / (kappa (alpha -
+    1)).
+    """
     bandit, belief = Thompson(BanditSettings(), ARMS, seed=5), Posterior(95.0, 4.0, 5.0, 506.0)
     drawn = np.array([bandit._draw(belief) for _ in range(20000)])
     assert drawn.mean() == pytest.approx(95.0, abs=4 * np.sqrt(506 / 16 / 20000))
@@ -74,7 +88,8 @@ def test_every_arm_comes_first_once_and_the_share_of_an_arm_is_the_chance_that_i
     source = np.random.default_rng(0)
     draws = [
         belief.mu
-        + np.sqrt(belief.beta / (belief.kappa * belief.alpha)) * source.standard_t(2 * belief.alpha, size=200_000)
+        + np.sqrt(belief.beta / (belief.kappa * belief.alpha))
+        * source.standard_t(2 * belief.alpha, size=200_000)
         for belief in beliefs
     ]
     expected = float((draws[1] > draws[0]).mean())

@@ -44,7 +44,8 @@ def test_the_index_is_the_papers(mean: float, rounds: int, total: int, index: fl
 
 
 def test_the_first_choices_are_those_worked_out_by_hand() -> None:
-    """Rewards 1, .8, .5. After one round each every bonus is sqrt(2 ln 3) = 1.4823: off leads with 2.4823.
+    """Rewards 1, .8, .5. After one round each every bonus is sqrt(2 ln 3) = 1.4823: off leads with
+    2.4823.
 
     n = 4: off 1 + sqrt(ln 4) = 2.1774, a .8 + sqrt(2 ln 4) = 2.4651, b 2.1651: a.
     n = 5: off 1 + sqrt(ln 5) = 2.2686, a .8 + 1.2686 = 2.0686, b .5 + 1.7941 = 2.2941: b.
@@ -68,7 +69,9 @@ def test_a_long_game_is_the_formulas_to_the_last_choice() -> None:
 
 
 def test_rates_of_any_size_give_the_same_choices() -> None:
-    assert play(make(), 500, {arm: rate * 1000 for arm, rate in RATES.items()}) == play(make(), 500, RATES)
+    assert play(make(), 500, {arm: rate * 1000 for arm, rate in RATES.items()}) == play(
+        make(), 500, RATES
+    )
 
 
 def test_a_choice_explores_when_it_is_not_the_best_so_far() -> None:
@@ -93,9 +96,15 @@ def test_a_glitch_scales_rewards_no_longer_than_the_window() -> None:
 
 @given(
     window=st.integers(1, 12),
-    events=st.lists(st.one_of(st.tuples(st.sampled_from(ARMS), st.integers(0, 5)), st.sets(st.sampled_from(ARMS)))),
+    events=st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(ARMS), st.integers(0, 5)), st.sets(st.sampled_from(ARMS))
+        )
+    ),
 )
-def test_sums_and_maximum_are_those_of_the_last_rounds(window: int, events: list[tuple[str, int] | set[str]]) -> None:
+def test_sums_and_maximum_are_those_of_the_last_rounds(
+    window: int, events: list[tuple[str, int] | set[str]]
+) -> None:
     group, kept = RateWindow(ARMS, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):

@@ -1,4 +1,6 @@
-"""A drafter that nothing is accepted of rests within 20 rounds; one that works, or works seldom, does not."""
+"""A drafter that nothing is accepted of rests within 20 rounds; one that works, or works seldom,
+does not.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def settle(bandit: Bandit, batch: int = 1) -> None:
 def death(accept_lengths: Iterable[float], limit: int = 20) -> int | None:
     """The round, from 1, at which a drafter is found dead."""
     pulse = Pulse(limit)
-    return next((number for number, length in enumerate(accept_lengths, 1) if pulse.beat(length)), None)
+    return next(
+        (number for number, length in enumerate(accept_lengths, 1) if pulse.beat(length)), None
+    )
 
 
 # ---- the verdict
@@ -59,7 +63,10 @@ def test_chance_hits_of_a_large_batch_are_no_life(row_share: float) -> None:
 
 
 def test_one_lucky_round_of_one_row_is_noise_and_two_are_not() -> None:
-    """One of v: mean v / 20, standard error v / 20. Two: mean v / 10, error .0688 v, 1.45 of them."""
+    """One of v: mean v / 20, standard error v / 20.
+
+    Two: mean v / 10, error .0688 v, 1.45 of them.
+    """
     assert death([4.0, *[1.0] * 40]) == 20
     assert death([4.0, 4.0, *[1.0] * 40]) is None
 
@@ -73,14 +80,18 @@ def test_a_drafter_that_worked_is_dead_20_rounds_after_its_last_acceptance() -> 
 
 
 def test_a_drafter_that_seldom_proposes_gets_a_longer_silence() -> None:
-    """Accepted in 100 of the 496 rounds up to the last: (396 / 496) ** k <= 2 ** -20 from k = 62 on."""
+    """Accepted in 100 of the 496 rounds up to the last: (396 / 496) ** k <= 2 ** -20 from k = 62
+    on.
+    """
     seldom = ([3.0] + [1.0] * 4) * 100
     assert death([*seldom, *[1.0] * 80]) == 496 + 62
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_living_drafter_is_not_called_dead_in_ten_thousand_rounds(share: float, seed: int) -> None:
+def test_a_living_drafter_is_not_called_dead_in_ten_thousand_rounds(
+    share: float, seed: int
+) -> None:
     source = np.random.default_rng(seed)
     assert death(1.0 + source.binomial(1, share, size=10_000) * 2) is None
 
@@ -150,14 +161,18 @@ def test_a_death_is_logged_once_and_reported_in_each_group() -> None:
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=1)
         tell(bandit, EAGLE * 100, 1.0, batch=5)
-    assert [(line["log_level"], line["speculator"], line["batch_group"]) for line in lines] == [("warning", "eagle", 1)]
+    assert [(line["log_level"], line["speculator"], line["batch_group"]) for line in lines] == [
+        ("warning", "eagle", 1)
+    ]
     assert deaths(bandit) == {(arm, group): 1 for arm in EAGLE for group in (1, 5)}
     bandit.forget(set(EAGLE), Target.DRAFTER)
     with capture_logs() as lines:
         tell(bandit, EAGLE * 100, 1.0, batch=5)
     assert len(lines) == 1
     tell(bandit, ["off"], 1.0)
-    assert deaths(bandit) == {("off", 1): 0} | {(arm, g): g // 5 + 1 for arm in EAGLE for g in (1, 5)}
+    assert deaths(bandit) == {("off", 1): 0} | {
+        (arm, g): g // 5 + 1 for arm in EAGLE for g in (1, 5)
+    }
 
 
 def deaths(bandit: Bandit) -> dict[tuple[str, int], int]:

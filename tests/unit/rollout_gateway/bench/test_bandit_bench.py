@@ -1,4 +1,6 @@
-"""The bandit bench: equal luck for all, responses of the lengths that the trace says, a table with every chooser."""
+"""The bandit bench: equal luck for all, responses of the lengths that the trace says, a table with
+every chooser.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,22 @@ from rollout_gateway.bench.bandit_world import Moment, World
 from rollout_gateway.bench.traces import Drafter, Step, Trace, read_trace, read_traces
 from rollout_gateway.engines.base import Target
 
-COSTS = {"off": {1: 2.0, 64: 20.0}, "eagle:3_1_4": {1: 4.0, 64: 60.0}, "eagle:5_1_6": {1: 6.0, 64: 90.0}}
+COSTS = {
+    "off": {1: 2.0, 64: 20.0},
+    "eagle:3_1_4": {1: 4.0, 64: 60.0},
+    "eagle:5_1_6": {1: 6.0, 64: 90.0},
+}
 
 
 def make(steps: Sequence[Step], max_batch: int = 4, **settings: object) -> Trace:
-    values = {"name": "t", "family": "t", "seed": 1, "max_batch": max_batch, "limit": 100, "costs_ms": COSTS}
+    values = {
+        "name": "t",
+        "family": "t",
+        "seed": 1,
+        "max_batch": max_batch,
+        "limit": 100,
+        "costs_ms": COSTS,
+    }
     return Trace.model_validate({**values, "steps": tuple(steps), **settings})
 
 
@@ -49,7 +62,17 @@ async def test_a_quick_run_has_a_row_per_trace_and_a_column_per_chooser() -> Non
 
 def test_the_committed_traces_are_read_and_have_all_families() -> None:
     traces = read_traces()
-    families = {"stationary", "drifting", "draining", "dead", "shifting", "mixed", "recorded", "growing", "wandering"}
+    families = {
+        "stationary",
+        "drifting",
+        "draining",
+        "dead",
+        "shifting",
+        "mixed",
+        "recorded",
+        "growing",
+        "wandering",
+    }
     assert {one.family for one in traces} == families
     for one in traces:
         assert one.arms[0] == "off"
@@ -109,7 +132,9 @@ def test_drawn_drafts_are_right_as_often_as_the_trace_says() -> None:
     drafters = {"eagle": Drafter(positions=(0.8, 0.5, 0.25))}
     world = World(make([Step(lengths=(90,) * 200, drafters=drafters)]), 0)
     runs = world.rollouts[0].runs["eagle"][:, :80]
-    assert [float((runs > depth).mean()) for depth in range(3)] == pytest.approx([0.8, 0.4, 0.1], abs=0.015)
+    assert [float((runs > depth).mean()) for depth in range(3)] == pytest.approx(
+        [0.8, 0.4, 0.1], abs=0.015
+    )
     assert world.rollouts[0].chances["eagle"][0].tolist() == pytest.approx([1.0, 1.8, 2.2, 2.3])
 
 
@@ -130,7 +155,9 @@ def test_the_true_schedule_is_no_slower_than_the_best_fixed_arm() -> None:
 
 
 def test_adaptive_steps_leave_a_drafter_that_is_never_right_and_come_back_to_look() -> None:
-    """Slot 8 has 0 and 3: from 3 to 0 when the average has fallen to 0.5, then 3 again at every other look."""
+    """Slot 8 has 0 and 3: from 3 to 0 when the average has fallen to 0.5, then 3 again at every
+    other look.
+    """
     arms = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8")
     costs = {arm: {1: 1.0} for arm in arms}
     step = Step(lengths=(60,) * 8, drafters={"eagle": Drafter(positions=(0.0,) * 7)})

@@ -1,4 +1,6 @@
-"""The embedded engine's bench: its parts on cases made by hand, and all sections once on a small scale."""
+"""The embedded engine's bench: its parts on cases made by hand, and all sections once on a small
+scale.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,15 @@ from rollout_gateway.bench.engine_injected import (
     write_random_model,
 )
 from rollout_gateway.bench.engine_profile import STAGES, flops_per_token
-from rollout_gateway.bench.engine_runs import Answer, Run, decode, even_waves, flips, take_turns, workload
+from rollout_gateway.bench.engine_runs import (
+    Answer,
+    Run,
+    decode,
+    even_waves,
+    flips,
+    take_turns,
+    workload,
+)
 from rollout_gateway.bench.engine_sections import ARMS, at_least, grouped_work
 from rollout_gateway.bench.engine_transformers import TransformersModel
 from rollout_gateway.bench.sglang import demo_folder
@@ -53,7 +63,13 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def spec(folder: Path) -> EmbeddedSpec:
     arm = f"ngram:{STEPS}_1_{STEPS + 1}"
     return EmbeddedSpec.model_validate(
-        {"model_dir": str(folder), "drafter": "ngram", "max_batch": 4, "arms": (arm,), "verify_budget": False}
+        {
+            "model_dir": str(folder),
+            "drafter": "ngram",
+            "max_batch": 4,
+            "arms": (arm,),
+            "verify_budget": False,
+        }
     )
 
 
@@ -70,23 +86,46 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
     result = await bench.run(options(quick=True))
     sections = {str(row["section"]).split(",")[0] for row in result.rows}
     assert sections == {
-        "memory", "policy_trained", "beside transformers", "policy_start", "1.1M random weights", "same seeds",
-        "rollout of 4 prompts", "rollout of groups of samples", "1 and 2 threads", "ms of a round", "arithmetic limit",
-    }  # fmt: skip
+        "memory",
+        "policy_trained",
+        "beside transformers",
+        "policy_start",
+        "1.1M random weights",
+        "same seeds",
+        "rollout of 4 prompts",
+        "rollout of groups of samples",
+        "1 and 2 threads",
+        "ms of a round",
+        "arithmetic limit",
+    }
     trained = {row["way"] for row in result.rows if row["section"] == "policy_trained, fp32"}
     assert trained == {"off", *ARMS, f"bandit {BanditSettings().kind}"}
     equal = [goal for goal in result.goals if "equal tokens" in goal.name]
     assert len(equal) == 6
     assert all(goal.met and goal.value == 1.0 for goal in equal)
-    assert all(goal.met is None for goal in result.goals if goal not in equal), "one pair judges no speed"
+    assert all(goal.met is None for goal in result.goals if goal not in equal), (
+        "one pair judges no speed"
+    )
     assert all(float(row["tokens/s"] or 0) > 0 for row in result.rows if "tokens/s" in row)
     (limit,) = (row for row in result.rows if row["section"] == "arithmetic limit, fp32")
-    assert limit["operations a token"] == 4_505_600, "two for each of the demo policy's weights but embedding and norms"
+    assert limit["operations a token"] == 4_505_600, (
+        "two for each of the demo policy's weights but embedding and norms"
+    )
 
 
 def test_flips_count_sequences_near_ties_and_what_comes_after_a_difference() -> None:
-    reference = [Answer((1, 2, 3, 4)), Answer((1, 2, 3), 1e-6), Answer((1, 2)), Answer((7, 8, 9), 0.5)]
-    other = [Answer((1, 2, 3, 4)), Answer((1, 5, 3), 0.1), Answer((1, 2, 3)), Answer((6, 8, 9), 0.5)]
+    reference = [
+        Answer((1, 2, 3, 4)),
+        Answer((1, 2, 3), 1e-6),
+        Answer((1, 2)),
+        Answer((7, 8, 9), 0.5),
+    ]
+    other = [
+        Answer((1, 2, 3, 4)),
+        Answer((1, 5, 3), 0.1),
+        Answer((1, 2, 3)),
+        Answer((6, 8, 9), 0.5),
+    ]
     found = flips(reference, other)
     assert (found.sequences, found.flipped, found.near_ties, found.unexplained) == (4, 3, 1, 2)
     assert (found.tokens, found.behind) == (12, 2 + 0 + 3)
@@ -143,15 +182,22 @@ def test_injected_drafts_are_right_as_often_as_asked(random_model: Path, accepta
     engine, known = build_injected(spec(random_model))
     work = workload(PROMPTS, 4, TOKENS, ignore_eos=True)
     plain = decode(engine, work, "off", 1)
-    known.know({r.prompt: a.tokens for r, a in zip(work.requests, plain.answers, strict=True)}, acceptance, seed=2)
+    known.know(
+        {r.prompt: a.tokens for r, a in zip(work.requests, plain.answers, strict=True)},
+        acceptance,
+        seed=2,
+    )
     drafted = decode(engine, work, spec(random_model).arms[0], 1)
     assert [a.tokens for a in drafted.answers] == [a.tokens for a in plain.answers]
     assert drafted.accept_length is not None
     if acceptance in (0.0, 1.0):
-        # A wrong draft costs its whole round; the last round of 200 tokens in rounds of 8 is a full one.
+        # A wrong draft costs its whole round; the last round of 200 tokens in rounds of 8 is a full
+        # one.
         assert drafted.accept_length == (STEPS + 1 if acceptance else 1)
     else:
-        assert drafted.accept_length == pytest.approx(expected_accept_length(acceptance, STEPS), rel=0.1)
+        assert drafted.accept_length == pytest.approx(
+            expected_accept_length(acceptance, STEPS), rel=0.1
+        )
 
 
 def test_the_expected_acceptance_length_is_that_of_a_geometric_law() -> None:

@@ -1,4 +1,6 @@
-"""The parts of the gateway's bench: texts and pace, what the load reads and counts, and what the report compares."""
+"""The parts of the gateway's bench: texts and pace, what the load reads and counts, and what the
+report compares.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,12 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def order(port: int = 0, **options: Any) -> Order:
-    values = {"texts": texts(PACE), "paces_s": paces_s(PACE), "think_s": 0.0, "max_tokens": PACE.most_tokens}
+    values = {
+        "texts": texts(PACE),
+        "paces_s": paces_s(PACE),
+        "think_s": 0.0,
+        "max_tokens": PACE.most_tokens,
+    }
     return Order(**{"port": port, "model": "m", "streams": 1, "seconds": 0.05, **values, **options})
 
 
@@ -51,7 +58,9 @@ def chunked(body: bytes, sizes: list[int]) -> bytes:
 
 
 @given(st.integers(1, 300), st.integers(1, 40))
-def test_texts_are_as_many_tokens_as_stated_and_their_pieces_are_those_of_the_rounds(tokens: int, size: int) -> None:
+def test_texts_are_as_many_tokens_as_stated_and_their_pieces_are_those_of_the_rounds(
+    tokens: int, size: int
+) -> None:
     pace = Pace(tokens, size, 0.01)
     tokenizer = Tokenizer.from_file(str(demo_folder() / "policy_start" / "tokenizer.json"))
     for text, length, seconds in zip(texts(pace), lengths(pace), paces_s(pace), strict=True):
@@ -59,12 +68,18 @@ def test_texts_are_as_many_tokens_as_stated_and_their_pieces_are_those_of_the_ro
         cut = pieces(text, pace)
         assert "".join(cut) == text
         rounds = round(seconds / 0.01)
-        assert rounds - 1 <= len(cut) <= rounds  # the end token has a round of its own or shares one
+        assert (
+            rounds - 1 <= len(cut) <= rounds
+        )  # the end token has a round of its own or shares one
     assert abs(sum(lengths(pace)) / len(lengths(pace)) - tokens) <= 1
 
 
-@given(st.lists(st.text(min_size=1, max_size=9), max_size=8), st.lists(st.integers(1, 60), max_size=6))
-def test_the_text_of_a_stream_does_not_depend_on_how_it_was_cut(said: list[str], sizes: list[int]) -> None:
+@given(
+    st.lists(st.text(min_size=1, max_size=9), max_size=8), st.lists(st.integers(1, 60), max_size=6)
+)
+def test_the_text_of_a_stream_does_not_depend_on_how_it_was_cut(
+    said: list[str], sizes: list[int]
+) -> None:
     body = b"".join(map(event, said)) + b": a comment\n\ndata: [DONE]\n\n"
     assert unchunked(chunked(body, sizes)) == body
     assert list(contents(chunked(body, sizes))) == said
@@ -88,7 +103,11 @@ async def server(answer: Answer) -> AsyncIterator[int]:
 
 async def read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
     head = await reader.readuntil(b"\r\n\r\n")
-    size = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
+    size = next(
+        int(line.split(b":")[1])
+        for line in head.split(b"\r\n")
+        if line.startswith(b"content-length")
+    )
     return dict(json.loads(await reader.readexactly(size)))
 
 
@@ -119,7 +138,9 @@ def saying(change: Callable[[list[str]], list[str]], after_s: float = 0.0) -> An
     ],
     ids=["whole", "lost", "doubled", "swapped"],
 )
-async def test_lost_and_doubled_tokens_are_counted(change: Callable[[list[str]], list[str]], counted: str) -> None:
+async def test_lost_and_doubled_tokens_are_counted(
+    change: Callable[[list[str]], list[str]], counted: str
+) -> None:
     async with server(saying(change)) as port:
         found = await Load(order(port, keys=("a", "b", "c"))).run()
     assert found[counted] == found["requests"] == 3
@@ -128,7 +149,9 @@ async def test_lost_and_doubled_tokens_are_counted(change: Callable[[list[str]],
 
 async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     await read_request(reader)
-    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunked(event("x"), [])[:-5])
+    writer.write(
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunked(event("x"), [])[:-5]
+    )
     writer.close()
 
 
@@ -138,7 +161,9 @@ async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 @pytest.mark.parametrize(("answer", "example"), [(hang_up, "closed"), (refuse, "429: b'full'")])
-async def test_broken_and_refused_streams_are_counted_as_failed(answer: Answer, example: str) -> None:
+async def test_broken_and_refused_streams_are_counted_as_failed(
+    answer: Answer, example: str
+) -> None:
     async with server(answer) as port:
         found = await Load(order(port, keys=("a",))).run()
     assert (found["failed"], found["requests_per_s"]) == (1, 0)
@@ -194,19 +219,32 @@ def contender(name: str, rates: list[float], late_ms: list[float]) -> Contender:
 
 
 def test_goals_are_medians_over_repeats_of_the_worse_of_first_content_and_end() -> None:
-    ours, theirs = contender(OURS, [90, 80, 70], [3, 50, 12]), contender(LITELLM, [30, 10, 20], [1, 1, 1])
+    ours, theirs = (
+        contender(OURS, [90, 80, 70], [3, 50, 12]),
+        contender(LITELLM, [30, 10, 20], [1, 1, 1]),
+    )
     assert added_ms(ours, Level(16), "late_p99_ms") == 12
     found = {goal.name: (goal.value, goal.met) for goal in goals([ours, theirs], [Level(16)], None)}
-    assert found["minus added p50 at 16 streams, ms, the worse of first content and end"] == (0, True)
-    assert found["minus added p99 at 16 streams, ms, the worse of first content and end"] == (-12, False)
+    assert found["minus added p50 at 16 streams, ms, the worse of first content and end"] == (
+        0,
+        True,
+    )
+    assert found["minus added p99 at 16 streams, ms, the worse of first content and end"] == (
+        -12,
+        False,
+    )
     assert found["requests/s over LiteLLM's at 16 streams"] == (3.5, True)
     assert work_rows([ours], [Level(16)])[0]["load generator's core"] == "95% saturated"
 
 
-def turn_run(seconds: float, cached: tuple[int, int], first_s: tuple[float, float], last: int = 7) -> TurnRun:
+def turn_run(
+    seconds: float, cached: tuple[int, int], first_s: tuple[float, float], last: int = 7
+) -> TurnRun:
     """Two dialogues of two turns; the second turns found `cached` of 120 tokens."""
     first = Turn(prompt=100, cacheable=0, cached=0, first_s=9.0, tokens=(5, 6))
-    later = [Turn(200, 120, found, at_s, (last,)) for found, at_s in zip(cached, first_s, strict=True)]
+    later = [
+        Turn(200, 120, found, at_s, (last,)) for found, at_s in zip(cached, first_s, strict=True)
+    ]
     return TurnRun(seconds, tuple((first, turn) for turn in later))
 
 
@@ -214,7 +252,11 @@ def test_turns_are_compared_run_by_run_and_dialogues_with_other_tokens_counted()
     ours = [turn_run(1.0, (120, 0), (0.1, 0.3)), turn_run(2.0, (120, 90), (0.2, 0.2))]
     theirs = [turn_run(2.0, (0, 0), (0.8, 0.8)), turn_run(4.0, (0, 0), (0.4, 0.4), last=8)]
     cached, computed, ratio = turn_rows({CACHE: ours, NO_CACHE: theirs})
-    assert (cached["dialogues"], cached["with other tokens"], computed["with other tokens"]) == (4, 0, 2)
+    assert (cached["dialogues"], cached["with other tokens"], computed["with other tokens"]) == (
+        4,
+        0,
+        2,
+    )
     assert cached["share cached"] == pytest.approx(330 / 1200)
     assert (cached["turns that found all"], computed["turns that found all"]) == (0.5, 0)
     assert cached["first token p50 ms"] == pytest.approx(200)

@@ -1,4 +1,6 @@
-"""The parser's laws: the cuts of a text mean nothing, nothing is lost, nothing waits that need not."""
+"""The parser's laws: the cuts of a text mean nothing, nothing is lost, nothing waits that need
+not.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from rollout_gateway.chat.tool_formats import tool_format
 FORMATS = ["none", "hermes", "llama3_json", "mistral"]
 
 PIECES = [
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+    ),
     *(
         '{"name": "f", "arguments": {}}',
         '{"name":"g","parameters":{"a":[1,"</tool_call>"]}}',
@@ -27,14 +38,34 @@ PIECES = [
         "f",
         "{}",
     ),
-    *("<", "[", "{", "}", "]", ";", ",", '"', "\\", "é", "\N{GRINNING FACE}", "word", " ", "\n", "\n\n", "\t", "\xa0"),
+    *(
+        "<",
+        "[",
+        "{",
+        "}",
+        "]",
+        ";",
+        ",",
+        '"',
+        "\\",
+        "é",
+        "\N{GRINNING FACE}",
+        "word",
+        " ",
+        "\n",
+        "\n\n",
+        "\t",
+        "\xa0",
+    ),
     '<tool_call>{"name": "f"}</tool_call>',
     '[TOOL_CALLS][{"name": "f"}]',
 ]
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
 
 
-def parser(name: str, *, reasoning: bool = True, started: bool = False, forced: str = "") -> ChatParser:
+def parser(
+    name: str, *, reasoning: bool = True, started: bool = False, forced: str = ""
+) -> ChatParser:
     numbers = itertools.count(1)
     return ChatParser(
         tool_format(name, ""),
@@ -69,7 +100,9 @@ def test_every_cut_of_a_text_gives_the_same_message(
     name: str, reasoning: bool, started: bool, text: str, forced: str, sizes: list[int]
 ) -> None:
     def message(pieces: Sequence[str], forced: str = "") -> Message:
-        return joined(deltas(parser(name, reasoning=reasoning, started=started, forced=forced), pieces))
+        return joined(
+            deltas(parser(name, reasoning=reasoning, started=started, forced=forced), pieces)
+        )
 
     whole = message([forced + text])
     assert message(cut(text, sizes), forced) == whole
@@ -83,10 +116,16 @@ def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
     words = st.text('abc .,!é\n>")', max_size=12).map(str.strip)
     thoughts = draw(st.none() | words)
     before, after = draw(words), draw(words)
-    values = st.dictionaries(st.text(max_size=3), st.text(max_size=6) | st.integers() | st.lists(st.booleans()))
+    values = st.dictionaries(
+        st.text(max_size=3), st.text(max_size=6) | st.integers() | st.lists(st.booleans())
+    )
     indent = draw(st.sampled_from([None, 1]))
     calls = [
-        ToolCall("", draw(st.text("abz_-9", min_size=1)), json.dumps(draw(values), indent=indent, ensure_ascii=False))
+        ToolCall(
+            "",
+            draw(st.text("abz_-9", min_size=1)),
+            json.dumps(draw(values), indent=indent, ensure_ascii=False),
+        )
         for _ in range(draw(st.integers(1, 3)))
     ]
     if name == "llama3_json":
@@ -97,12 +136,18 @@ def conversations(draw: st.DrawFn) -> tuple[str, str, Message]:
         start = ""
     else:
         start = draw(st.sampled_from(["", "\n"])) + f"<think>\n{thoughts}\n</think>\n\n"
-    ids = (f"{number:09x}" if name == "mistral" else f"call_{number:024x}" for number in itertools.count(1))
+    ids = (
+        f"{number:09x}" if name == "mistral" else f"call_{number:024x}"
+        for number in itertools.count(1)
+    )
     message = Message(
         "assistant",
         before + after,
         thoughts or "",
-        tuple(ToolCall(call_id, call.name, call.arguments) for call_id, call in zip(ids, calls, strict=False)),
+        tuple(
+            ToolCall(call_id, call.name, call.arguments)
+            for call_id, call in zip(ids, calls, strict=False)
+        ),
     )
     return name, start + before + space + spelled + space + after, message
 
@@ -121,7 +166,9 @@ def _spelled(name: str, calls: list[ToolCall], space: str) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(conversations(), st.lists(st.integers(0, 9), max_size=30))
-def test_what_was_spelled_by_hand_is_read_back(spelled: tuple[str, str, Message], sizes: list[int]) -> None:
+def test_what_was_spelled_by_hand_is_read_back(
+    spelled: tuple[str, str, Message], sizes: list[int]
+) -> None:
     name, text, message = spelled
     assert joined(deltas(parser(name), cut(text, sizes))) == message
 
@@ -136,7 +183,10 @@ OBJECTS = {  # by name, so that a message tells how its calls were spelled
     "g": '{"name": "g", "arguments": {"a": "<tool_call>"}}',
     "h": '{"arguments": [1, 2], "name": "h", "why": 3}',
 }
-FRAGMENTS = [*OBJECTS.values(), *(f"<tool_call>{spelled}</tool_call>" for spelled in OBJECTS.values())]
+FRAGMENTS = [
+    *OBJECTS.values(),
+    *(f"<tool_call>{spelled}</tool_call>" for spelled in OBJECTS.values()),
+]
 FRAGMENTS += [
     "<think>",
     "</think>",
@@ -161,7 +211,9 @@ def test_nothing_but_markers_and_calls_is_missing_from_a_message(text: str) -> N
     said = solid(message.reasoning) + solid(message.content)
     thinks = text.strip().startswith("<think>")
     markers = "<think>" * thinks + "</think>" * (thinks and "</think>" in text)
-    calls = "".join(f"<tool_call>{solid(OBJECTS[call.name])}</tool_call>" for call in message.tool_calls)
+    calls = "".join(
+        f"<tool_call>{solid(OBJECTS[call.name])}</tool_call>" for call in message.tool_calls
+    )
     assert Counter(solid(text)) == Counter(said + markers + calls)
     rest = iter(solid(text))
     assert all(character in rest for character in said), "said in another order"
@@ -169,7 +221,9 @@ def test_nothing_but_markers_and_calls_is_missing_from_a_message(text: str) -> N
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(FORMATS), st.booleans(), st.text(max_size=30), st.integers(1, 5))
-def test_a_text_without_markers_is_content_unchanged(name: str, reasoning: bool, text: str, size: int) -> None:
+def test_a_text_without_markers_is_content_unchanged(
+    name: str, reasoning: bool, text: str, size: int
+) -> None:
     plain = text.replace("<", "").replace("[", "").replace("{", "")
     pieces = [plain[at : at + size] for at in range(0, len(plain), size)]
     assert joined(deltas(parser(name, reasoning=reasoning), pieces)) == Message("assistant", plain)
@@ -177,19 +231,28 @@ def test_a_text_without_markers_is_content_unchanged(name: str, reasoning: bool,
 
 def test_content_waits_only_while_it_may_become_a_marker() -> None:
     reader = parser("hermes", reasoning=True)
-    said = [reader.push(piece).content for piece in ["Hel", "lo", " ", "you <", "b> <to", "ol> <tool_call", "?", " \n"]]
+    said = [
+        reader.push(piece).content
+        for piece in ["Hel", "lo", " ", "you <", "b> <to", "ol> <tool_call", "?", " \n"]
+    ]
     assert said == ["Hel", "lo", "", " you", " <b>", " <tool>", " <tool_call?", ""]
     assert reader.finish() == Delta(" \n")
 
 
 def test_without_a_format_white_space_does_not_wait() -> None:
     reader = parser("none")
-    assert [reader.push(piece).content for piece in ["a ", "\n", "<tool_call>"]] == ["a ", "\n", "<tool_call>"]
+    assert [reader.push(piece).content for piece in ["a ", "\n", "<tool_call>"]] == [
+        "a ",
+        "\n",
+        "<tool_call>",
+    ]
 
 
 def test_a_call_is_given_out_when_it_is_complete() -> None:
     reader = parser("hermes")
-    assert reader.push('Look: <tool_call>{"name": "f", "arguments": {}}</tool_call') == Delta("Look:")
+    assert reader.push('Look: <tool_call>{"name": "f", "arguments": {}}</tool_call') == Delta(
+        "Look:"
+    )
     (call,) = reader.push(">").tool_calls
     assert (call.index, call.name, call.arguments) == (0, "f", "{}")
     (call,) = reader.push('<tool_call>{"name": "g"}</tool_call>').tool_calls
@@ -212,7 +275,9 @@ def test_an_empty_response_is_an_empty_message() -> None:
 
 
 def test_a_forced_beginning_that_stays_broken_is_content() -> None:
-    assert parser("hermes", forced='<tool_call>\n{"name":').push(" no") == Delta('<tool_call>\n{"name": no')
+    assert parser("hermes", forced='<tool_call>\n{"name":').push(" no") == Delta(
+        '<tool_call>\n{"name": no'
+    )
     assert parser("hermes", forced="<tool_call>").finish() == Delta("<tool_call>")
 
 

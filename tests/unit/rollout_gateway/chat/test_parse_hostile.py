@@ -108,7 +108,9 @@ def test_a_long_call_that_comes_by_single_characters_is_read() -> None:
 
 @pytest.mark.parametrize("depth", [101, 100_000])
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_a_call_nested_too_deep_for_readers_that_recurse_is_content(opening: str, closing: str, depth: int) -> None:
+def test_a_call_nested_too_deep_for_readers_that_recurse_is_content(
+    opening: str, closing: str, depth: int
+) -> None:
     text = f"<tool_call>{CALL}{opening * depth}1{closing * depth}}}</tool_call>"
     reader = parser("hermes")
     assert joined([reader.push(text), reader.finish()]) == Message("assistant", text)
@@ -117,5 +119,7 @@ def test_a_call_nested_too_deep_for_readers_that_recurse_is_content(opening: str
 def test_a_number_of_any_length_stays_as_it_was_written() -> None:
     digits = "9" * 10_000  # more than Python turns into an int
     reader = parser("hermes")
-    (call,) = reader.push(f'<tool_call>{CALL}{{"n": {digits}, "m": 1.10e5}}}}</tool_call>').tool_calls
+    (call,) = reader.push(
+        f'<tool_call>{CALL}{{"n": {digits}, "m": 1.10e5}}}}</tool_call>'
+    ).tool_calls
     assert call.arguments == f'{{"n": {digits}, "m": 1.10e5}}'

@@ -1,4 +1,6 @@
-"""JSON is recognised exactly where the standard library recognises it, and comes out as it was written."""
+"""JSON is recognised exactly where the standard library recognises it, and comes out as it was
+written.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,23 @@ def taken(reading: Reading[Any], text: GrowingText, whole: str) -> Any:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 
 
 @settings(max_examples=300, deadline=None)
 @given(JSON, st.booleans(), st.sampled_from([None, 0, 1]))
-def test_json_is_taken_whole_and_unchanged(value: Any, ascii_only: bool, indent: int | None) -> None:
+def test_json_is_taken_whole_and_unchanged(
+    value: Any, ascii_only: bool, indent: int | None
+) -> None:
     written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     text = GrowingText()
     assert taken(json_value(text), text, written) == written
@@ -50,7 +60,9 @@ def test_json_is_taken_whole_and_unchanged(value: Any, ascii_only: bool, indent:
 
 @settings(max_examples=600, deadline=None)
 @given(JSON, st.data())
-def test_a_damaged_json_text_is_taken_just_when_it_still_is_json(value: Any, data: st.DataObject) -> None:
+def test_a_damaged_json_text_is_taken_just_when_it_still_is_json(
+    value: Any, data: st.DataObject
+) -> None:
     written = json.dumps(value)
     at = data.draw(st.integers(0, len(written)))
     cut = data.draw(st.integers(0, 2))

@@ -1,4 +1,6 @@
-"""Reasoning is what stands between the markers at the start; its tokens are counted with few decodes."""
+"""Reasoning is what stands between the markers at the start; its tokens are counted with few
+decodes.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,17 @@ from rollout_gateway.chat.parse import (
 from rollout_gateway.chat.tool_formats import tool_format
 
 
-def read(text: str, *, started: bool = False, reasoning: bool = True, forced: str = "", name: str = "none") -> Message:
-    reader = ChatParser(tool_format(name, ""), reasoning=reasoning, starts_in_reasoning=started, forced=forced)
+def read(
+    text: str,
+    *,
+    started: bool = False,
+    reasoning: bool = True,
+    forced: str = "",
+    name: str = "none",
+) -> Message:
+    reader = ChatParser(
+        tool_format(name, ""), reasoning=reasoning, starts_in_reasoning=started, forced=forced
+    )
     return joined([reader.push(text), reader.finish()])
 
 
@@ -79,7 +90,9 @@ def test_a_forced_call_leads_out_of_reasoning_that_the_prompt_opened() -> None:
         assert (message.content, message.reasoning) == ("", "")
 
 
-def test_the_template_tells_whether_the_model_reasons_and_its_prompt_whether_it_already_does() -> None:
+def test_the_template_tells_whether_the_model_reasons_and_its_prompt_whether_it_already_does() -> (
+    None
+):
     assert knows_reasoning("{{- '<think>\\n' + message.reasoning_content + '\\n</think>' }}")
     assert not knows_reasoning("{{- '<|im_start|>' + message.role }}")
     assert opens_reasoning("<|im_start|>assistant\n<think>\n")
@@ -94,7 +107,9 @@ PIECES = ["<think>", "</think>", "</th", "ink>", "\n", "a", "bc ", "<", "é"]
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=40), st.booleans())
-def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(ids: list[int], started: bool) -> None:
+def test_reasoning_tokens_are_those_up_to_the_end_of_reasoning(
+    ids: list[int], started: bool
+) -> None:
     decodes: list[int] = []
 
     def decode(some: Sequence[int]) -> str:

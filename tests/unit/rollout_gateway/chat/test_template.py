@@ -1,4 +1,6 @@
-"""Templates are other people's code: what they hide, repeat, refuse or break is no harm to a conversation."""
+"""Templates are other people's code: what they hide, repeat, refuse or break is no harm to a
+conversation.
+"""
 
 from __future__ import annotations
 
@@ -76,12 +78,28 @@ def test_a_refusal_of_the_message_without_its_tool_calls_hides_it() -> None:
         ("{% for m in messages %}<{{ m.content[:3] }}>{% endfor %}", None),
         ("{% for m in messages %}<{{ m.content | upper }}>{% endfor %}", None),
         ("{% for m in messages %}<{{ m.content | reverse }}>{% endfor %}", None),
-        ("{% if messages[1].content != 'b' %}{{ raise_exception('b!') }}{% endif %}{{ messages[1].content }}", None),
+        (
+            "{% if messages[1].content != 'b' %}{{ raise_exception('b!') }}{% endif %}{{ "
+            "messages[1].content }}",
+            None,
+        ),
         ("nothing of it", None),
     ],
-    ids=["plain", "strips", "repeats", "hides", "cuts", "changes", "turns round", "refuses", "says nothing"],
+    ids=[
+        "plain",
+        "strips",
+        "repeats",
+        "hides",
+        "cuts",
+        "changes",
+        "turns round",
+        "refuses",
+        "says nothing",
+    ],
 )
-def test_only_a_message_that_shows_once_has_something_after_it(source: str, after: str | None) -> None:
+def test_only_a_message_that_shows_once_has_something_after_it(
+    source: str, after: str | None
+) -> None:
     assert template(source).after(ABC, 1) == after
 
 
@@ -98,7 +116,9 @@ def test_the_mark_cannot_be_known_and_would_only_hide_the_message() -> None:
 
 
 def test_names_and_arguments_that_look_like_the_mark_do_not_move_it() -> None:
-    shown = template("{{ tools | tojson }}{% for m in messages %}<{{ m.content }}{{ m.tool_calls }}>{% endfor %}")
+    shown = template(
+        "{{ tools | tojson }}{% for m in messages %}<{{ m.content }}{{ m.tool_calls }}>{% endfor %}"
+    )
     call = ToolCall("Pacelineturn", "Pacelineturn", '"Pacelineturn"')
     tool = {"type": "function", "function": {"name": "Pacelineturn"}}
     request = ChatRequest((Message("assistant", "a", tool_calls=(call,)), *ABC.messages), (tool,))
@@ -114,9 +134,16 @@ def test_names_and_arguments_that_look_like_the_mark_do_not_move_it() -> None:
         ("{% if documents is defined %}x{% endif %}{{ add_generation_prompt }}", "True"),
         ("{% if tools %}x{% endif %}|", "|"),
         ("{{ bos_token }}{{ eos_token }}{{ pad_token }}", "<s></s>"),
-        ("{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}", "a"),
+        (
+            "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content "
+            "}}{% endfor %}",
+            "a",
+        ),
         ("{{ strftime_now('%Y') | length }}", "4"),
-        ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "abc"),
+        (
+            "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+            "abc",
+        ),
     ],
 )
 def test_what_is_not_there_is_empty(source: str, shown: str) -> None:
@@ -148,13 +175,18 @@ def test_a_template_that_breaks_refuses_the_messages(source: str) -> None:
     assert broken.after(ABC, 1) is None
 
 
-@pytest.mark.parametrize("options", ["", "indent=2", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true"])
+@pytest.mark.parametrize(
+    "options", ["", "indent=2", "ensure_ascii=true", "separators=(',', ':')", "sort_keys=true"]
+)
 def test_tojson_spells_as_pythons_json(options: str) -> None:
     value = {"b": "ü<&'", "a": [1, None, 0.5]}
     source = "{{ messages[0].tool_calls[0].function.arguments | tojson(" + options + ") }}"
     call = ToolCall("1", "f", json.dumps(value))
     found = template(source).render(ChatRequest((Message("assistant", tool_calls=(call,)),)))
-    wanted = {"ensure_ascii": False, **eval(f"dict({options})", {"true": True})}  # the options as Python spells them
+    wanted = {
+        "ensure_ascii": False,
+        **eval(f"dict({options})", {"true": True}),
+    }  # the options as Python spells them
     assert found == json.dumps(value, **wanted)
 
 
@@ -169,7 +201,9 @@ def test_arguments_that_are_no_json_stay_text(arguments: str) -> None:
 def test_arguments_count_as_values_and_everything_else_as_it_stands() -> None:
     def digest(arguments: str, **change: str) -> bytes:
         calls = (ToolCall(change.pop("call_id", "1"), "f", arguments),)
-        return Message("assistant", change.pop("content", ""), tool_calls=calls, **change).digest(b"")
+        return Message("assistant", change.pop("content", ""), tool_calls=calls, **change).digest(
+            b""
+        )
 
     assert digest('{"a": 1, "b": 2}') == digest('{"b":2,"a":1}')
     others = [
@@ -208,6 +242,8 @@ def test_a_template_that_cannot_be_read_is_a_wrong_setting(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("several", [["default"], [{"template": "x"}], [{"name": "default"}]])
-def test_a_list_of_templates_without_names_is_a_wrong_setting(tmp_path: Path, several: list[object]) -> None:
+def test_a_list_of_templates_without_names_is_a_wrong_setting(
+    tmp_path: Path, several: list[object]
+) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read(tmp_path, chat_template=several)

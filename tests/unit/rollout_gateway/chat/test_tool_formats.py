@@ -1,4 +1,6 @@
-"""Every format reads what its models write and refuses what they do not; examples follow the published formats."""
+"""Every format reads what its models write and refuses what they do not; examples follow the
+published formats.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,24 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [("say", '{"text": "</tool_call><tool_call>"}')],
     ),
-    ("hermes", '<tool_call>{"name": "say", "arguments": "as text"}</tool_call>', "", [("say", '"as text"')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "say", "arguments": "as text"}</tool_call>',
+        "",
+        [("say", '"as text"')],
+    ),
     (
         "hermes",
         '<tool_call>{"name": "a\\u00e4", "arguments": [1.50, -0, 1e9]}</tool_call>',
         "",
         [("aä", "[1.50, -0, 1e9]")],
     ),
-    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}', "", [WEATHER]),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "parameters": {"city": "Zürich", "days": 2}}',
+        "",
+        [WEATHER],
+    ),
     ("llama3_json", '<|python_tag|>{"name": "get_time", "parameters": {}}', "", [TIME]),
     ("llama3_json", '{"type": "function", "name": "get_time", "parameters": {}}', "", [TIME]),
     ("llama3_json", '{"name": "get_time", "arguments": {}}', "", [TIME]),
@@ -68,7 +80,12 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "",
         [TIME, TIME],
     ),
-    ("llama3_json", 'Let me see. <|python_tag|>{"name": "get_time", "parameters": {}}', "Let me see.", [TIME]),
+    (
+        "llama3_json",
+        'Let me see. <|python_tag|>{"name": "get_time", "parameters": {}}',
+        "Let me see.",
+        [TIME],
+    ),
     (
         "mistral",
         '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Zürich", "days": 2}}, {"name": "get_time", '
@@ -91,13 +108,19 @@ WELL_FORMED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 NO_CALLS = [
     ("hermes", "Use <tool_call> tags."),
     ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}\n'),  # never closed
-    ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}\n</tool_call>'),  # a bracket too few
+    (
+        "hermes",
+        '<tool_call>\n{"name": "get_time", "arguments": {"a": 1}\n</tool_call>',
+    ),  # a bracket too few
     ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {}}}\n</tool_call>'),  # one too many
     ("hermes", "<tool_call>\n{'name': 'get_time', 'arguments': {}}\n</tool_call>"),
     ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "", "arguments": {}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": 7, "arguments": {}}\n</tool_call>'),
-    ("hermes", '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>'),  # cannot be sent as UTF-8
+    (
+        "hermes",
+        '<tool_call>\n{"name": "\\ud800", "arguments": {}}\n</tool_call>',
+    ),  # cannot be sent as UTF-8
     ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"x": NaN}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": "get_time", "arguments": {"x": "two\nlines"}}\n</tool_call>'),
     ("hermes", "<tool_call></tool_call>"),
@@ -112,7 +135,10 @@ NO_CALLS = [
     ("llama3_json", '; {"name": "get_time", "parameters": {}}'),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS][]"),
-    ("mistral", '[TOOL_CALLS][{"name": "get_time", "arguments": {}}'),  # never closed: none of its calls counts
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_time", "arguments": {}}',
+    ),  # never closed: none of its calls counts
     ("mistral", '[TOOL_CALLS][{"name": "get_time", "arguments": {}}, {"na'),
     ("mistral", "[TOOL_CALLS]get_time"),
     ("mistral", "[TOOL_CALLS]get_time[ARGS]"),
@@ -125,7 +151,10 @@ NO_CALLS = [
 def read(name: str, response: str, template: str = "", forced: str = "") -> Message:
     numbers = itertools.count(1)
     parser = ChatParser(
-        tool_format(name, template), reasoning=False, forced=forced, digits=lambda count: f"{next(numbers):0{count}x}"
+        tool_format(name, template),
+        reasoning=False,
+        forced=forced,
+        digits=lambda count: f"{next(numbers):0{count}x}",
     )
     return joined([parser.push(response), parser.finish()])
 
@@ -151,7 +180,12 @@ def test_what_is_no_whole_call_is_content_as_it_stands(name: str, response: str)
     ("name", "response", "content", "calls"),
     [
         ("hermes", '<tool_call>{"na <tool_call>{"name": "get_time"}</tool_call>', None, []),
-        ("hermes", '<tool_call>{ <tool_call>{"name": "get_time"}</tool_call>', "<tool_call>{ ", [TIME]),
+        (
+            "hermes",
+            '<tool_call>{ <tool_call>{"name": "get_time"}</tool_call>',
+            "<tool_call>{ ",
+            [TIME],
+        ),
         ("hermes", '<tool_call><tool_call>{"name": "get_time"}</tool_call>', "<tool_call>", [TIME]),
         ("hermes", '<<tool_call>{"name": "get_time"}</tool_call>>', "<>", [TIME]),
         (
@@ -183,7 +217,9 @@ def test_ids_look_as_the_templates_of_the_format_want_them() -> None:
 def test_ids_differ_without_an_injected_source(length: int) -> None:
     ids = set()
     for _ in range(50):
-        parser = ChatParser(tool_format("mistral" if length == 9 else "hermes", ""), reasoning=False)
+        parser = ChatParser(
+            tool_format("mistral" if length == 9 else "hermes", ""), reasoning=False
+        )
         text = "[TOOL_CALLS]f[ARGS]{}" if length == 9 else '<tool_call>{"name": "f"}</tool_call>'
         (call,) = parser.push(text).tool_calls
         ids.add(call.call_id.removeprefix("call_"))
@@ -194,11 +230,23 @@ def test_ids_differ_without_an_injected_source(length: int) -> None:
 @pytest.mark.parametrize(
     ("name", "template", "tool", "beginning", "rest"),
     [
-        ("hermes", "", "get_time", '<tool_call>\n{"name": "get_time", "arguments":', " {}}\n</tool_call>"),
+        (
+            "hermes",
+            "",
+            "get_time",
+            '<tool_call>\n{"name": "get_time", "arguments":',
+            " {}}\n</tool_call>",
+        ),
         ("hermes", "", "", '<tool_call>\n{"name":', ' "get_time", "arguments": {}}\n</tool_call>'),
         ("llama3_json", "", "get_time", '{"name": "get_time", "parameters":', " {}}"),
         ("llama3_json", "", "", '{"name":', ' "get_time", "parameters": {}}'),
-        ("mistral", "[TOOL_CALLS] [", "get_time", '[TOOL_CALLS] [{"name": "get_time", "arguments":', " {}}]"),
+        (
+            "mistral",
+            "[TOOL_CALLS] [",
+            "get_time",
+            '[TOOL_CALLS] [{"name": "get_time", "arguments":',
+            " {}}]",
+        ),
         ("mistral", "", "", '[TOOL_CALLS][{"name":', ' "get_time", "arguments": {}}]'),
         ("mistral", "[TOOL_CALLS]x[ARGS]", "get_time", "[TOOL_CALLS]get_time[ARGS]", "{}"),
         ("mistral", "[TOOL_CALLS]x[ARGS]", "", "[TOOL_CALLS]", "get_time[ARGS]{}"),
@@ -217,7 +265,9 @@ def test_a_forced_beginning_and_what_the_model_adds_are_one_call(
 def test_a_forced_name_is_written_as_json() -> None:
     chosen = tool_format("hermes", "")
     assert chosen is not None
-    assert called(read("hermes", "{}}</tool_call>", forced=chosen.beginning('a"ä'))) == [('a"ä', "{}")]
+    assert called(read("hermes", "{}}</tool_call>", forced=chosen.beginning('a"ä'))) == [
+        ('a"ä', "{}")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,9 +279,15 @@ def test_a_forced_name_is_written_as_json() -> None:
             "hermes",
         ),
         # Llama 3.1, Llama 3.2
-        ("{%- if builtin_tools %}{{- '<|python_tag|>' + tool_call.name + '.call(' }}", "llama3_json"),
+        (
+            "{%- if builtin_tools %}{{- '<|python_tag|>' + tool_call.name + '.call(' }}",
+            "llama3_json",
+        ),
         ("""{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}""", "llama3_json"),
-        ('{{- \'Respond in the format {"name": function name, "parameters": dictionary}\' }}', "llama3_json"),
+        (
+            '{{- \'Respond in the format {"name": function name, "parameters": dictionary}\' }}',
+            "llama3_json",
+        ),
         ('{{- "[TOOL_CALLS] [" }}{%- set out = tool_call.function|tojson %}', "mistral"),
         ("{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}", "mistral"),
         # formats that are not in the table
@@ -256,5 +312,7 @@ def test_formats_are_found_by_name_and_an_unknown_one_is_refused() -> None:
     guessed = tool_format("auto", "<tool_call>")
     assert guessed is not None
     assert guessed.name == "hermes"
-    with pytest.raises(NotFound, match="pythonic; allowed: auto, none, hermes, llama3_json, mistral"):
+    with pytest.raises(
+        NotFound, match="pythonic; allowed: auto, none, hermes, llama3_json, mistral"
+    ):
         tool_format("pythonic", "")

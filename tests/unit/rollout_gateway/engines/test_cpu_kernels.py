@@ -1,4 +1,7 @@
-"""The stand-in for sgl_kernel against plain float64 loops. Imports it by path, under a name of its own."""
+"""The stand-in for sgl_kernel against plain float64 loops.
+
+Imports it by path, under a name of its own.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,9 @@ class Cache:
 
 
 def loop_attention(query: Tensor, keys: Tensor, values: Tensor, seen: Sequence[int]) -> Tensor:
-    """One query [H, D] over keys and values [L, N, D] at positions `seen`, head by head in float64."""
+    """One query [H, D] over keys and values [L, N, D] at positions `seen`, head by head in
+    float64.
+    """
     rows = []
     for head in range(HEADS):
         shared = head // (HEADS // KV_HEADS)
@@ -87,28 +92,65 @@ def test_decode_attention_equals_a_loop_and_stores_the_new_token(
     key, value = torch.randn(2, 4, KV_HEADS, SIZE).to(dtype)
     last = torch.tensor([cache.slots(r)[-1] for r in range(4)])
     kernels.decode_attention_cpu(
-        query, cache.keys, cache.values, 1.0, 1.0, output, key, value, last, torch.empty(0), cache.table, cache.rows,
-        cache.lens, SCALING, *NO_EXTRAS,
-    )  # fmt: skip
+        query,
+        cache.keys,
+        cache.values,
+        1.0,
+        1.0,
+        output,
+        key,
+        value,
+        last,
+        torch.empty(0),
+        cache.table,
+        cache.rows,
+        cache.lens,
+        SCALING,
+        *NO_EXTRAS,
+    )
     assert torch.equal(cache.keys[last], key)
     assert torch.equal(cache.values[last], value)
     for request in range(4):
         slots = cache.slots(request)
-        expected = loop_attention(query[request], cache.keys[slots], cache.values[slots], range(len(slots)))
-        torch.testing.assert_close(output[request].double(), expected, atol=tolerance(dtype), rtol=0)
+        expected = loop_attention(
+            query[request], cache.keys[slots], cache.values[slots], range(len(slots))
+        )
+        torch.testing.assert_close(
+            output[request].double(), expected, atol=tolerance(dtype), rtol=0
+        )
 
 
 def run_extend(
-    cache: Cache, news: Sequence[int], query: Tensor, new: tuple[Tensor, Tensor] | None, mask: Tensor | None,
+    cache: Cache,
+    news: Sequence[int],
+    query: Tensor,
+    new: tuple[Tensor, Tensor] | None,
+    mask: Tensor | None,
     is_causal: bool = True,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     output = torch.empty_like(query)
     lens = torch.tensor(news, dtype=torch.int32)
     key, value = new or (None, None)
     kernels.extend_attention_cpu(
-        query, key, value, output, cache.keys, cache.values, 1.0, 1.0, cache.table, cache.rows, cache.lens, lens,
-        (lens.cumsum(0) - lens).int(), max(news), SCALING, *NO_EXTRAS, mask, is_causal,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        output,
+        cache.keys,
+        cache.values,
+        1.0,
+        1.0,
+        cache.table,
+        cache.rows,
+        cache.lens,
+        lens,
+        (lens.cumsum(0) - lens).int(),
+        max(news),
+        SCALING,
+        *NO_EXTRAS,
+        mask,
+        is_causal,
+    )
     return output
 
 
@@ -127,7 +169,9 @@ def test_extend_attention_is_causal_over_prefix_and_new_tokens(
         keys, values = cache.keys[cache.slots(request)], cache.values[cache.slots(request)]
         for offset in range(new):
             expected = loop_attention(query[row], keys, values, range(total - new + offset + 1))
-            torch.testing.assert_close(output[row].double(), expected, atol=tolerance(dtype), rtol=0)
+            torch.testing.assert_close(
+                output[row].double(), expected, atol=tolerance(dtype), rtol=0
+            )
             row += 1
 
 
@@ -138,7 +182,9 @@ def test_extend_attention_takes_new_keys_from_its_arguments_where_given() -> Non
     output = run_extend(cache, news, query, (key, value), None)
     keys = torch.cat([cache.keys[cache.slots(0)][:4], key[:2]])
     values = torch.cat([cache.values[cache.slots(0)][:4], value[:2]])
-    torch.testing.assert_close(output[1].double(), loop_attention(query[1], keys, values, range(6)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        output[1].double(), loop_attention(query[1], keys, values, range(6)), atol=1e-5, rtol=0
+    )
 
 
 def test_extend_attention_without_causality_sees_every_key() -> None:
@@ -146,7 +192,9 @@ def test_extend_attention_without_causality_sees_every_key() -> None:
     query = torch.randn(3, HEADS, SIZE)
     output = run_extend(cache, [3], query, None, None, is_causal=False)
     keys, values = cache.keys[cache.slots(0)], cache.values[cache.slots(0)]
-    torch.testing.assert_close(output[0].double(), loop_attention(query[0], keys, values, range(5)), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        output[0].double(), loop_attention(query[0], keys, values, range(5)), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("form", ["query x query", "query x all"])
@@ -156,7 +204,11 @@ def test_extend_attention_follows_the_tree_mask_in_both_forms(
 ) -> None:
     monkeypatch.setattr(kernels.attention, "_SCORES_AT_ONCE", scores_at_once)
     totals, nodes = [9, 6, 30], 4
-    trees = [[[0], [0, 1], [0, 2], [0, 2, 3]], [[0], [0, 1], [0, 1, 2], [0, 3]], [[0], [0, 1], [0, 2], [0, 3]]]
+    trees = [
+        [[0], [0, 1], [0, 2], [0, 2, 3]],
+        [[0], [0, 1], [0, 1, 2], [0, 3]],
+        [[0], [0, 1], [0, 2], [0, 3]],
+    ]
     squares = torch.zeros(3, nodes, nodes, dtype=torch.bool)
     for request, tree in enumerate(trees):
         for node, ancestors in enumerate(tree):
@@ -169,18 +221,28 @@ def test_extend_attention_follows_the_tree_mask_in_both_forms(
     ]
     cache = Cache(totals, torch.float32)
     query = torch.randn(3 * nodes, HEADS, SIZE)
-    output = run_extend(cache, [nodes] * 3, query, None, torch.cat([part.flatten() for part in parts]))
+    output = run_extend(
+        cache, [nodes] * 3, query, None, torch.cat([part.flatten() for part in parts])
+    )
     for request, (total, tree) in enumerate(zip(totals, trees, strict=True)):
         keys, values = cache.keys[cache.slots(request)], cache.values[cache.slots(request)]
         for node, ancestors in enumerate(tree):
             seen = [*range(total - nodes), *(total - nodes + ancestor for ancestor in ancestors)]
             expected = loop_attention(query[request * nodes + node], keys, values, seen)
-            torch.testing.assert_close(output[request * nodes + node].double(), expected, atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                output[request * nodes + node].double(), expected, atol=1e-5, rtol=0
+            )
 
 
 def test_a_tree_mask_of_neither_form_is_refused() -> None:
     with pytest.raises(InvalidInput, match="fits neither form"):
-        run_extend(Cache([9], torch.float32), [4], torch.randn(4, HEADS, SIZE), None, torch.ones(17, dtype=torch.bool))
+        run_extend(
+            Cache([9], torch.float32),
+            [4],
+            torch.randn(4, HEADS, SIZE),
+            None,
+            torch.ones(17, dtype=torch.bool),
+        )
 
 
 @pytest.mark.parametrize(
@@ -192,29 +254,54 @@ def test_a_tree_mask_of_neither_form_is_refused() -> None:
         ((0.0, False, 0, None, torch.zeros(HEADS)), "attention sinks"),
     ],
 )
-def test_attention_that_is_not_covered_is_refused_by_name(extras: tuple[object, ...], named: str) -> None:
+def test_attention_that_is_not_covered_is_refused_by_name(
+    extras: tuple[object, ...], named: str
+) -> None:
     cache = Cache([3], torch.float32)
     query = torch.randn(1, HEADS, SIZE)
     with pytest.raises(InvalidInput, match=named):
         kernels.decode_attention_cpu(
-            query, cache.keys, cache.values, 1.0, 1.0, query, None, None, cache.rows, query, cache.table, cache.rows,
-            cache.lens, SCALING, *extras,
-        )  # fmt: skip
+            query,
+            cache.keys,
+            cache.values,
+            1.0,
+            1.0,
+            query,
+            None,
+            None,
+            cache.rows,
+            query,
+            cache.table,
+            cache.rows,
+            cache.lens,
+            SCALING,
+            *extras,
+        )
 
 
-# A tree of topk 2 and 3 steps. Candidates are numbered as the drafter scored them: 0, 1 children of the root; then four
-# per level (two per expanded node). parent_list[g] is the candidate whose children are 2g and 2g + 1.
+# A tree of topk 2 and 3 steps. Candidates are numbered as the drafter scored them: 0, 1 children of
+# the root; then four per level (two per expanded node). parent_list[g] is the candidate whose
+# children are 2g and 2g + 1.
 PARENT_LIST = torch.tensor([[-1, 0, 1, 3, 4], [-1, 0, 1, 2, 3]])
 SELECTED = torch.tensor([[0, 1, 3, 4, 6], [0, 2, 3, 4, 7]])
-# Request 0: nodes 1, 2 under the root; candidate 3 (node 3) under 0; 4 (node 4) under 1; 6 (node 5) under 3.
-# Request 1: node 1 under the root; 2, 3 (nodes 2, 3) under 0; 4 has the parent 1, which was not chosen; 7 under 2.
-PATHS = [[[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]], [[0], [0, 1], [0, 1, 2], [0, 1, 3], None, None]]
+# Request 0: nodes 1, 2 under the root; candidate 3 (node 3) under 0; 4 (node 4) under 1; 6 (node 5)
+# under 3. Request 1: node 1 under the root; 2, 3 (nodes 2, 3) under 0; 4 has the parent 1, which
+# was not chosen; 7 under 2.
+PATHS = [
+    [[0], [0, 1], [0, 2], [0, 1, 3], [0, 2, 4], [0, 1, 3, 5]],
+    [[0], [0, 1], [0, 1, 2], [0, 1, 3], None, None],
+]
 
 
-def build_tree(parent_list: Tensor, selected: Tensor, lens: Tensor, topk: int, depth: int, mode: int) -> list[Tensor]:
+def build_tree(
+    parent_list: Tensor, selected: Tensor, lens: Tensor, topk: int, depth: int, mode: int
+) -> list[Tensor]:
     batch, nodes = len(lens), selected.shape[1] + 1
     columns = int(lens.sum()) + batch * nodes if mode == 0 else batch * nodes
-    mask, positions = torch.ones(nodes * columns, dtype=torch.bool), torch.empty(batch * nodes, dtype=torch.long)
+    mask, positions = (
+        torch.ones(nodes * columns, dtype=torch.bool),
+        torch.empty(batch * nodes, dtype=torch.long),
+    )
     links = list(torch.full((3, batch, nodes), -1))
     kernels.build_tree_kernel_efficient_cpu(
         parent_list, selected, lens, mask, positions, *links, topk, depth, nodes, mode
@@ -260,7 +347,9 @@ def test_a_chain_and_a_lone_root_are_trees_too() -> None:
 
 def test_a_one_step_tree_has_no_parent_list() -> None:
     empty = torch.empty(1, 0, dtype=torch.long)
-    _, positions, _, child, sibling = build_tree(empty, torch.tensor([[0, 1, 2]]), torch.tensor([4]), 3, 1, 1)
+    _, positions, _, child, sibling = build_tree(
+        empty, torch.tensor([[0, 1, 2]]), torch.tensor([4]), 3, 1, 1
+    )
     assert positions.tolist() == [4, 5, 5, 5]
     assert (child.tolist(), sibling.tolist()) == ([[1, -1, -1, -1]], [[-1, 2, 3, -1]])
 
@@ -270,7 +359,9 @@ def test_a_bit_packed_mask_is_refused() -> None:
         build_tree(PARENT_LIST, SELECTED, torch.tensor([7, 3]), 2, 3, 2)
 
 
-def verify(candidates: list[list[int]], chosen: list[list[int]], links: list[Tensor], longest: int) -> list[list[int]]:
+def verify(
+    candidates: list[list[int]], chosen: list[list[int]], links: list[Tensor], longest: int
+) -> list[list[int]]:
     batch, nodes = len(candidates), len(candidates[0])
     predicts = torch.zeros(batch * nodes, dtype=torch.int32)
     accept_index = torch.full((batch, longest), -1, dtype=torch.int32)
@@ -289,10 +380,13 @@ def verify(candidates: list[list[int]], chosen: list[list[int]], links: list[Ten
 
 
 def test_greedy_verification_follows_the_targets_choice_through_the_tree() -> None:
-    links = build_tree(PARENT_LIST[:1].repeat(2, 1), SELECTED[:1].repeat(2, 1), torch.tensor([7, 3]), 2, 3, 1)[2:]
+    links = build_tree(
+        PARENT_LIST[:1].repeat(2, 1), SELECTED[:1].repeat(2, 1), torch.tensor([7, 3]), 2, 3, 1
+    )[2:]
     candidates = [[10, 11, 12, 13, 14, 15]] * 2
-    # Request 0 takes the second child (12), then its only child (14), then wants a token that no child holds.
-    # Request 1 wants 99 at the root: nothing is accepted; its first nodes' choices count for nothing.
+    # Request 0 takes the second child (12), then its only child (14), then wants a token that no
+    # child holds. Request 1 wants 99 at the root: nothing is accepted; its first nodes' choices
+    # count for nothing.
     chosen = [[12, 0, 14, 0, 55, 0], [99, 13, 14, 15, 0, 0]]
     predicts, first, second, count = verify(candidates, chosen, links, 4)
     assert first == [0, 2, 4, -1]
@@ -310,7 +404,9 @@ def test_greedy_verification_stops_at_the_longest_path_asked_for() -> None:
 
 def test_links_from_an_ancestor_mask_equal_those_of_the_tree() -> None:
     lens = torch.tensor([7, 3])
-    mask, positions, *links = build_tree(PARENT_LIST[:1].repeat(2, 1), SELECTED[:1].repeat(2, 1), lens, 2, 3, 1)
+    mask, positions, *links = build_tree(
+        PARENT_LIST[:1].repeat(2, 1), SELECTED[:1].repeat(2, 1), lens, 2, 3, 1
+    )
     again = [torch.empty_like(positions), *(torch.full_like(link, 77) for link in links)]
     kernels.speculative.reconstruct_indices_from_tree_mask(mask, lens, *again, 2, 6)
     for seen, expected in zip(again, [positions, *links], strict=True):
@@ -323,7 +419,11 @@ def test_nodes_without_ancestors_are_roots_without_siblings() -> None:
     kernels.speculative.reconstruct_indices_from_tree_mask(
         mask, torch.tensor([5]), positions, index, child, sibling, 1, 3
     )
-    assert (positions.tolist(), child.tolist(), sibling.tolist()) == ([5, 5, 5], [[-1] * 3], [[-1] * 3])
+    assert (positions.tolist(), child.tolist(), sibling.tolist()) == (
+        [5, 5, 5],
+        [[-1] * 3],
+        [[-1] * 3],
+    )
 
 
 def test_draft_branches_see_the_prefix_and_their_own_slots() -> None:
@@ -343,7 +443,9 @@ def test_draft_branches_see_the_prefix_and_their_own_slots() -> None:
 def test_slot_ranges_are_written_and_read_back() -> None:
     table = torch.zeros(4, 10, dtype=torch.int32)
     rows, start, end = torch.tensor([3, 1]), torch.tensor([2, 0]), torch.tensor([5, 2])
-    kernels.assign_req_to_token_pool_cpu(rows, table, start, end, torch.tensor([11, 12, 13, 21, 22]), 10)
+    kernels.assign_req_to_token_pool_cpu(
+        rows, table, start, end, torch.tensor([11, 12, 13, 21, 22]), 10
+    )
     assert table[3].tolist() == [0, 0, 11, 12, 13, 0, 0, 0, 0, 0]
     assert table[1].tolist() == [21, 22, 0, 0, 0, 0, 0, 0, 0, 0]
     read = torch.zeros(7, dtype=torch.long)
@@ -382,7 +484,9 @@ def test_kv_rows_move_as_if_all_were_read_first() -> None:
 @pytest.mark.parametrize("select", [None, torch.tensor([1, 4])])
 def test_input_ids_shift_left_and_end_in_the_new_token(select: Tensor | None) -> None:
     ids = torch.tensor([1, 2, 3, 4, 5, 6])
-    kernels.rotate_input_ids_cpu(ids, torch.tensor([0, 4]), torch.tensor([4, 2]), torch.tensor([[90], [91]]), select)
+    kernels.rotate_input_ids_cpu(
+        ids, torch.tensor([0, 4]), torch.tensor([4, 2]), torch.tensor([[90], [91]]), select
+    )
     assert ids.tolist() == ([2, 3, 4, 90, 6, 91] if select is None else [2, 90, 4, 4, 91, 6])
 
 
@@ -396,9 +500,16 @@ def test_a_process_with_the_folder_on_its_path_starts_without_torch_and_runs_the
     tmp_path: Path,
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.hidden_ran = True\n")
-    code = "import sys; print(sys.hidden_ran, 'torch' in sys.modules, 'torchvision._meta_registrations' in sys.modules)"
+    code = (
+        "import sys; print(sys.hidden_ran, 'torch' in sys.modules, "
+        "'torchvision._meta_registrations' in sys.modules)"
+    )
     path = os.pathsep.join([str(FOLDER), str(tmp_path)])
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=30,
     )
     assert done.stdout.split() == ["True", "False", "True"], done.stderr

@@ -30,7 +30,9 @@ def test_the_first_product_that_is_long_enough_counts(
     monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], size: int
 ) -> None:
     monkeypatch.setattr(device_peak, "_median_s", lambda n, *_: seconds[n])
-    assert square_product_tflops(CPU, torch.float32) == pytest.approx(size**3 / seconds[size] * 2e-12)
+    assert square_product_tflops(CPU, torch.float32) == pytest.approx(
+        size**3 / seconds[size] * 2e-12
+    )
 
 
 def test_a_processor_is_measured_once() -> None:

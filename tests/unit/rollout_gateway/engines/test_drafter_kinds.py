@@ -1,4 +1,6 @@
-"""Several trained kinds in one engine: one serves, a commit brings another, and no token ever depends on it."""
+"""Several trained kinds in one engine: one serves, a commit brings another, and no token ever
+depends on it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from paceline.speculators import SPECULATORS
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
 from rollout_gateway.bandits import BANDITS
-from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, RowLayout, Sampling, Target
+from rollout_gateway.engines.base import (
+    Capability,
+    Engine,
+    PauseMode,
+    Request,
+    RowLayout,
+    Sampling,
+    Target,
+)
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 
@@ -38,15 +48,27 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMo
 
 
 def build(folder: Path, **options: object) -> EmbeddedEngine:
-    settings = {"model_dir": str(folder / "policy"), "drafter": "eagle", "more_drafters": (TWIN,), "max_batch": 4}
-    engine = build_embedded(EmbeddedSpec.model_validate(settings | {"max_sequence_tokens": 96} | options))
+    settings = {
+        "model_dir": str(folder / "policy"),
+        "drafter": "eagle",
+        "more_drafters": (TWIN,),
+        "max_batch": 4,
+    }
+    engine = build_embedded(
+        EmbeddedSpec.model_validate(settings | {"max_sequence_tokens": 96} | options)
+    )
     assert isinstance(engine, EmbeddedEngine)
     return engine
 
 
 def requests(count: int = 6, **options: object) -> list[Request]:
     return [
-        Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=50, ignore_eos=True, temperature=i % 2), **options)  # type: ignore[arg-type]
+        Request(
+            i,
+            (5, 6, 7 + i),
+            Sampling(seed=i, max_tokens=50, ignore_eos=True, temperature=i % 2),
+            **options,
+        )  # type: ignore[arg-type]
         for i in range(count)
     ]
 
@@ -86,7 +108,9 @@ def expected(target: tuple[Path, PreTrainedModel]) -> dict[int, tuple[int, ...]]
 def test_another_kind_takes_over_within_requests_and_drafts_as_well_as_if_it_had_always_served(
     target: tuple[Path, PreTrainedModel], expected: dict[int, tuple[int, ...]]
 ) -> None:
-    """Both kinds hold the same weights, so that catching up from kept states must give the same drafts."""
+    """Both kinds hold the same weights, so that catching up from kept states must give the same
+    drafts.
+    """
     folder, _ = target
     steady = build(folder, drafter=str(folder / "eagle"), verify_budget=False)
     switching = build(folder, drafter=str(folder / "eagle"), verify_budget=False)
@@ -96,9 +120,14 @@ def test_another_kind_takes_over_within_requests_and_drafts_as_well_as_if_it_had
             engine.enqueue(one)
     tokens = {}
     while steady.has_work:
-        if steady.load.tokens_emitted == switching.load.tokens_emitted and steady._decoder.split.rounds == 8:
+        if (
+            steady.load.tokens_emitted == switching.load.tokens_emitted
+            and steady._decoder.split.rounds == 8
+        ):
             commit(switching, folder / "twin", 1)
-            assert all(sequence.lacking <= 0 for sequence in switching._scheduler.running), "nothing is cached again"
+            assert all(sequence.lacking <= 0 for sequence in switching._scheduler.running), (
+                "nothing is cached again"
+            )
             switching.force_arm("twin:3_1_4")
         steady.step()
         tokens |= {chunk.request_id: chunk.token_ids for chunk in switching.step() if chunk.finish}
@@ -114,16 +143,26 @@ def test_forced_arms_of_a_resting_kind_are_refused_and_earlier_ones_draft_nothin
     folder, _ = target
     engine = build(folder)
     assert set(engine.info.arms) == ALWAYS | EAGLE_ARMS | TWIN_ARMS
-    with pytest.raises(InvalidInput, match=r"it rests; seen: twin:3_1_4; allowed: off, eagle:3_1_4"):
+    with pytest.raises(
+        InvalidInput, match=r"it rests; seen: twin:3_1_4; allowed: off, eagle:3_1_4"
+    ):
         engine.force_arm("twin:3_1_4")
     with pytest.raises(InvalidInput, match="it rests"):
         engine.enqueue(requests(forced_arm="twin:5_1_6")[0])
     with pytest.raises(InvalidInput, match="unknown arm"):
         engine.force_arm("medusa:3_1_4")
-    batch = [Request(one.request_id, one.prompt, one.sampling, forced_arm="eagle:3_1_4") for one in requests()]
+    batch = [
+        Request(one.request_id, one.prompt, one.sampling, forced_arm="eagle:3_1_4")
+        for one in requests()
+    ]
     for one in batch:
         engine.enqueue(one)
-    tokens = {chunk.request_id: chunk.token_ids for _ in range(5) for chunk in engine.step() if chunk.finish}
+    tokens = {
+        chunk.request_id: chunk.token_ids
+        for _ in range(5)
+        for chunk in engine.step()
+        if chunk.finish
+    }
     drafted = engine.load.speculation.drafted_rounds
     assert drafted > 0
     commit(engine, folder / "twin", 1)
@@ -134,13 +173,18 @@ def test_forced_arms_of_a_resting_kind_are_refused_and_earlier_ones_draft_nothin
     engine.force_arm("twin:3_1_4")
     commit(engine, folder / "eagle", 2)
     assert generate(engine, requests()) == expected
-    assert engine.load.speculation.drafted_rounds == drafted, "the engine's forced arm rests with its kind"
+    assert engine.load.speculation.drafted_rounds == drafted, (
+        "the engine's forced arm rests with its kind"
+    )
 
 
 @pytest.mark.parametrize("watchdog", [0, 20])
 @pytest.mark.parametrize("kind", sorted(BANDITS))
 def test_no_bandit_chooses_an_arm_of_a_resting_kind(
-    kind: str, watchdog: int, target: tuple[Path, PreTrainedModel], expected: dict[int, tuple[int, ...]]
+    kind: str,
+    watchdog: int,
+    target: tuple[Path, PreTrainedModel],
+    expected: dict[int, tuple[int, ...]],
 ) -> None:
     folder, _ = target
     engine = build(folder, bandit={"kind": kind, "epsilon": 1.0, "watchdog_rounds": watchdog})
@@ -153,7 +197,9 @@ def test_no_bandit_chooses_an_arm_of_a_resting_kind(
     assert generate(engine, requests()) == expected
     used = {report.arm for report in engine.load.arms if report.pulls}
     assert used & TWIN_ARMS
-    assert sum(report.pulls for report in engine.load.arms if report.arm in EAGLE_ARMS) == eagle_pulls
+    assert (
+        sum(report.pulls for report in engine.load.arms if report.arm in EAGLE_ARMS) == eagle_pulls
+    )
 
 
 def test_a_kind_can_be_rolled_back_to_a_version_prepared_before(
@@ -174,13 +220,19 @@ def test_a_kind_can_be_rolled_back_to_a_version_prepared_before(
     assert engine.versions == VersionSet(2, 0, 1)
 
 
-def test_a_new_policy_and_another_kind_are_served_by_one_commit(target: tuple[Path, PreTrainedModel]) -> None:
+def test_a_new_policy_and_another_kind_are_served_by_one_commit(
+    target: tuple[Path, PreTrainedModel],
+) -> None:
     folder, _ = target
     engine = build(folder, verify_budget=False)
-    engine.prepare_weights(Target.DRAFTER, 1, folder / "twin")  # before the policy it will draft for
+    engine.prepare_weights(
+        Target.DRAFTER, 1, folder / "twin"
+    )  # before the policy it will draft for
     engine.prepare_weights(Target.POLICY, 1, folder / "later")
     engine.commit_weights(VersionSet(1, 1, 1), PauseMode.IN_PLACE)
-    fresh = build(folder, model_dir=str(folder / "later"), drafter=str(folder / "twin"), verify_budget=False)
+    fresh = build(
+        folder, model_dir=str(folder / "later"), drafter=str(folder / "twin"), verify_budget=False
+    )
     for one in (engine, fresh):
         one.force_arm("twin:3_1_4")
     assert generate(engine, requests()) == generate(fresh, requests())
@@ -203,7 +255,9 @@ def test_an_engine_without_a_drafter_of_its_own_serves_the_kind_that_is_committe
     assert engine.load.speculation.accepted_tokens > before
 
 
-def test_a_restarted_engine_begins_with_the_kind_of_the_spooled_version(target: tuple[Path, PreTrainedModel]) -> None:
+def test_a_restarted_engine_begins_with_the_kind_of_the_spooled_version(
+    target: tuple[Path, PreTrainedModel],
+) -> None:
     folder, _ = target
     engine = build(folder, drafter_path=str(folder / "twin"), drafter_version=4, seq=2)
     engine.force_arm("twin:3_1_4")
@@ -231,14 +285,18 @@ def test_versions_that_cannot_serve_are_refused_at_prepare(
 ) -> None:
     folder, _ = target
     engine = build(folder, more_drafters=())
-    with pytest.raises(InvalidInput, match=r"more_drafters.*seen: TwinDrafter; allowed: .*LlamaForCausalLMEagle"):
+    with pytest.raises(
+        InvalidInput, match=r"more_drafters.*seen: TwinDrafter; allowed: .*LlamaForCausalLMEagle"
+    ):
         engine.prepare_weights(Target.DRAFTER, 1, folder / "twin")
     with pytest.raises(InvalidInput, match=r"twin.*TwinDrafter"):
         build(folder, drafter=str(folder / "twin"), more_drafters=())
     with pytest.raises(WeightsError, match="no arm drafts with this kind"):
         build(folder, arms=("twin:3_1_4",)).prepare_weights(Target.DRAFTER, 1, tmp_path)
     with pytest.raises(MissingCapability):
-        build(folder, drafter="ngram", more_drafters=()).prepare_weights(Target.DRAFTER, 1, folder / "twin")
+        build(folder, drafter="ngram", more_drafters=()).prepare_weights(
+            Target.DRAFTER, 1, folder / "twin"
+        )
     narrow = save_random(tmp_path / "narrow", "llama", hidden_size=32)
     assert narrow.config.hidden_size == 32
     TwinNet(read_config(tmp_path / "narrow")).save(tmp_path / "twin")
@@ -259,8 +317,14 @@ def test_versions_that_cannot_serve_are_refused_at_prepare(
         ({"more_drafters": ("ngram",)}, "without weights"),
         ({"drafter": "medusa"}, "medusa"),
         ({"arms": ("deep:3_1_4",)}, "deep:3_1_4"),
-        ({"more_drafters": (DEEP,), "drafter": TWIN, "capture_inner": (3,)}, "ascending layers of 1 to 2"),
-        ({"drafter": DEEP, "more_drafters": ()}, r"deep reads .* gateway\.features\.layers.*seen: 1; allowed: last"),
+        (
+            {"more_drafters": (DEEP,), "drafter": TWIN, "capture_inner": (3,)},
+            "ascending layers of 1 to 2",
+        ),
+        (
+            {"drafter": DEEP, "more_drafters": ()},
+            r"deep reads .* gateway\.features\.layers.*seen: 1; allowed: last",
+        ),
     ],
 )
 def test_kinds_that_cannot_work_are_refused_by_name(
@@ -273,14 +337,23 @@ def test_kinds_that_cannot_work_are_refused_by_name(
 def test_a_kind_that_reads_inner_states_catches_up_from_those_that_were_kept(
     target: tuple[Path, PreTrainedModel], expected: dict[int, tuple[int, ...]]
 ) -> None:
-    """Computed at prefill and in rounds of another kind, moved between slots, reused from ended requests."""
+    """Computed at prefill and in rounds of another kind, moved between slots, reused from ended
+    requests.
+    """
     folder, model = target
-    engine = build(folder, more_drafters=(DEEP,), capture_inner=(1, 2), prefix_tokens=16, max_batch=3)
+    engine = build(
+        folder, more_drafters=(DEEP,), capture_inner=(1, 2), prefix_tokens=16, max_batch=3
+    )
     assert engine.info.rows == RowLayout(3 * 48, "1,2,last", "post_norm")
     engine.force_arm("eagle:3_1_4")
     for one in requests():
         engine.enqueue(one)
-    tokens = {chunk.request_id: chunk.token_ids for _ in range(40) for chunk in engine.step() if chunk.finish}
+    tokens = {
+        chunk.request_id: chunk.token_ids
+        for _ in range(40)
+        for chunk in engine.step()
+        if chunk.finish
+    }
     commit(engine, folder / "deep", 1)
     assert DeepDrafter.layers == "1,2,last"
     DeepDrafter.noted.clear()
@@ -297,7 +370,9 @@ def test_a_kind_that_reads_inner_states_catches_up_from_those_that_were_kept(
         torch.testing.assert_close(states, wanted, atol=1e-5, rtol=0)
 
 
-def test_a_version_that_reads_states_not_kept_is_refused_at_prepare(target: tuple[Path, PreTrainedModel]) -> None:
+def test_a_version_that_reads_states_not_kept_is_refused_at_prepare(
+    target: tuple[Path, PreTrainedModel],
+) -> None:
     folder, _ = target
     engine = build(folder, more_drafters=(DEEP,))
     with pytest.raises(ConfigError, match=r"gateway\.features\.layers"):

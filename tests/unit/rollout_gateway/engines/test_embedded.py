@@ -17,7 +17,15 @@ from paceline.models.config import read_config
 from paceline.models.loading import load_model
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
-from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, RowLayout, Sampling, Target
+from rollout_gateway.engines.base import (
+    Capability,
+    Engine,
+    PauseMode,
+    Request,
+    RowLayout,
+    Sampling,
+    Target,
+)
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 
@@ -26,13 +34,17 @@ ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1
 DEMO = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 12}
 
 
-def requests(count: int, vocab: int = 97, longest: int = 40, capture: bool = False) -> list[Request]:
+def requests(
+    count: int, vocab: int = 97, longest: int = 40, capture: bool = False
+) -> list[Request]:
     rng = random.Random(7)
     made = []
     for number in range(count):
         prompt = tuple(rng.randrange(3, vocab) for _ in range(rng.randrange(1, 30)))
         sampling = Sampling(
-            seed=rng.getrandbits(63), max_tokens=rng.randrange(1, longest), temperature=rng.choice([0.0, 0.7, 1.0, 1.0])
+            seed=rng.getrandbits(63),
+            max_tokens=rng.randrange(1, longest),
+            temperature=rng.choice([0.0, 0.7, 1.0, 1.0]),
         )
         made.append(Request(number, prompt, sampling, capture=capture))
     return made
@@ -51,11 +63,19 @@ def generate(engine: Engine, batch: list[Request]) -> tuple[dict[int, tuple[int,
 
 
 def build(directory: Path, **options: object) -> Engine:
-    settings = {"model_dir": str(directory), "drafter": "eagle", "max_batch": 8, "max_sequence_tokens": 96, **options}
+    settings = {
+        "model_dir": str(directory),
+        "drafter": "eagle",
+        "max_batch": 8,
+        "max_sequence_tokens": 96,
+        **options,
+    }
     return build_embedded(EmbeddedSpec.model_validate(settings))
 
 
-def oracle_tokens(model: PreTrainedModel, prompt: tuple[int, ...], said: tuple[int, ...], sampling: Sampling) -> list:
+def oracle_tokens(
+    model: PreTrainedModel, prompt: tuple[int, ...], said: tuple[int, ...], sampling: Sampling
+) -> list:
     """(token, log-prob) at every position of the response, from one full transformers forward."""
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *said]])).logits[0].numpy()
@@ -67,7 +87,9 @@ def oracle_tokens(model: PreTrainedModel, prompt: tuple[int, ...], said: tuple[i
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logprobs_equal_transformers_with_the_documented_draw(family: str, tmp_path: Path) -> None:
+def test_tokens_and_logprobs_equal_transformers_with_the_documented_draw(
+    family: str, tmp_path: Path
+) -> None:
     model = save_random(tmp_path, family, sharpness=6.0)
     engine = build(tmp_path)
     batch = requests(16)
@@ -78,11 +100,15 @@ def test_tokens_and_logprobs_equal_transformers_with_the_documented_draw(family:
             one = batch[chunk.request_id]
             expected = oracle_tokens(model, one.prompt, chunk.token_ids, one.sampling)
             assert list(chunk.token_ids) == [token for token, _ in expected]
-            np.testing.assert_allclose(chunk.behavior_logprobs, [logprob for _, logprob in expected], atol=2e-5)
+            np.testing.assert_allclose(
+                chunk.behavior_logprobs, [logprob for _, logprob in expected], atol=2e-5
+            )
     assert engine.load.speculation.drafted_rounds > 0
 
 
-@pytest.mark.parametrize(("family", "shape", "count"), [*((f, {}, 60) for f in FAMILIES), ("llama", DEMO, 48)])
+@pytest.mark.parametrize(
+    ("family", "shape", "count"), [*((f, {}, 60) for f in FAMILIES), ("llama", DEMO, 48)]
+)
 def test_same_seed_same_tokens_with_any_arm_and_batch(
     family: str, shape: dict[str, int], count: int, tmp_path: Path
 ) -> None:
@@ -106,9 +132,14 @@ def test_same_seed_same_tokens_with_any_arm_and_batch(
 
 
 def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> None:
-    """The last tokens, drafted after a pause, are accepted as often as with a drafter that was never off."""
+    """The last tokens, drafted after a pause, are accepted as often as with a drafter that was
+    never off.
+    """
     save_random(tmp_path, "llama", sharpness=6.0)
-    batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=60, ignore_eos=True)) for i in range(8)]
+    batch = [
+        Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=60, ignore_eos=True))
+        for i in range(8)
+    ]
     accepted = {}
     for early in ("off", "ngram:4_1_5", "eagle:3_1_4"):
         engine = build(tmp_path, verify_budget=False)
@@ -134,7 +165,9 @@ def test_a_drafter_that_was_off_catches_up_from_kept_states(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("arm", "trained"), [("eagle:3_1_4", True), ("ngram:4_1_5", False)])
-def test_rounds_of_a_drafter_with_weights_are_counted_apart(arm: str, trained: bool, tmp_path: Path) -> None:
+def test_rounds_of_a_drafter_with_weights_are_counted_apart(
+    arm: str, trained: bool, tmp_path: Path
+) -> None:
     save_random(tmp_path, "llama", sharpness=6.0)
     engine = build(tmp_path, arms=(arm,), verify_budget=False)
     engine.force_arm(arm)
@@ -150,8 +183,14 @@ def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Pa
     """Both ways, within requests that run on: nothing is cached again and no token changes."""
     save_random(tmp_path, "llama", sharpness=6.0)
     limits = (6, 12, 50, 60)
-    batch = [Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=n, ignore_eos=True)) for i, n in enumerate(limits)]
-    late = [Request(9 + i, (8, 9, 7 + i), Sampling(seed=i, max_tokens=4, ignore_eos=True)) for i in range(3)]
+    batch = [
+        Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=n, ignore_eos=True))
+        for i, n in enumerate(limits)
+    ]
+    late = [
+        Request(9 + i, (8, 9, 7 + i), Sampling(seed=i, max_tokens=4, ignore_eos=True))
+        for i in range(3)
+    ]
     expected, _ = generate(build(tmp_path, drafter="off"), [*batch, *late])
     engine = build(
         tmp_path,
@@ -171,32 +210,46 @@ def test_drafting_stops_above_a_number_of_rows_and_goes_on_below_it(tmp_path: Pa
         before = engine.load
         tokens |= {chunk.request_id: chunk.token_ids for chunk in engine.step() if chunk.finish}
         rows = engine.load.speculation.target_steps - before.speculation.target_steps
-        drafted.append((rows, engine.load.speculation.drafted_rounds > before.speculation.drafted_rounds))
+        drafted.append(
+            (rows, engine.load.speculation.drafted_rounds > before.speculation.drafted_rounds)
+        )
         running = engine._scheduler.running
-        assert all(sequence.lacking <= 0 for sequence in running), "a running request is never cached again"
+        assert all(sequence.lacking <= 0 for sequence in running), (
+            "a running request is never cached again"
+        )
     assert {number: said for number, said in tokens.items() if said} == expected
     assert not any(drafts for rows, drafts in drafted if rows > 2)
     below = [drafts for rows, drafts in drafted if rows <= 2]
     assert sum(below) > 0
     sizes = [rows for rows, _ in drafted]
-    assert [sizes[0] > 2, min(sizes[:24]) <= 2, max(sizes[24:]) > 2, sizes[-1] <= 2] == [True] * 4  # down, up, down
+    assert [sizes[0] > 2, min(sizes[:24]) <= 2, max(sizes[24:]) > 2, sizes[-1] <= 2] == [
+        True
+    ] * 4  # down, up, down
 
 
 @pytest.mark.parametrize("inner", [(), (1, 2)])
-def test_hidden_rows_are_the_states_transformers_gives(inner: tuple[int, ...], tmp_path: Path) -> None:
+def test_hidden_rows_are_the_states_transformers_gives(
+    inner: tuple[int, ...], tmp_path: Path
+) -> None:
     model = save_random(tmp_path, "qwen3", sharpness=6.0)
     rows: dict[tuple[int, int], np.ndarray] = {}
 
     class Sink:
         def write(self, ids, positions, token_ids, policy_version, hidden, parents=None) -> int:  # type: ignore[no-untyped-def]
-            for key, row in zip(zip(ids.tolist(), positions.tolist(), strict=True), hidden, strict=True):
+            for key, row in zip(
+                zip(ids.tolist(), positions.tolist(), strict=True), hidden, strict=True
+            ):
                 assert key not in rows
                 rows[key] = row.copy().view(np.float32)
             return len(ids)
 
-    spec = EmbeddedSpec(model_dir=str(tmp_path), drafter="eagle", features_dtype="float32", max_batch=3)
+    spec = EmbeddedSpec(
+        model_dir=str(tmp_path), drafter="eagle", features_dtype="float32", max_batch=3
+    )
     engine = build_embedded(spec.model_copy(update={"capture_inner": inner}), Sink())
-    assert engine.info.rows == RowLayout(48 * (len(inner) + 1), "1,2,last" if inner else "last", "post_norm")
+    assert engine.info.rows == RowLayout(
+        48 * (len(inner) + 1), "1,2,last" if inner else "last", "post_norm"
+    )
     batch = requests(6, capture=True)
     tokens, _ = generate(engine, batch)
     for one in batch:
@@ -205,7 +258,9 @@ def test_hidden_rows_are_the_states_transformers_gives(inner: tuple[int, ...], t
             hidden = model(torch.tensor([sequence]), output_hidden_states=True).hidden_states
         states = torch.cat([hidden[index][0] for index in (*inner, -1)], dim=-1).numpy()
         for position in range(len(sequence) - 1):
-            np.testing.assert_allclose(rows.pop((one.request_id, position)), states[position], atol=1e-5)
+            np.testing.assert_allclose(
+                rows.pop((one.request_id, position)), states[position], atol=1e-5
+            )
     assert not rows
 
 
@@ -231,7 +286,9 @@ def test_a_drafter_swap_changes_drafts_only_and_can_be_rolled_back(tmp_path: Pat
     for version in (1, 2):
         net = EagleNet(config, seed=version)
         with torch.no_grad():
-            net.fc.weight += 0.3 * torch.randn(net.fc.weight.shape, generator=torch.Generator().manual_seed(version))
+            net.fc.weight += 0.3 * torch.randn(
+                net.fc.weight.shape, generator=torch.Generator().manual_seed(version)
+            )
         net.save(tmp_path / f"d{version}")
     batch = requests(12)
     expected, _ = generate(build(tmp_path, drafter="off"), batch)
@@ -314,7 +371,10 @@ def test_sampling_that_cannot_work_is_refused(sampling: Sampling, tmp_path: Path
 def test_masked_sampling_draws_allowed_tokens_only_and_stays_lossless(tmp_path: Path) -> None:
     model = save_random(tmp_path, "llama", sharpness=2.0)
     batch = [
-        Request(i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=20, top_k=2 if i % 2 else 0, top_p=0.9)) for i in range(8)
+        Request(
+            i, (5, 6, 7 + i), Sampling(seed=i, max_tokens=20, top_k=2 if i % 2 else 0, top_p=0.9)
+        )
+        for i in range(8)
     ]
     expected, _ = generate(build(tmp_path, drafter="off"), batch)
     engine = build(tmp_path)
@@ -332,7 +392,9 @@ def test_a_sequence_ends_at_the_context(tmp_path: Path) -> None:
     engine = build(tmp_path, max_sequence_tokens=10_000)
     assert engine.info.max_sequence_tokens == 256
     prompt = tuple(3 + i % 90 for i in range(240))
-    tokens, _ = generate(engine, [Request(0, prompt, Sampling(seed=1, max_tokens=100, ignore_eos=True))])
+    tokens, _ = generate(
+        engine, [Request(0, prompt, Sampling(seed=1, max_tokens=100, ignore_eos=True))]
+    )
     assert len(tokens[0]) == 16
 
 
@@ -341,7 +403,9 @@ def test_siblings_share_one_prefill_and_say_what_they_say_alone(tmp_path: Path) 
     prompts = [(5, 6, 7, 8), (9, 10), (5, 6, 7, 8), (5, 6, 7), (9, 10), (5, 6, 7, 8), (5,)]
     engine = build(tmp_path)
     for number, prompt in enumerate(prompts):
-        engine.enqueue(Request(number, prompt, Sampling(seed=number, max_tokens=12, ignore_eos=True)))
+        engine.enqueue(
+            Request(number, prompt, Sampling(seed=number, max_tokens=12, ignore_eos=True))
+        )
     chunks = [chunk for _ in range(50) if engine.has_work for chunk in engine.step()]
     shared = {chunk.request_id: chunk.cached_prompt_tokens for chunk in chunks}
     assert shared == {0: 0, 1: 0, 2: 3, 3: 0, 4: 1, 5: 3, 6: 0}

@@ -1,4 +1,6 @@
-"""The embedded engine in bfloat16, with matrices in eight bits, and compiled: what it says, what it refuses."""
+"""The embedded engine in bfloat16, with matrices in eight bits, and compiled: what it says, what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 SEQUENCES, LONGEST = 100, 16
 BFLOAT16_GAP = 2 * 2**-4
-"""Two logits between 8 and 16, the largest of these models, may each move by one step of bfloat16."""
+"""Two logits between 8 and 16, the largest of these models, may each move by one step of bfloat16.
+"""
 
 
 @pytest.fixture
@@ -35,7 +38,13 @@ def torchao() -> None:
 
 
 def build(directory: Path, **options: object) -> Engine:
-    settings = {"model_dir": str(directory), "drafter": "eagle", "max_batch": 16, "max_sequence_tokens": 64, **options}
+    settings = {
+        "model_dir": str(directory),
+        "drafter": "eagle",
+        "max_batch": 16,
+        "max_sequence_tokens": 64,
+        **options,
+    }
     return build_embedded(EmbeddedSpec.model_validate(settings))
 
 
@@ -45,18 +54,27 @@ def requests(count: int) -> list[Request]:
         Request(
             number,
             tuple(rng.randrange(3, 97) for _ in range(rng.randrange(2, 12))),
-            Sampling(seed=rng.getrandbits(63), max_tokens=LONGEST, temperature=rng.choice([0.0, 1.0]), ignore_eos=True),
+            Sampling(
+                seed=rng.getrandbits(63),
+                max_tokens=LONGEST,
+                temperature=rng.choice([0.0, 1.0]),
+                ignore_eos=True,
+            ),
         )
         for number in range(count)
     ]
 
 
-def generate(engine: Engine, batch: list[Request], arm: str) -> dict[int, tuple[tuple[int, ...], float]]:
+def generate(
+    engine: Engine, batch: list[Request], arm: str
+) -> dict[int, tuple[tuple[int, ...], float]]:
     """Tokens of every request and the smallest gap of its draws."""
     engine.force_arm(arm)
     for one in batch:
         engine.enqueue(one)
-    ended = [chunk for _ in range(SEQUENCES * LONGEST) if engine.has_work for chunk in engine.step()]
+    ended = [
+        chunk for _ in range(SEQUENCES * LONGEST) if engine.has_work for chunk in engine.step()
+    ]
     return {chunk.request_id: (chunk.token_ids, chunk.smallest_gap) for chunk in ended}
 
 
@@ -66,11 +84,15 @@ def said(outcome: dict[int, tuple[tuple[int, ...], float]]) -> dict[int, tuple[i
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """Length of the prefix that two texts share."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one) - 1)
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), len(one) - 1
+    )
 
 
 def round_trip(source: Path, target: Path) -> None:
-    """A checkpoint whose layers hold what eight bits keep of another's; a step is the row's largest weight / 127.5."""
+    """A checkpoint whose layers hold what eight bits keep of another's; a step is the row's largest
+    weight / 127.5.
+    """
     kept = {}
     for name, tensor in read_tensors(source).items():
         if "layers." in name and tensor.dim() == 2:
@@ -85,9 +107,14 @@ def round_trip(source: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
 def test_in_bfloat16_drafts_flip_near_ties_only(
-    quantize: str, tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+    quantize: str,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """Another batch shape rounds differently, with drafts or one by one without them: under 2 % of draws."""
+    """Another batch shape rounds differently, with drafts or one by one without them: under 2 % of
+    draws.
+    """
     if quantize:
         request.getfixturevalue("torchao")
     save_random(tmp_path, "llama", sharpness=6.0)
@@ -102,7 +129,9 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
         assert (engine.load.speculation.accepted_tokens > 0) == (arm != "off")
         wrong = [number for number, (tokens, _) in expected.items() if seen[number][0] != tokens]
         # Behind its first flip a sequence is another text: draws count up to there.
-        draws[arm] = sum(common(tokens, seen[number][0]) + 1 for number, (tokens, _) in expected.items())
+        draws[arm] = sum(
+            common(tokens, seen[number][0]) + 1 for number, (tokens, _) in expected.items()
+        )
         flipped[arm] = len(wrong)
         assert all(expected[number][1] < BFLOAT16_GAP for number in wrong)
     record_property("sequences flipped by arm", flipped)
@@ -111,15 +140,21 @@ def test_in_bfloat16_drafts_flip_near_ties_only(
 
 @pytest.mark.usefixtures("torchao")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_int8_says_what_a_plain_engine_says_of_the_weights_that_eight_bits_keep(family: str, tmp_path: Path) -> None:
+def test_int8_says_what_a_plain_engine_says_of_the_weights_that_eight_bits_keep(
+    family: str, tmp_path: Path
+) -> None:
     save_random(tmp_path / "whole", family, sharpness=6.0)
     round_trip(tmp_path / "whole", tmp_path / "kept")
     batch = requests(24)
     expected = generate(build(tmp_path / "kept"), batch, "off")
-    assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, "choose other seeds: a near-tie may flip"
+    assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
+        "choose other seeds: a near-tie may flip"
+    )
     assert said(expected) != said(generate(build(tmp_path / "whole"), batch, "off"))
     for arm in ARMS:
-        assert said(generate(build(tmp_path / "whole", quantize="int8"), batch, arm)) == said(expected), arm
+        assert said(generate(build(tmp_path / "whole", quantize="int8"), batch, arm)) == said(
+            expected
+        ), arm
 
 
 @pytest.mark.usefixtures("torchao")
@@ -131,11 +166,15 @@ def test_a_new_version_is_served_in_eight_bits_too(tmp_path: Path) -> None:
     engine = build(tmp_path / "old", quantize="int8")
     engine.prepare_weights(Target.POLICY, 1, tmp_path / "new")
     engine.commit_weights(VersionSet(1, 1, 0), PauseMode.IN_PLACE)
-    assert said(generate(engine, batch, "eagle:3_1_4")) == said(generate(build(tmp_path / "kept"), batch, "off"))
+    assert said(generate(engine, batch, "eagle:3_1_4")) == said(
+        generate(build(tmp_path / "kept"), batch, "off")
+    )
 
 
 @pytest.mark.usefixtures("torchao")
-def test_only_the_policys_matrices_are_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_policys_matrices_are_rounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_random(tmp_path, "llama")
     rounded: list[tuple[int, ...]] = []
 
@@ -149,7 +188,9 @@ def test_only_the_policys_matrices_are_rounded(tmp_path: Path, monkeypatch: pyte
     assert eight.lm_head_hash == plain.lm_head_hash
 
 
-def test_int8_without_torchao_is_refused_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_without_torchao_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_random(tmp_path, "llama")
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
@@ -174,7 +215,9 @@ def test_greedy_tokens_of_the_compiled_engine_are_the_plain_ones(
     save_random(tmp_path, "llama", sharpness=6.0)
     batch = [replace(one, sampling=replace(one.sampling, temperature=0.0)) for one in requests(12)]
     expected = generate(build(tmp_path, quantize=quantize), batch, "off")
-    assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, "choose other seeds: a near-tie may flip"
+    assert min(gap for _, gap in expected.values()) > NEAR_TIE_GAP, (
+        "choose other seeds: a near-tie may flip"
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = build(tmp_path, quantize=quantize, compile=True)

@@ -1,4 +1,6 @@
-"""What the embedded engine refuses before any request: errors name the fault, what was seen and what is allowed."""
+"""What the embedded engine refuses before any request: errors name the fault, what was seen and
+what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def models(saved: Path, tmp_path: Path) -> Path:
 def build(models: Path, target: str = "target") -> Engine:
     return build_embedded(
         EmbeddedSpec.model_validate(
-            {"model_dir": str(models / target), "drafter": str(models / "drafter"), "max_sequence_tokens": 64}
+            {
+                "model_dir": str(models / target),
+                "drafter": str(models / "drafter"),
+                "max_sequence_tokens": 64,
+            }
         )
     )
 
@@ -73,12 +79,19 @@ def test_the_checkpoints_that_the_tests_spoil_are_served(models: Path) -> None:
         engine = build(models, target)
         engine.force_arm("eagle:3_1_4")
         engine.enqueue(Request(0, (5, 6, 7), Sampling(seed=1, max_tokens=4)))
-        assert [len(chunk.token_ids) for _ in range(9) if engine.has_work for chunk in engine.step()] == [4]
+        assert [
+            len(chunk.token_ids) for _ in range(9) if engine.has_work for chunk in engine.step()
+        ] == [4]
 
 
 TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors, str], object], str, str, str]] = {
     # change(tensors, name), message, seen, allowed
-    "missing": (lambda t, name: t.pop(name), "tensor {name} is missing", "tensors", "of shape {shape}"),
+    "missing": (
+        lambda t, name: t.pop(name),
+        "tensor {name} is missing",
+        "tensors",
+        "of shape {shape}",
+    ),
     "extra": (
         lambda t, name: t.update({name + ".extra": torch.zeros(3)}),
         "tensor {name}.extra is not part of this model",
@@ -103,7 +116,12 @@ TENSOR_FAULTS: dict[str, tuple[Callable[[Tensors, str], object], str, str, str]]
         "{turned}",
         "{shape}",
     ),
-    "nan": (lambda t, name: t[name][3:5, 4].fill_(float("nan")), "tensor {name} holds 2 numbers", "nan", "finite"),
+    "nan": (
+        lambda t, name: t[name][3:5, 4].fill_(float("nan")),
+        "tensor {name} holds 2 numbers",
+        "nan",
+        "finite",
+    ),
     "infinite": (
         lambda t, name: t[name][0, :1].fill_(float("-inf")),
         "tensor {name} holds 1 numbers",
@@ -161,7 +179,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 @pytest.mark.parametrize(
     ("values", "named", "seen", "allowed"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architectures", "MambaForCausalLM", "Qwen3ForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architectures",
+            "MambaForCausalLM",
+            "Qwen3ForCausalLM",
+        ),
         ({"architectures": "LlamaForCausalLM"}, "architectures", "LlamaForCausalLM", "a list"),
         ({"architectures": "removed"}, "architectures", "(none)", "a list"),
         ({"num_hidden_layers": "removed"}, "num_hidden_layers", "(none)", ">= 1"),
@@ -181,7 +204,12 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         ({"rope_parameters": {"rope_type": "linear"}}, "factor", "(none)", "> 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": -2}}, "factor", "-2", "> 0"),
         ({"rope_parameters": LLAMA3}, "original_max_position_embeddings", "(none)", ">= 1"),
-        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor", "1.0", "> 1.0"),
+        (
+            {"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}},
+            "high_freq_factor",
+            "1.0",
+            "> 1.0",
+        ),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta", "0", "> 0"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5", "1.0"),
     ],
@@ -234,7 +262,9 @@ def test_a_checkpoint_of_no_known_drafter_is_refused(name: str, models: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
-@pytest.mark.parametrize("name", ["target/config.json", "drafter/config.json", "target/generation_config.json"])
+@pytest.mark.parametrize(
+    "name", ["target/config.json", "drafter/config.json", "target/generation_config.json"]
+)
 def test_a_config_that_is_no_object_is_named(name: str, text: str, models: Path) -> None:
     change_config(models / "target", eos_token_id="removed")
     path = models / name
@@ -244,14 +274,18 @@ def test_a_config_that_is_no_object_is_named(name: str, text: str, models: Path)
     assert error.seen == str(path)
 
 
-@pytest.mark.parametrize(("length", "fits"), [(0, False), (1, True), (63, True), (64, False), (300, False)])
+@pytest.mark.parametrize(
+    ("length", "fits"), [(0, False), (1, True), (63, True), (64, False), (300, False)]
+)
 def test_a_prompt_beyond_the_context_is_refused(length: int, fits: bool, models: Path) -> None:
     engine = build(models)
     request = Request(0, tuple(3 + i % 90 for i in range(length)), Sampling(seed=1, max_tokens=4))
     if fits:
         engine.enqueue(request)
         return
-    with pytest.raises(InvalidInput, match=f"the prompt does not fit; seen: {length}; allowed: 1 to 63 tokens"):
+    with pytest.raises(
+        InvalidInput, match=f"the prompt does not fit; seen: {length}; allowed: 1 to 63 tokens"
+    ):
         engine.enqueue(request)
     assert not engine.has_work
 

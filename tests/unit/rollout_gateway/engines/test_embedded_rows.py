@@ -60,7 +60,9 @@ def layout(folder: Path, drafter: str, *more: str, layers: tuple[int, ...] = ())
 def test_rows_hold_what_is_asked_for_or_else_what_the_drafters_read(
     drafters: tuple[str, ...], layers: tuple[int, ...], expected: str, folder: Path
 ) -> None:
-    assert layout(folder, *drafters, layers=layers) == RowLayout(16 * len(expected.split(",")), expected, "post_norm")
+    assert layout(folder, *drafters, layers=layers) == RowLayout(
+        16 * len(expected.split(",")), expected, "post_norm"
+    )
 
 
 @pytest.mark.parametrize("layers", [(0, 1), (12,), (5, 5), (6, 2), (-1,)])
@@ -86,7 +88,9 @@ def test_a_directory_without_drafter_is_named(folder: Path) -> None:
         layout(folder, "./nothing")
 
 
-def test_a_name_is_no_directory_even_where_one_of_that_name_lies(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_no_directory_even_where_one_of_that_name_lies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder)
     assert drafter_directory("eagle3") is None
     assert drafter_directory("./eagle3") == Path("eagle3")

@@ -1,4 +1,6 @@
-"""Responses that follow a JSON schema: valid to an independent validator, drawn as documented, whatever is drafted."""
+"""Responses that follow a JSON schema: valid to an independent validator, drawn as documented,
+whatever is drafted.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ from rollout_gateway.engines.embedded import grammars as grammars_module
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.json_schema import MAX_SCHEMA_BYTES, MAX_SPACE, GrammarFault, check_json_schema
+from rollout_gateway.engines.json_schema import (
+    MAX_SCHEMA_BYTES,
+    MAX_SPACE,
+    GrammarFault,
+    check_json_schema,
+)
 from rollout_gateway.engines.sequence import RunningSequence
 from rollout_gateway.request_checks import check_request
 from rollout_gateway.sessions.trainable import check_trainable
@@ -58,13 +65,23 @@ def closed(**properties: Any) -> dict[str, Any]:
 
 SHORT = {"type": "string", "maxLength": 6}
 SCHEMAS: dict[str, dict[str, Any]] = {
-    "object": closed(answer={"type": "integer", "minimum": -50, "maximum": 999}, sure={"type": "boolean"}),
+    "object": closed(
+        answer={"type": "integer", "minimum": -50, "maximum": 999}, sure={"type": "boolean"}
+    ),
     "choice": {"enum": ["red", "green", 3, None, {"a": [1]}]},
     "array": {"type": "array", "items": {"enum": [0.5, 1, "x"]}, "minItems": 2, "maxItems": 4},
     "text": {"type": "string", "minLength": 3, "maxLength": 12},
     "pattern": {"type": "string", "pattern": "^[0-9]{2}-[a-f]{3}$"},
-    "nested": closed(n=closed(x={"type": "array", "items": SHORT, "maxItems": 3}), m={"anyOf": [SHORT, {"const": 0}]}),
-    "reference": {"$defs": {"t": closed(v=SHORT)}, "type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2},
+    "nested": closed(
+        n=closed(x={"type": "array", "items": SHORT, "maxItems": 3}),
+        m={"anyOf": [SHORT, {"const": 0}]},
+    ),
+    "reference": {
+        "$defs": {"t": closed(v=SHORT)},
+        "type": "array",
+        "items": {"$ref": "#/$defs/t"},
+        "maxItems": 2,
+    },
 }
 
 
@@ -86,10 +103,16 @@ def build(model_dir: Path = POLICY, **settings: Any) -> EmbeddedEngine:
 def ask(number: int, schema: object = None, **sampling: Any) -> Request:
     prompt = tuple(TOKENIZER.encode(f"{number}+35=").ids)
     text = "" if schema is None else json.dumps(schema)
-    return Request(number, prompt, Sampling(**{"seed": number, "max_tokens": 280, "json_schema": text, **sampling}))
+    return Request(
+        number,
+        prompt,
+        Sampling(**{"seed": number, "max_tokens": 280, "json_schema": text, **sampling}),
+    )
 
 
-def run(engine: EmbeddedEngine, requests: Sequence[Request], arm: str = "", *, retract: bool = False) -> list[Chunk]:
+def run(
+    engine: EmbeddedEngine, requests: Sequence[Request], arm: str = "", *, retract: bool = False
+) -> list[Chunk]:
     """Last chunks in the order of the requests."""
     engine.force_arm(arm)
     for one in requests:
@@ -157,31 +180,49 @@ def test_a_response_cut_by_its_limit_is_the_beginning_of_the_whole_one(
         assert short.finish is (Finish.STOP if len(whole.token_ids) <= 5 else Finish.LENGTH)
 
 
-def test_white_space_is_bounded_so_that_no_response_is_blank_for_ever(engine: EmbeddedEngine) -> None:
-    space = tuple((token, 50.0) for token in sorted(TOKENIZER.encode(" \n", add_special_tokens=False).ids))
-    (chunk,) = run(engine, [ask(1, {"type": "array", "maxItems": 1, "items": {"const": 1}}, logit_bias=space)])
+def test_white_space_is_bounded_so_that_no_response_is_blank_for_ever(
+    engine: EmbeddedEngine,
+) -> None:
+    space = tuple(
+        (token, 50.0) for token in sorted(TOKENIZER.encode(" \n", add_special_tokens=False).ids)
+    )
+    (chunk,) = run(
+        engine, [ask(1, {"type": "array", "maxItems": 1, "items": {"const": 1}}, logit_bias=space)]
+    )
     assert chunk.finish is Finish.STOP
-    assert max(map(len, text_of(chunk).split("[")[1].split("1" if "1" in text_of(chunk) else "]"))) <= MAX_SPACE + 1
+    assert (
+        max(map(len, text_of(chunk).split("[")[1].split("1" if "1" in text_of(chunk) else "]")))
+        <= MAX_SPACE + 1
+    )
 
 
 @pytest.mark.parametrize("arm", ["off", "eagle:4_2_8"])
-def test_tokens_and_logprobs_are_those_of_the_masked_distribution(engine: EmbeddedEngine, arm: str) -> None:
+def test_tokens_and_logprobs_are_those_of_the_masked_distribution(
+    engine: EmbeddedEngine, arm: str
+) -> None:
     texts = ['"12+1"', '"12-30"', '"9"']
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
-    requests = [ask(n, {"enum": [json.loads(text) for text in texts]}, temperature=0.7, seed=40 + n) for n in range(4)]
+    requests = [
+        ask(n, {"enum": [json.loads(text) for text in texts]}, temperature=0.7, seed=40 + n)
+        for n in range(4)
+    ]
     for request, chunk in zip(requests, run(engine, requests, arm), strict=True):
         prompt, tokens = request.prompt, chunk.token_ids
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0].numpy()
         for index, (token, logprob) in enumerate(zip(tokens, chunk.behavior_logprobs, strict=True)):
             masked = masked_by_hand(logits[len(prompt) + index - 1], tokens[:index], texts)
-            drawn, expected = gumbel_oracle.draw(masked, 0.7, request.sampling.seed, len(prompt) + index)
+            drawn, expected = gumbel_oracle.draw(
+                masked, 0.7, request.sampling.seed, len(prompt) + index
+            )
             assert token == drawn, (request.request_id, index)
             assert logprob == pytest.approx(expected, abs=2e-4), (request.request_id, index)
 
 
 def masked_by_hand(logits: Any, before: Sequence[int], texts: Sequence[str]) -> Any:
-    """Logits of the tokens that go on with one of the texts, by the text of every token of the vocabulary."""
+    """Logits of the tokens that go on with one of the texts, by the text of every token of the
+    vocabulary.
+    """
     head = TOKENIZER.decode(list(before))
     rest = {one[len(head) :] for one in texts if one.startswith(head)}
     firsts = {one[:1] for one in rest}
@@ -197,7 +238,9 @@ def masked_by_hand(logits: Any, before: Sequence[int], texts: Sequence[str]) -> 
 def test_alternatives_are_tokens_that_may_follow(engine: EmbeddedEngine) -> None:
     (chunk,) = run(engine, [ask(1, {"const": "ab"}, top_logprobs=5)])
     assert text_of(chunk) == '"ab"'
-    for token, logprob, alternatives in zip(chunk.token_ids, chunk.behavior_logprobs, chunk.top_logprobs, strict=True):
+    for token, logprob, alternatives in zip(
+        chunk.token_ids, chunk.behavior_logprobs, chunk.top_logprobs, strict=True
+    ):
         assert 1 <= len(alternatives) <= 2  # a quote is a byte token alone, digits are two tokens
         assert dict(alternatives)[token] == pytest.approx(logprob, abs=1e-6)
         assert sum(np.exp(value) for _, value in alternatives) == pytest.approx(1.0, abs=1e-5)
@@ -231,7 +274,9 @@ def test_neighbours_without_a_schema_say_what_they_say_alone(arm: str) -> None:
     together = {chunk.request_id: chunk for chunk in run(build(), mixed, arm)}
     assert [together[one.request_id].token_ids for one in free] == said(alone)
     for one, chunk in zip(free, alone, strict=True):
-        assert together[one.request_id].behavior_logprobs == pytest.approx(chunk.behavior_logprobs, abs=1e-4)
+        assert together[one.request_id].behavior_logprobs == pytest.approx(
+            chunk.behavior_logprobs, abs=1e-4
+        )
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -259,7 +304,9 @@ def test_drafts_that_are_drawn_and_rejected_keep_to_the_schema() -> None:
     requests = every_schema()
     for request, chunk in zip(requests, run(engine, requests, "eagle:3_1_4"), strict=True):
         assert chunk.finish is Finish.STOP
-        assert jsonschema_rs.is_valid(json.loads(request.sampling.json_schema), json.loads(text_of(chunk)))
+        assert jsonschema_rs.is_valid(
+            json.loads(request.sampling.json_schema), json.loads(text_of(chunk))
+        )
         assert np.isfinite(chunk.behavior_logprobs).all()
 
 
@@ -274,9 +321,15 @@ def grammars() -> Iterator[Grammars]:
 
 
 def masked(
-    grammars: Grammars, schema: object, said: Sequence[int], tokens: Sequence[int] = (0,), parents: Sequence[int] = (0,)
+    grammars: Grammars,
+    schema: object,
+    said: Sequence[int],
+    tokens: Sequence[int] = (0,),
+    parents: Sequence[int] = (0,),
 ) -> torch.Tensor:
-    """Zeros where a token may follow a node of the tree, [Q, V]; nodes that are not reached are all zeros."""
+    """Zeros where a token may follow a node of the tree, [Q, V]; nodes that are not reached are all
+    zeros.
+    """
     sequence = RunningSequence(ask(1, schema), frozenset({EOS}), 280, tokens=list(said))
     grammars.advance([sequence])
     assert not sequence.error
@@ -303,11 +356,21 @@ def test_each_node_of_a_tree_is_masked_as_if_its_path_had_been_said(
         depths[node] = depths[parents[node]] + 1
     # Drafts that the grammar takes come from the response itself; others are any token, or none.
     right = [whole[min(start + depth - 1, len(whole) - 1)] for depth in depths]
-    tokens = [0, *(data.draw(st.sampled_from([right[node], right[node], 5, EOS, -1])) for node in range(1, width))]
+    tokens = [
+        0,
+        *(
+            data.draw(st.sampled_from([right[node], right[node], 5, EOS, -1]))
+            for node in range(1, width)
+        ),
+    ]
     logits = masked(grammars, schema, whole[:start], tokens, parents)
     for node in range(width):
         path = path_of(node, tokens, parents)
-        if -1 not in path and EOS not in path and may_be_said(grammars, schema, whole[:start], path):
+        if (
+            -1 not in path
+            and EOS not in path
+            and may_be_said(grammars, schema, whole[:start], path)
+        ):
             assert torch.equal(logits[node], masked(grammars, schema, [*whole[:start], *path])[0])
         else:
             assert bool((logits[node] == 0).all())
@@ -317,9 +380,14 @@ def path_of(node: int, tokens: Sequence[int], parents: Sequence[int]) -> list[in
     return [] if node == 0 else [*path_of(parents[node], tokens, parents), tokens[node]]
 
 
-def may_be_said(grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]) -> bool:
+def may_be_said(
+    grammars: Grammars, schema: object, said: Sequence[int], path: Sequence[int]
+) -> bool:
     """By masks without trees."""
-    steps = ((masked(grammars, schema, [*said, *path[:index]])[0], token) for index, token in enumerate(path))
+    steps = (
+        (masked(grammars, schema, [*said, *path[:index]])[0], token)
+        for index, token in enumerate(path)
+    )
     return all(mask[token] == 0 for mask, token in steps)
 
 
@@ -339,11 +407,22 @@ REFUSED = {
     "no number of JSON": ('{"const":NaN}', "response_format"),
     "nested for ever": ('{"items":' * 900 + "{}" + "}" * 900, "response_format"),
     "nested deeper still": ("[" * 30_000, "response_format.*not JSON"),
-    "too large": (json.dumps({"const": "x" * MAX_SCHEMA_BYTES}), rf"response_format.*{MAX_SCHEMA_BYTES} bytes"),
-    "too many parts": (json.dumps({"allOf": [{"anyOf": [closed(a=SHORT), closed(b=SHORT)]}] * 16}), "response_format"),
-    "too long to build": ('{"type":"integer","multipleOf":99999989}', "response_format.*not built within 2 s"),
+    "too large": (
+        json.dumps({"const": "x" * MAX_SCHEMA_BYTES}),
+        rf"response_format.*{MAX_SCHEMA_BYTES} bytes",
+    ),
+    "too many parts": (
+        json.dumps({"allOf": [{"anyOf": [closed(a=SHORT), closed(b=SHORT)]}] * 16}),
+        "response_format",
+    ),
+    "too long to build": (
+        '{"type":"integer","multipleOf":99999989}',
+        "response_format.*not built within 2 s",
+    ),
     "never built": (
-        json.dumps({"type": "string", "allOf": [{"pattern": f"^.*a{{{n}}}.*$"} for n in range(1, 40)]}),
+        json.dumps(
+            {"type": "string", "allOf": [{"pattern": f"^.*a{{{n}}}.*$"} for n in range(1, 40)]}
+        ),
         "response_format.*not built within 2 s",
     ),
 }
@@ -359,7 +438,9 @@ def test_a_schema_that_cannot_be_followed_is_refused_when_it_comes(
     assert not engine.has_work
 
 
-def test_a_schemas_own_guidance_cannot_make_the_text_something_else_than_json(engine: EmbeddedEngine) -> None:
+def test_a_schemas_own_guidance_cannot_make_the_text_something_else_than_json(
+    engine: EmbeddedEngine,
+) -> None:
     own = {"x-guidance": {"item_separator": ";", "key_separator": "=", "whitespace_pattern": "x"}}
     (chunk,) = run(engine, [ask(1, SCHEMAS["object"] | own)])
     assert jsonschema_rs.is_valid(SCHEMAS["object"], json.loads(text_of(chunk)))
@@ -379,7 +460,9 @@ def test_a_grammar_that_faults_ends_its_request_alone(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(grammars_module, "build_matcher", tight)
     engine = build()
-    chunks = run(engine, [free[0], ask(1, SCHEMAS["nested"]), free[1], ask(2, SCHEMAS["nested"]), free[2]])
+    chunks = run(
+        engine, [free[0], ask(1, SCHEMAS["nested"]), free[1], ask(2, SCHEMAS["nested"]), free[2]]
+    )
     assert said(chunks[::2]) == said(alone)
     for chunk in chunks[1::2]:
         assert chunk.finish is Finish.ERROR
@@ -394,9 +477,13 @@ def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
 ) -> None:
     descend, faults = Grammars._descend, []
 
-    def break_off(self: Grammars, matcher: Any, tokens: Any, children: Any, node: int, masks: Any) -> None:
+    def break_off(
+        self: Grammars, matcher: Any, tokens: Any, children: Any, node: int, masks: Any
+    ) -> None:
         if node and len(masks) % 2 == 0:
-            faults.append(matcher.consume_token(EOS))  # leaves a matcher that is broken or has ended
+            faults.append(
+                matcher.consume_token(EOS)
+            )  # leaves a matcher that is broken or has ended
             raise GrammarFault("as if a limit were reached")
         descend(self, matcher, tokens, children, node, masks)
 
@@ -408,7 +495,11 @@ def test_a_fault_under_a_draft_costs_drafts_and_changes_no_token(
 def test_nothing_is_built_for_requests_without_a_schema() -> None:
     engine = build()
     run(engine, [ask(1, max_tokens=10)])
-    assert (engine._grammars._tokenizer, len(engine._grammars._built), len(engine._grammars)) == (None, 0, 0)
+    assert (engine._grammars._tokenizer, len(engine._grammars._built), len(engine._grammars)) == (
+        None,
+        0,
+        0,
+    )
 
 
 def test_matchers_go_with_their_requests_and_grammars_are_bounded() -> None:
@@ -430,20 +521,30 @@ def test_matchers_go_with_their_requests_and_grammars_are_bounded() -> None:
 
 @pytest.fixture(scope="module")
 def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random model with a byte-level BPE of merged pieces, a padded vocabulary and two end tokens."""
+    """A random model with a byte-level BPE of merged pieces, a padded vocabulary and two end
+    tokens.
+    """
     directory = tmp_path_factory.mktemp("bpe")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<end>", "<turn>"], initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(['{"n": "été", "answer": [true, false, 12]}', '":"', '"]}'] * 20, trainer)
-    save_random(directory, "llama", sharpness=0.3, vocab_size=320, eos_token_id=[0, 1], bos_token_id=2)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<end>", "<turn>"], initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(
+        ['{"n": "été", "answer": [true, false, 12]}', '":"', '"]}'] * 20, trainer
+    )
+    save_random(
+        directory, "llama", sharpness=0.3, vocab_size=320, eos_token_id=[0, 1], bos_token_id=2
+    )
     tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
-def test_merged_tokens_several_ends_and_a_padded_vocabulary_give_valid_json(byte_level: Path) -> None:
+def test_merged_tokens_several_ends_and_a_padded_vocabulary_give_valid_json(
+    byte_level: Path,
+) -> None:
     tokenizer = Tokenizer.from_file(str(byte_level / "tokenizer.json"))
     requests = [
         Request(n, (5, 6, 7), Sampling(seed=n, max_tokens=250, json_schema=json.dumps(schema)))
@@ -459,16 +560,24 @@ def test_merged_tokens_several_ends_and_a_padded_vocabulary_give_valid_json(byte
     assert said(run(build(byte_level, **settings), requests, "eagle:4_2_8")) == said(chunks)
 
 
-def test_a_vocabulary_that_cannot_say_the_schema_is_refused(byte_level: Path, tmp_path: Path) -> None:
+def test_a_vocabulary_that_cannot_say_the_schema_is_refused(
+    byte_level: Path, tmp_path: Path
+) -> None:
     model_dir = shutil.copytree(byte_level, tmp_path / "model")
     raw = json.loads((model_dir / "tokenizer.json").read_text())
-    raw["model"] = {**raw["model"], "merges": [], "vocab": {"<end>": 0, "<turn>": 1, "a": 2, "b": 3}}
+    raw["model"] = {
+        **raw["model"],
+        "merges": [],
+        "vocab": {"<end>": 0, "<turn>": 1, "a": 2, "b": 3},
+    }
     (model_dir / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(InvalidInput, match=r"response_format.*NoExtension"):
         build(model_dir, drafter="eagle", max_sequence_tokens=256).enqueue(ask(1, {}))
 
 
-def test_a_tokenizer_that_is_no_text_of_bytes_is_refused_by_its_path(byte_level: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_no_text_of_bytes_is_refused_by_its_path(
+    byte_level: Path, tmp_path: Path
+) -> None:
     model_dir = shutil.copytree(byte_level, tmp_path / "model")
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.save(str(model_dir / "tokenizer.json"))
@@ -476,12 +585,17 @@ def test_a_tokenizer_that_is_no_text_of_bytes_is_refused_by_its_path(byte_level:
         build(model_dir, drafter="eagle", max_sequence_tokens=256).enqueue(ask(1, {}))
 
 
-def test_an_engine_without_tokenizer_lacks_the_capability_and_says_so(byte_level: Path, tmp_path: Path) -> None:
+def test_an_engine_without_tokenizer_lacks_the_capability_and_says_so(
+    byte_level: Path, tmp_path: Path
+) -> None:
     model_dir = shutil.copytree(byte_level, tmp_path / "model")
     (model_dir / "tokenizer.json").unlink()
     engine = build(model_dir, drafter="eagle", max_sequence_tokens=256)
     assert Capability.JSON_SCHEMA not in engine.info.capabilities
-    with pytest.raises(MissingCapability, match=r"embedded engine lacks the capability json_schema.*tokenizer\.json"):
+    with pytest.raises(
+        MissingCapability,
+        match=r"embedded engine lacks the capability json_schema.*tokenizer\.json",
+    ):
         engine.enqueue(ask(1, {}))
 
 
@@ -494,16 +608,24 @@ def ready(*capabilities: Capability) -> pb.WorkerReady:
 
 def test_a_schema_crosses_the_wire_and_an_absent_one_is_none() -> None:
     assert wire.sampling_from(tpb.SamplingParams(max_tokens=1)).json_schema == ""
-    assert wire.sampling_from(tpb.SamplingParams(max_tokens=1, json_schema="{}")).json_schema == "{}"
+    assert (
+        wire.sampling_from(tpb.SamplingParams(max_tokens=1, json_schema="{}")).json_schema == "{}"
+    )
 
 
 def test_the_gateway_refuses_what_the_engine_would() -> None:
     asked = tpb.SamplingParams(max_tokens=1, json_schema="{}")
     check_request(ready(Capability.JSON_SCHEMA), [5], asked)
-    with pytest.raises(MissingCapability, match=r"json_schema.*response_format.*engine\.kind=embedded"):
+    with pytest.raises(
+        MissingCapability, match=r"json_schema.*response_format.*engine\.kind=embedded"
+    ):
         check_request(ready(Capability.PENALTIES), [5], asked)
     with pytest.raises(InvalidInput, match="response_format"):
-        check_request(ready(Capability.JSON_SCHEMA), [5], tpb.SamplingParams(max_tokens=1, json_schema="nonsense"))
+        check_request(
+            ready(Capability.JSON_SCHEMA),
+            [5],
+            tpb.SamplingParams(max_tokens=1, json_schema="nonsense"),
+        )
     asked.ignore_eos = True
     with pytest.raises(InvalidInput, match="ignore_eos"):
         check_request(ready(Capability.JSON_SCHEMA), [5], asked)
@@ -514,7 +636,10 @@ def test_a_response_under_a_schema_is_not_trained() -> None:
         check_trainable(tpb.SamplingParams(temperature=1, json_schema="{}"))
 
 
-@given(text=st.text(max_size=30) | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps))
+@given(
+    text=st.text(max_size=30)
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)
+)
 @hypothesis_settings(max_examples=100, deadline=None)
 def test_any_text_is_a_schema_or_invalid_input(text: str) -> None:
     try:

@@ -1,4 +1,6 @@
-"""Nodes of a round, the budget that picks them, and the forward over chains, trees and rows of unequal size."""
+"""Nodes of a round, the budget that picks them, and the forward over chains, trees and rows of
+unequal size.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,17 @@ from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.models.loading import load_model
 from paceline.speculators import Drafts
 from rollout_gateway.engines.embedded.budget import PROBE_EVERY, Budget, Calibration, ForwardCost
-from rollout_gateway.engines.embedded.nodes import Nodes, ancestors, arrange, merge_drafts, node_depths
+from rollout_gateway.engines.embedded.nodes import (
+    Nodes,
+    ancestors,
+    arrange,
+    merge_drafts,
+    node_depths,
+)
 
-trees = st.integers(1, 12).flatmap(lambda count: st.tuples(*(st.integers(0, node) for node in range(count))).map(list))
+trees = st.integers(1, 12).flatmap(
+    lambda count: st.tuples(*(st.integers(0, node) for node in range(count))).map(list)
+)
 """Parents of the drafts of one row: node i + 1 under a node of smaller index."""
 
 
@@ -32,10 +42,17 @@ def climb(parents: list[int], node: int) -> list[int]:
     return seen
 
 
-@given(st.lists(trees, min_size=1, max_size=3).filter(lambda rows: len({len(row) for row in rows}) == 1))
+@given(
+    st.lists(trees, min_size=1, max_size=3).filter(
+        lambda rows: len({len(row) for row in rows}) == 1
+    )
+)
 def test_depths_and_ancestors_are_those_of_climbing_to_the_root(rows: list[list[int]]) -> None:
     parents = [[0, *row] for row in rows]
-    depths, seen = node_depths(torch.tensor(parents)), ancestors(torch.tensor(parents), len(rows[0]))
+    depths, seen = (
+        node_depths(torch.tensor(parents)),
+        ancestors(torch.tensor(parents), len(rows[0])),
+    )
     for row, above in enumerate(parents):
         for node in range(len(above)):
             path = climb(above, node)
@@ -45,10 +62,20 @@ def test_depths_and_ancestors_are_those_of_climbing_to_the_root(rows: list[list[
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_every_node_sees_its_path_and_nothing_else(family: str, tmp_path: Path) -> None:
-    """Oracle: transformers over the prompt and each path alone. Rows differ in size, so some nodes are left out."""
+    """Oracle: transformers over the prompt and each path alone.
+
+    Rows differ in size, so some nodes are left out.
+    """
     model = save_random(tmp_path, family)
     weights = load_model(tmp_path, dtype=torch.float32)
-    cache = StaticCache(weights.config, layers=3, slots=3, capacity=64, dtype=torch.float32, device=torch.device("cpu"))
+    cache = StaticCache(
+        weights.config,
+        layers=3,
+        slots=3,
+        capacity=64,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     torch.manual_seed(1)
     prompts = [torch.randint(3, 97, (n,)) for n in (9, 5, 14)]
     parents = [[0, 0, 1, 1, 2, 3], [0, 1, 2, 0, 0, 0], [0, 1, 0, 0, 0, 0]]
@@ -60,7 +87,12 @@ def test_every_node_sees_its_path_and_nothing_else(family: str, tmp_path: Path) 
         for row, prompt in enumerate(prompts):
             known = len(prompt) - 1
             block = make_block(
-                weights.config, weights.rotation, cache, slice(row, row + 1), torch.arange(known)[None], known
+                weights.config,
+                weights.rotation,
+                cache,
+                slice(row, row + 1),
+                torch.arange(known)[None],
+                known,
             )
             forward_hidden(weights, cache, prompt[None, :-1], block)
         roots = torch.tensor([len(prompt) - 1 for prompt in prompts])
@@ -70,15 +102,27 @@ def test_every_node_sees_its_path_and_nothing_else(family: str, tmp_path: Path) 
         length = int(roots.max()) + nodes.width
         positions = nodes.positions(roots)
         block = make_block(
-            weights.config, weights.rotation, cache, slice(0, 3), positions, length, nodes.layout(roots, length)
+            weights.config,
+            weights.rotation,
+            cache,
+            slice(0, 3),
+            positions,
+            length,
+            nodes.layout(roots, length),
         )
         ids = nodes.compute(nodes.tokens)
         assert len(ids) == 3 + sum(counts)
         logits = nodes.spread(head_logits(weights, forward_hidden(weights, cache, ids, block)))
         for row, prompt in enumerate(prompts):
             for node in range(counts[row] + 1):
-                path = [int(tokens[row, at - 1]) for at in reversed(climb([0, *parents[row]], node)) if at]
-                expected = model(torch.cat((prompt, torch.tensor(path, dtype=torch.int64)))[None]).logits[0, -1]
+                path = [
+                    int(tokens[row, at - 1])
+                    for at in reversed(climb([0, *parents[row]], node))
+                    if at
+                ]
+                expected = model(
+                    torch.cat((prompt, torch.tensor(path, dtype=torch.int64)))[None]
+                ).logits[0, -1]
                 torch.testing.assert_close(logits[row, node], expected, atol=2e-5, rtol=0)
 
 
@@ -114,16 +158,25 @@ def measured(costs: dict[int, float]) -> Budget:
 def best_count(chances: list[float], rows: int, fixed: float, per_token: float) -> int:
     """By trying every number of the likeliest nodes."""
     ordered = sorted(chances, reverse=True)
-    rates = [(rows + sum(ordered[:k])) / (fixed + per_token * (rows + k)) for k in range(len(ordered) + 1)]
+    rates = [
+        (rows + sum(ordered[:k])) / (fixed + per_token * (rows + k))
+        for k in range(len(ordered) + 1)
+    ]
     return int(np.argmax(rates))
 
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.lists(st.sampled_from([0.01, 0.15, 0.45, 0.75, 0.97]), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.sampled_from([0.01, 0.15, 0.45, 0.75, 0.97]), min_size=4, max_size=4),
+        min_size=1,
+        max_size=5,
+    ),
     st.floats(0.0005, 0.05),
 )
-def test_the_nodes_verified_are_those_of_the_best_rate(shares: list[list[float]], per_token: float) -> None:
+def test_the_nodes_verified_are_those_of_the_best_rate(
+    shares: list[list[float]], per_token: float
+) -> None:
     fixed, rows = 0.01, len(shares)
     budget = measured({1: fixed + per_token, 100: fixed + 100 * per_token})
     scores = torch.tensor(shares).cumprod(dim=1)
@@ -143,7 +196,9 @@ def test_a_pruned_tree_keeps_parents_of_what_it_keeps() -> None:
     budget = measured({1: 0.011, 100: 0.110})
     scores = torch.tensor([[0.9, 0.06, 0.8, 0.05, 0.7]])
     parents = torch.tensor([[0, 0, 1, 2, 3]])
-    pruned = budget.prune(Drafts(torch.tensor([[10, 11, 12, 13, 14]]), scores, parents), "eagle", "eagle:3_2_6")
+    pruned = budget.prune(
+        Drafts(torch.tensor([[10, 11, 12, 13, 14]]), scores, parents), "eagle", "eagle:3_2_6"
+    )
     assert pruned.parents is not None
     assert pruned.tokens.tolist() == [[10, 12, 14]]
     assert pruned.parents.tolist() == [[0, 1, 2]]
@@ -160,7 +215,9 @@ def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once(
     drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.9, 0.9 * 0.9]]))
     for _ in range(300):
         budget.learn("eagle", drafts, [{0}])
-    kept = [budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.shape[1] for _ in range(2 * PROBE_EVERY)]
+    kept = [
+        budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.shape[1] for _ in range(2 * PROBE_EVERY)
+    ]
     assert (kept.count(2), kept.count(0)) == (2, 2 * PROBE_EVERY - 2)
     budget.forget("eagle")
     assert budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.tolist() == [[5, 6]]
@@ -180,11 +237,18 @@ def test_calibration_follows_what_is_drawn() -> None:
 
 def test_only_drafts_whose_parents_were_drawn_teach() -> None:
     budget = measured({1: 0.011, 100: 0.110})
-    drafts = Drafts(torch.tensor([[5, 6, 7]]), torch.tensor([[0.85, 0.45 * 0.85, 0.35]]), torch.tensor([[0, 1, 0]]))
+    drafts = Drafts(
+        torch.tensor([[5, 6, 7]]),
+        torch.tensor([[0.85, 0.45 * 0.85, 0.35]]),
+        torch.tensor([[0, 1, 0]]),
+    )
     for _ in range(200):
         budget.learn("eagle", drafts, [{0, 3}])  # the root, then its second child
     # Node 0 never, node 2 always drawn; node 1 hangs under node 0, so that nothing is known of it.
-    assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [True, False]
+    assert [budget._calibrations["eagle"].chance(share) < 0.05 for share in (0.85, 0.45)] == [
+        True,
+        False,
+    ]
     assert budget._calibrations["eagle"].chance(0.35) > 0.95
 
 
@@ -194,6 +258,8 @@ def test_costs_are_interpolated_and_an_outlier_moves_little() -> None:
     cost.learn(8, 0.008)
     cost.learn(48, 0.024)
     seconds = cost.seconds(8, 88)
-    assert [seconds[tokens - 8] for tokens in (8, 28, 48, 96)] == pytest.approx([0.008, 0.016, 0.024, 0.048])
+    assert [seconds[tokens - 8] for tokens in (8, 28, 48, 96)] == pytest.approx(
+        [0.008, 0.016, 0.024, 0.048]
+    )
     cost.learn(48, 2.4)
     assert cost.seconds(48, 0) == pytest.approx([0.024 * 1.2])

@@ -1,4 +1,6 @@
-"""Penalties of running requests: who pays, what is counted, and the embedded engine against oracles of its own."""
+"""Penalties of running requests: who pays, what is counted, and the embedded engine against oracles
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def sequence(prompt: Sequence[int] = (1, 2), tokens: Sequence[int] = (), **sampling: Any) -> RunningSequence:
+def sequence(
+    prompt: Sequence[int] = (1, 2), tokens: Sequence[int] = (), **sampling: Any
+) -> RunningSequence:
     request = Request(1, tuple(prompt), Sampling(seed=1, max_tokens=50, **sampling))
-    return RunningSequence(request, frozenset(), 50, length=len(prompt) + len(tokens), tokens=list(tokens))
+    return RunningSequence(
+        request, frozenset(), 50, length=len(prompt) + len(tokens), tokens=list(tokens)
+    )
 
 
 def random_logits(batch: int, nodes: int) -> torch.Tensor:
@@ -56,7 +62,12 @@ def test_a_batch_that_asks_for_nothing_gets_no_tensor_and_no_counts() -> None:
 def test_rows_that_do_not_ask_keep_every_bit_and_the_given_logits_stay() -> None:
     penalties, logits = Penalties(), random_logits(4, 2)
     before = logits.clone()
-    rows = [sequence(tokens=[5]), sequence(tokens=[5], presence_penalty=2.0), None, sequence(logit_bias=((3, 7.0),))]
+    rows = [
+        sequence(tokens=[5]),
+        sequence(tokens=[5], presence_penalty=2.0),
+        None,
+        sequence(logit_bias=((3, 7.0),)),
+    ]
     adjusted = penalties.adjust(rows, logits, torch.zeros(4, 2, dtype=torch.int64))
     assert adjusted is not None
     assert torch.equal(logits, before)
@@ -87,13 +98,18 @@ def test_a_draft_counts_on_its_own_branch_only() -> None:
     adjusted = penalties.adjust([one], logits, tokens, tree)
     assert adjusted is not None
     said_at = ([4], [4, 4], [4, 9], [4, 4, 2])
-    expected = torch.stack([torch.bincount(torch.tensor(said), minlength=VOCAB) for said in said_at])
+    expected = torch.stack(
+        [torch.bincount(torch.tensor(said), minlength=VOCAB) for said in said_at]
+    )
     torch.testing.assert_close((logits - adjusted)[0], expected.float())
 
 
 def test_tokens_drawn_ahead_count_without_being_kept() -> None:
     penalties, logits = Penalties(), random_logits(2, 1)
-    rows = [sequence(tokens=[4], frequency_penalty=1.0), sequence(tokens=[4], frequency_penalty=1.0)]
+    rows = [
+        sequence(tokens=[4], frequency_penalty=1.0),
+        sequence(tokens=[4], frequency_penalty=1.0),
+    ]
     roots = torch.zeros(2, 1, dtype=torch.int64)
     for _ in range(2):
         adjusted = penalties.adjust(rows, logits, roots, ahead={1: [4, 6]})
@@ -122,10 +138,15 @@ def test_a_device_that_runs_ahead_tells_the_tokens_between_the_taken_and_the_dra
         ({"logit_bias": ((12, 1.0),)}, r"logit_bias names .* seen: 12.*0 to 11"),
         ({"logit_bias": ((3, 100.5),)}, r"logit_bias of token 3 .* seen: 100.5.*-100 to 100"),
         ({"logit_bias": ((3, float("nan")),)}, "logit_bias of token 3"),
-        ({"logit_bias": tuple((token, 1.0) for token in range(301))}, "logit_bias .* seen: 301.*300"),
+        (
+            {"logit_bias": tuple((token, 1.0) for token in range(301))},
+            "logit_bias .* seen: 301.*300",
+        ),
     ],
 )
-def test_values_out_of_range_are_named_with_what_is_allowed(setting: dict[str, Any], named: str) -> None:
+def test_values_out_of_range_are_named_with_what_is_allowed(
+    setting: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidInput, match=named):
         check_request(Request(1, (1,), Sampling(1, 4, **setting)), VOCAB, 64)
 
@@ -134,9 +155,15 @@ def test_penalties_on_the_wire_are_those_of_the_message_and_absent_ones_are_off(
     plain = wire.request_from(pb.EngineRequest(sampling=tpb.SamplingParams(max_tokens=1))).sampling
     assert (plain.repetition_penalty, plain.adjusted) == (1.0, False)
     bias = {7: -100.0, 3: 2.5}
-    message = tpb.SamplingParams(presence_penalty=0.5, frequency_penalty=-2, repetition_penalty=1.5, logit_bias=bias)
+    message = tpb.SamplingParams(
+        presence_penalty=0.5, frequency_penalty=-2, repetition_penalty=1.5, logit_bias=bias
+    )
     asked = wire.request_from(pb.EngineRequest(sampling=message)).sampling
-    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (0.5, -2.0, 1.5)
+    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (
+        0.5,
+        -2.0,
+        1.5,
+    )
     assert asked.logit_bias == ((3, 2.5), (7, -100.0))
 
 
@@ -150,9 +177,16 @@ def model(model_dir: Path) -> PreTrainedModel:
     return save_random(model_dir, "llama", sharpness=5.0)
 
 
-def generate(model_dir: Path, requests: list[Request], arm: str, *, retract: bool = False) -> dict[int, Chunk]:
+def generate(
+    model_dir: Path, requests: list[Request], arm: str, *, retract: bool = False
+) -> dict[int, Chunk]:
     """Last chunks by request. Three slots only, so that requests move as others end."""
-    settings = {"model_dir": str(model_dir), "drafter": "eagle", "max_batch": 3, "max_sequence_tokens": 96}
+    settings = {
+        "model_dir": str(model_dir),
+        "drafter": "eagle",
+        "max_batch": 3,
+        "max_sequence_tokens": 96,
+    }
     spec = EmbeddedSpec.model_validate({**settings, "bandit": {"epsilon": 1.0}})
     engine = build_embedded(spec)
     engine.force_arm(arm)
@@ -174,7 +208,13 @@ def mixed_requests() -> list[Request]:
         Request(
             number,
             (5 + number, 6, 7, 6),
-            Sampling(seed=900 + number, max_tokens=12 + 3 * number, temperature=0.8, ignore_eos=True, **asked),
+            Sampling(
+                seed=900 + number,
+                max_tokens=12 + 3 * number,
+                temperature=0.8,
+                ignore_eos=True,
+                **asked,
+            ),
         )
         for number, asked in enumerate(settings)
     ]
@@ -189,7 +229,9 @@ def adjusted_by_hand(
         r = sampling.repetition_penalty
         adjusted[token] = adjusted[token] / r if adjusted[token] > 0 else adjusted[token] * r
     for token in set(said):
-        adjusted[token] -= sampling.frequency_penalty * list(said).count(token) + sampling.presence_penalty
+        adjusted[token] -= (
+            sampling.frequency_penalty * list(said).count(token) + sampling.presence_penalty
+        )
     for token, value in sampling.logit_bias:
         adjusted[token] += value
     if sampling.top_k:
@@ -208,7 +250,10 @@ def test_tokens_are_drawn_from_adjusted_logits_and_logprobs_are_of_the_raw_ones(
         for index, (token, logprob) in enumerate(zip(said, chunk.behavior_logprobs, strict=True)):
             raw, position = logits[len(prompt) + index - 1], len(prompt) + index
             adjusted = adjusted_by_hand(raw, prompt, said[:index], sampling).astype(np.float32)
-            assert token == gumbel_oracle.draw(adjusted, 0.8, sampling.seed, position)[0], (number, index)
+            assert token == gumbel_oracle.draw(adjusted, 0.8, sampling.seed, position)[0], (
+                number,
+                index,
+            )
             scaled = raw / 0.8 - (raw / 0.8).max()
             assert logprob == pytest.approx(scaled[token] - np.log(np.exp(scaled).sum()), abs=2e-5)
 
@@ -231,7 +276,9 @@ def test_every_arm_and_a_rebuilt_cache_give_the_tokens_of_plain_decoding(
 def test_the_engine_drops_counts_of_requests_that_ended_or_were_aborted(
     model: PreTrainedModel, model_dir: Path
 ) -> None:
-    engine = build_embedded(EmbeddedSpec.model_validate({"model_dir": str(model_dir), "max_sequence_tokens": 96}))
+    engine = build_embedded(
+        EmbeddedSpec.model_validate({"model_dir": str(model_dir), "max_sequence_tokens": 96})
+    )
     assert isinstance(engine, EmbeddedEngine)
     for number, limit in enumerate((2, 60)):
         sampling = Sampling(seed=number, max_tokens=limit, ignore_eos=True, presence_penalty=1.0)
@@ -250,9 +297,15 @@ def test_greedy_tokens_with_a_repetition_penalty_are_those_transformers_generate
     model: PreTrainedModel, model_dir: Path, arm: str
 ) -> None:
     prompts = [(5, 6, 7), (9, 9, 4, 30), (50,), (61, 2, 18, 18, 18)]
-    sampling = Sampling(seed=1, max_tokens=40, temperature=0.0, repetition_penalty=1.3, ignore_eos=True)
-    ended = generate(model_dir, [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)], arm)
-    changed = generate(model_dir, [Request(0, prompts[0], Sampling(1, 40, 0.0, ignore_eos=True))], arm)
+    sampling = Sampling(
+        seed=1, max_tokens=40, temperature=0.0, repetition_penalty=1.3, ignore_eos=True
+    )
+    ended = generate(
+        model_dir, [Request(i, prompt, sampling) for i, prompt in enumerate(prompts)], arm
+    )
+    changed = generate(
+        model_dir, [Request(0, prompts[0], Sampling(1, 40, 0.0, ignore_eos=True))], arm
+    )
     assert changed[0].token_ids != ended[0].token_ids
     for number, prompt in enumerate(prompts):
         ids = torch.tensor([prompt])

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded import prefix_cache
-from rollout_gateway.engines.embedded.prefix_cache import MIN_PREFIX, Match, PrefixCache, PrefixIndex, block_keys
+from rollout_gateway.engines.embedded.prefix_cache import (
+    MIN_PREFIX,
+    Match,
+    PrefixCache,
+    PrefixIndex,
+    block_keys,
+)
 from rollout_gateway.engines.sequence import RunningSequence
 
 RUNNING, RETAINED, CAPACITY = 3, 3, 128
@@ -24,7 +30,9 @@ Tokens = tuple[int, ...]
 class Store:
     """Slots that hold the tokens themselves."""
 
-    slots: dict[int, list[int]] = field(default_factory=lambda: {n: [] for n in range(RUNNING + RETAINED)})
+    slots: dict[int, list[int]] = field(
+        default_factory=lambda: {n: [] for n in range(RUNNING + RETAINED)}
+    )
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     def copy(self, source: int, destination: int, start: int, stop: int) -> None:
@@ -35,7 +43,9 @@ class Store:
 
 def sequence(tokens: Tokens, said: int = 0, *, stale: bool = False) -> RunningSequence:
     """A request that has cached all tokens but the last; the last `said` are its response."""
-    made = RunningSequence(Request(0, tokens[: len(tokens) - said], Sampling(1, 8)), frozenset(), 8, stale=stale)
+    made = RunningSequence(
+        Request(0, tokens[: len(tokens) - said], Sampling(1, 8)), frozenset(), 8, stale=stale
+    )
     made.tokens = list(tokens[len(tokens) - said :])
     made.length, made.cached = len(tokens), len(tokens) - 1
     return made
@@ -46,7 +56,10 @@ def waiting(tokens: Tokens) -> RunningSequence:
 
 
 def common(one: Tokens, other: Tokens) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 class Oracle:
@@ -54,7 +67,9 @@ class Oracle:
 
     def __init__(self) -> None:
         self.running: dict[int, Tokens] = {}
-        self.retained: dict[int, Tokens] = dict.fromkeys(range(RETAINED), ())  # least recently used first
+        self.retained: dict[int, Tokens] = dict.fromkeys(
+            range(RETAINED), ()
+        )  # least recently used first
 
     def use(self, slot: int, tokens: Tokens) -> None:
         del self.retained[slot]
@@ -62,7 +77,9 @@ class Oracle:
 
     def best(self, held: dict[int, Tokens], asked: Tokens) -> tuple[int, int]:
         """(length, slot), the lowest slot among equals; length 0 when too short."""
-        length, slot = max(((common(tokens, asked), -slot) for slot, tokens in held.items()), default=(0, 0))
+        length, slot = max(
+            ((common(tokens, asked), -slot) for slot, tokens in held.items()), default=(0, 0)
+        )
         return (length, -slot) if length >= MIN_PREFIX else (0, 0)
 
     def ask(self, asked: Tokens) -> int:
@@ -88,7 +105,12 @@ class Oracle:
 _STEMS = [tuple(random.Random(seed).choices(range(50), k=80)) for seed in range(2)]
 # Few enough that one is often the beginning of another, or ties with it.
 _SEQUENCES = st.sampled_from(
-    [(*stem[:cut], *tail) for stem in _STEMS for cut in (0, 15, 17, 48) for tail in ((1,), (0, 1), (0, 0, 0))]
+    [
+        (*stem[:cut], *tail)
+        for stem in _STEMS
+        for cut in (0, 15, 17, 48)
+        for tail in ((1,), (0, 1), (0, 0, 0))
+    ]
 )
 _SLOTS = st.integers(0, RUNNING - 1)
 _STEPS = st.one_of(
@@ -152,10 +174,15 @@ def numbers(count: int, seed: int = 0) -> Tokens:
     return tuple(random.Random(seed).choices(range(1000), k=count))
 
 
-def test_a_collision_of_hashes_costs_a_hit_and_never_gives_foreign_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collision_of_hashes_costs_a_hit_and_never_gives_foreign_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
     index = PrefixIndex(2, CAPACITY)
-    held, other = np.array(numbers(60), dtype=np.int32), np.array(numbers(60, seed=1), dtype=np.int32)
+    held, other = (
+        np.array(numbers(60), dtype=np.int32),
+        np.array(numbers(60, seed=1), dtype=np.int32),
+    )
     index.add(0, held, block_keys(held))
     assert index.longest(other, block_keys(other)) is None
     half = np.concatenate([held[:20], other[20:]])
@@ -183,7 +210,11 @@ def test_the_least_recently_used_sequence_makes_room_and_memory_is_bounded() -> 
     for seed in range(10, 10 + RETAINED - 1):
         store.slots[0] = list(numbers(40, seed))
         cache.retain(0, sequence(numbers(41, seed)))
-    assert {seed: cache.reuse(1, waiting(numbers(41, seed))) for seed in (0, 1, 2)} == {0: 40, 1: 0, 2: 0}
+    assert {seed: cache.reuse(1, waiting(numbers(41, seed))) for seed in (0, 1, 2)} == {
+        0: 40,
+        1: 0,
+        2: 0,
+    }
     assert {destination for _, destination in store.copies} <= set(range(RUNNING + RETAINED))
 
 

@@ -1,4 +1,6 @@
-"""The embedded engine with reuse of prefixes says what it says without, and captures the same rows."""
+"""The embedded engine with reuse of prefixes says what it says without, and captures the same
+rows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from paceline.models import decoder
 from paceline.models.config import read_config
 from paceline.speculators.eagle import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, VersionSet
-from rollout_gateway.engines.base import Chunk, Engine, PauseMode, Request, RowSink, Sampling, Target
+from rollout_gateway.engines.base import (
+    Chunk,
+    Engine,
+    PauseMode,
+    Request,
+    RowSink,
+    Sampling,
+    Target,
+)
 from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded, prefill
 from rollout_gateway.engines.sequence import RunningSequence
 
@@ -34,7 +44,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(directory: Path, sink: RowSink | None = None, **options: object) -> Engine:
-    settings = {"model_dir": str(directory), "drafter": "eagle", "max_batch": 4, "max_sequence_tokens": 200}
+    settings = {
+        "model_dir": str(directory),
+        "drafter": "eagle",
+        "max_batch": 4,
+        "max_sequence_tokens": 200,
+    }
     settings |= {"prefix_tokens": 16, **options}
     return build_embedded(EmbeddedSpec.model_validate(settings), sink)
 
@@ -84,7 +99,11 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
     computed: list[int] = []
 
     def counted(
-        weights: decoder.DecoderWeights, cache: object, token_ids: Tensor, block: decoder.Block, inner: tuple[int, ...]
+        weights: decoder.DecoderWeights,
+        cache: object,
+        token_ids: Tensor,
+        block: decoder.Block,
+        inner: tuple[int, ...],
     ) -> Tensor:
         computed.append(token_ids.numel())
         return decoder.forward_hidden(weights, cache, token_ids, block, inner)  # type: ignore[arg-type]
@@ -93,7 +112,9 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
     second = ask(2, (*known, *QUESTION), temperature=temperature)
     (chunk,) = say(engine, plain(second))
     assert chunk.cached_prompt_tokens == len(known) - 1
-    assert computed == [len(QUESTION)]  # the last of the first turn and all but the last of the second
+    assert computed == [
+        len(QUESTION)
+    ]  # the last of the first turn and all but the last of the second
     assert chunk.token_ids == alone(models / "old", second)
     stats = engine.load.prefixes
     assert stats.prompt_tokens == len(PROMPT) + len(known) + len(QUESTION)
@@ -101,11 +122,17 @@ def test_a_second_turn_computes_only_what_is_new_and_says_what_a_fresh_engine_sa
 
 
 def test_crowded_conversations_say_what_they_say_without_reuse(models: Path) -> None:
-    """Turns of many conversations on few slots: copies, moves, evictions and siblings all happen."""
+    """Turns of many conversations on few slots: copies, moves, evictions and siblings all
+    happen.
+    """
     rng = random.Random(3)
     stems = [[rng.randrange(3, 97) for _ in range(60)] for _ in range(4)]
     batch = [
-        ask(n, (*rng.choice(stems)[: rng.randrange(10, 60)], *QUESTION[: rng.randrange(1, 5)]), temperature=n % 2)
+        ask(
+            n,
+            (*rng.choice(stems)[: rng.randrange(10, 60)], *QUESTION[: rng.randrange(1, 5)]),
+            temperature=n % 2,
+        )
         for n in range(40)
     ]
     reference = build(models / "old", drafter="off", prefix_slots=0)
@@ -122,7 +149,10 @@ def test_crowded_conversations_say_what_they_say_without_reuse(models: Path) -> 
         assert [chunk.token_ids for chunk in chunks] == [chunk.token_ids for chunk in expected]
         reused = sum(chunk.cached_prompt_tokens for chunk in chunks)
         assert engine.load.prefixes.reused_tokens == reused > 0
-        assert all(chunk.cached_prompt_tokens < len(one.prompt) for chunk, one in zip(chunks, batch, strict=True))
+        assert all(
+            chunk.cached_prompt_tokens < len(one.prompt)
+            for chunk, one in zip(chunks, batch, strict=True)
+        )
 
 
 class Rows:
@@ -148,7 +178,9 @@ class Rows:
 
 
 @pytest.mark.parametrize("drafter", ["off", "eagle"])
-def test_a_second_turn_captures_all_its_rows_as_a_fresh_engine_does(drafter: str, models: Path) -> None:
+def test_a_second_turn_captures_all_its_rows_as_a_fresh_engine_does(
+    drafter: str, models: Path
+) -> None:
     options = {"drafter": drafter, "features_dtype": "float32", "policy_version": 3}
     rows, expected = Rows(), Rows()
     engine = build(models / "old", rows, **options)
@@ -157,13 +189,16 @@ def test_a_second_turn_captures_all_its_rows_as_a_fresh_engine_does(drafter: str
     chunks = say(engine, *turns)
     assert min(chunk.cached_prompt_tokens for chunk in chunks) >= len(PROMPT)
     fresh = build(models / "old", expected, prefix_slots=0, **options)
-    assert [chunk.token_ids for chunk in say(fresh, *turns)] == [chunk.token_ids for chunk in chunks]
+    assert [chunk.token_ids for chunk in say(fresh, *turns)] == [
+        chunk.token_ids for chunk in chunks
+    ]
     length = len(turns[0].prompt) + 25
     assert set(rows.rows) == {(one.request_id, at) for one in turns for at in range(length - 1)}
     for key, (token, version, state) in rows.rows.items():
         assert (token, version) == expected.rows[key][:2]
         assert version == 3
-        # fp32 sums round by the shape of the block: fresh engines with other prefill_tokens differ by 2e-6 as well.
+        # fp32 sums round by the shape of the block: fresh engines with other prefill_tokens differ
+        # by 2e-6 as well.
         np.testing.assert_allclose(state, expected.rows[key][2], rtol=0, atol=5e-6)
 
 
@@ -204,14 +239,20 @@ def test_a_request_that_lived_through_an_update_is_reused_only_if_it_was_cached_
     second = ask(3, (*PROMPT, *chunks[1].token_ids, *QUESTION))
     (chunk,) = say(engine, plain(second))
     # The sibling, cached under the new policy from the start, serves the prompt either way.
-    assert chunk.cached_prompt_tokens == (len(second.prompt) - len(QUESTION) - 1 if kept else len(PROMPT))
+    assert chunk.cached_prompt_tokens == (
+        len(second.prompt) - len(QUESTION) - 1 if kept else len(PROMPT)
+    )
     assert chunk.token_ids == alone(models / "new", second)
 
 
 def test_rows_share_a_prefill_only_if_both_are_cached_alike_under_the_serving_policy() -> None:
     rows = [
-        RunningSequence(ask(n, PROMPT), frozenset(), 8, length=len(PROMPT), cached=cached, stale=stale)
-        for n, (cached, stale) in enumerate([(20, True), (20, False), (20, False), (0, False), (20, True)])
+        RunningSequence(
+            ask(n, PROMPT), frozenset(), 8, length=len(PROMPT), cached=cached, stale=stale
+        )
+        for n, (cached, stale) in enumerate(
+            [(20, True), (20, False), (20, False), (0, False), (20, True)]
+        )
     ]
     assert prefill.leaders_of(rows, [19] * 5) == ([0, 1, 3, 4], [0, 1, 1, 2, 3])
 
@@ -275,7 +316,9 @@ def test_a_new_drafter_keeps_prefixes(models: Path, tmp_path: Path) -> None:
     assert chunk.token_ids == alone(models / "old", second)
 
 
-def test_siblings_that_come_one_after_another_reuse_a_request_that_runs_or_has_ended(models: Path) -> None:
+def test_siblings_that_come_one_after_another_reuse_a_request_that_runs_or_has_ended(
+    models: Path,
+) -> None:
     waiting_turn = build(models / "old", max_batch=1)
     chunks = say(waiting_turn, *(plain(ask(n, PROMPT)) for n in range(3)))
     assert [chunk.cached_prompt_tokens for chunk in chunks] == [0, len(PROMPT) - 1, len(PROMPT) - 1]

@@ -1,4 +1,6 @@
-"""Rows of rejected drafts: the states transformers gives there, bounded, and nothing else changed by them."""
+"""Rows of rejected drafts: the states transformers gives there, bounded, and nothing else changed
+by them.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMod
     return directory, save_random(directory, "qwen3", sharpness=6.0)
 
 
-def requests(count: int = 6, *, captured: Callable[[int], bool] = lambda number: True) -> list[Request]:
+def requests(
+    count: int = 6, *, captured: Callable[[int], bool] = lambda number: True
+) -> list[Request]:
     rng = random.Random(3)
     made = []
     for number in range(count):
         words = [rng.randrange(3, 97) for _ in range(4)]
         prompt = tuple(words * rng.randrange(2, 5))  # repeats, so that n-grams are found
         sampling = Sampling(
-            seed=rng.getrandbits(63), max_tokens=rng.randrange(12, 40), temperature=rng.choice([0.0, 1.0])
+            seed=rng.getrandbits(63),
+            max_tokens=rng.randrange(12, 40),
+            temperature=rng.choice([0.0, 1.0]),
         )
         made.append(Request(number, prompt, sampling, capture=captured(number)))
     return made
@@ -133,7 +139,11 @@ def test_every_rejected_draft_is_written_or_counted_and_no_round_writes_more_tha
     engine = build(model[0], ring, arm)
     for number in range(3):
         prompt = (5, 6, 7 + number) * 4
-        engine.enqueue(Request(number, prompt, Sampling(seed=number, max_tokens=90, ignore_eos=True), capture=True))
+        engine.enqueue(
+            Request(
+                number, prompt, Sampling(seed=number, max_tokens=90, ignore_eos=True), capture=True
+            )
+        )
     written = 0
     for _ in range(15):
         engine.step()
@@ -144,7 +154,10 @@ def test_every_rejected_draft_is_written_or_counted_and_no_round_writes_more_tha
         written += len(rejected)
     load = engine.load
     assert load.running == 3
-    assert written + load.rejected_left_out == load.speculation.drafted_tokens - load.speculation.accepted_tokens
+    assert (
+        written + load.rejected_left_out
+        == load.speculation.drafted_tokens - load.speculation.accepted_tokens
+    )
     assert (load.rejected_left_out > 0) == (
         written < load.speculation.drafted_tokens - load.speculation.accepted_tokens
     )
@@ -160,7 +173,9 @@ def test_only_requests_that_ask_for_capture_leave_rejected_rows(
     assert set(rows["request_id"][rows["parent"] > 0].tolist()) == {0, 2, 4}
 
 
-def test_without_drafts_nothing_is_rejected(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_without_drafts_nothing_is_rejected(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     ring = ring_of(tmp_path)
     rows, _ = run(build(model[0], ring, "off"), requests(), ring)
     assert len(rows)
@@ -190,11 +205,18 @@ def test_a_full_ring_drops_drafts_with_all_that_hangs_under_them(
         assert (mine["position"][order[parents]] + 1 == mine["position"][drafts]).all()
 
 
-def test_the_capability_needs_the_setting_and_a_ring(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+def test_the_capability_needs_the_setting_and_a_ring(
+    model: tuple[Path, PreTrainedModel], tmp_path: Path
+) -> None:
     ring = ring_of(tmp_path)
     assert Capability.REJECTED_ROWS in build(model[0], ring, "off").info.capabilities
-    assert Capability.REJECTED_ROWS not in build(model[0], ring, "off", rejected_rows=False).info.capabilities
-    spec = EmbeddedSpec.model_validate({"model_dir": str(model[0]), "drafter": "off", "rejected_rows": True})
+    assert (
+        Capability.REJECTED_ROWS
+        not in build(model[0], ring, "off", rejected_rows=False).info.capabilities
+    )
+    spec = EmbeddedSpec.model_validate(
+        {"model_dir": str(model[0]), "drafter": "off", "rejected_rows": True}
+    )
     assert Capability.REJECTED_ROWS not in build_embedded(spec).info.capabilities
 
 
@@ -218,9 +240,13 @@ def verdict(*paths: list[int]) -> Verdict:
     return Verdict(torch.zeros_like(padded), accepted, zeros, zeros.double(), padded)
 
 
-def chosen(nodes: Nodes, path: Verdict, taken: list[int], most: int = 99) -> tuple[list[tuple[int, int, int]], int]:
+def chosen(
+    nodes: Nodes, path: Verdict, taken: list[int], most: int = 99
+) -> tuple[list[tuple[int, int, int]], int]:
     found = rejected_drafts(nodes, path, torch.tensor(taken), most)
-    return list(zip(found.rows.tolist(), found.nodes.tolist(), found.parents.tolist(), strict=True)), found.left_out
+    return list(
+        zip(found.rows.tolist(), found.nodes.tolist(), found.parents.tolist(), strict=True)
+    ), found.left_out
 
 
 def test_drafts_of_a_tree_come_by_level_and_say_how_far_back_their_parent_lies() -> None:
@@ -233,15 +259,23 @@ def test_drafts_of_a_tree_come_by_level_and_say_how_far_back_their_parent_lies()
 
 def test_rows_of_a_round_are_counted_apart() -> None:
     whole = list(range(10, 19))
-    found, left_out = chosen(tree(whole, whole, whole), verdict([0], [0, 1, 4, 7], [0, 2]), [1, 4, 0], most=2)
+    found, left_out = chosen(
+        tree(whole, whole, whole), verdict([0], [0, 1, 4, 7], [0, 2]), [1, 4, 0], most=2
+    )
     assert found == [(0, 1, 1), (0, 2, 1), (1, 2, 1), (1, 3, 1)]
     assert left_out == 6 + 3  # of eight and of five; nothing of the row that is not asked for
 
 
 def test_what_hangs_under_the_path_behind_a_stop_was_not_rejected() -> None:
     whole = list(range(10, 19))
-    # All of 0, 1, 4, 7 was drawn, but the request ended with the draw at the root: 1 is the last token.
-    assert chosen(tree(whole), verdict([0, 1, 4, 7]), [1])[0] == [(0, 2, 1), (0, 3, 1), (0, 6, 3), (0, 8, 2)]
+    # All of 0, 1, 4, 7 was drawn, but the request ended with the draw at the root: 1 is the last
+    # token.
+    assert chosen(tree(whole), verdict([0, 1, 4, 7]), [1])[0] == [
+        (0, 2, 1),
+        (0, 3, 1),
+        (0, 6, 3),
+        (0, 8, 2),
+    ]
 
 
 def test_absent_drafts_and_those_under_them_are_never_written() -> None:

@@ -1,4 +1,6 @@
-"""Sampled drafts and their verification, node by node; tests/properties holds the law of whole sequences."""
+"""Sampled drafts and their verification, node by node; tests/properties holds the law of whole
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -38,17 +40,26 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def grown(batch: int, counts: tuple[int, ...], temperature: float = 1.0, **masks: float) -> tuple[SampledTree, Tensor]:
+def grown(
+    batch: int, counts: tuple[int, ...], temperature: float = 1.0, **masks: float
+) -> tuple[SampledTree, Tensor]:
     """A tree of drafts from random logits, and the positions of what is drawn at its nodes."""
-    tree, positions = SampledTree.of(torch.zeros(batch, dtype=torch.int64), VOCAB), [torch.full((batch, 1), 9)]
+    tree, positions = (
+        SampledTree.of(torch.zeros(batch, dtype=torch.int64), VOCAB),
+        [torch.full((batch, 1), 9)],
+    )
     for depth, count in enumerate(counts):
         logits = randn(batch, tree.leaves, VOCAB, seed=depth + 1) * 2
-        tree = tree.grow(logits, positions[-1], rows(batch, tree.leaves, temperature, **masks), count)
+        tree = tree.grow(
+            logits, positions[-1], rows(batch, tree.leaves, temperature, **masks), count
+        )
         positions.append(torch.full((batch, tree.leaves), 10 + depth))
     return tree, torch.cat(positions, dim=1)
 
 
-def verified(tree: SampledTree, logits: Tensor, positions: Tensor, params: DrawParams) -> SampledVerdict:
+def verified(
+    tree: SampledTree, logits: Tensor, positions: Tensor, params: DrawParams
+) -> SampledVerdict:
     return verify_sampled(logits, tree.tokens, tree.parents, tree.probs, positions, params)
 
 
@@ -86,7 +97,9 @@ def test_a_drafter_equal_to_the_target_is_never_rejected() -> None:
     batch, logits = 500, randn(500, 4, VOCAB)
     tree = SampledTree.of(torch.zeros(batch, dtype=torch.int64), VOCAB)
     for depth in range(3):
-        tree = tree.grow(logits[:, depth : depth + 1], torch.full((batch, 1), 9 + depth), rows(batch, 1), 1)
+        tree = tree.grow(
+            logits[:, depth : depth + 1], torch.full((batch, 1), 9 + depth), rows(batch, 1), 1
+        )
     verdict = verified(tree, logits, torch.arange(9, 13).expand(batch, -1), rows(batch, 4))
     assert (verdict.accepted == 3).all()
     assert torch.equal(verdict.tokens[:, :3], tree.tokens[:, 1:])
@@ -106,7 +119,12 @@ def test_at_temperature_zero_the_argmax_is_followed(counts: tuple[int, ...]) -> 
         while node >= 0:
             said.append(int(best[row, node]))
             node = next(
-                (i for i in range(1, nodes) if tree.parents[row, i] == node and tree.tokens[row, i] == said[-1]), -1
+                (
+                    i
+                    for i in range(1, nodes)
+                    if tree.parents[row, i] == node and tree.tokens[row, i] == said[-1]
+                ),
+                -1,
             )
         assert verdict.tokens[row].tolist() == said + [-1] * (nodes - len(said))
 
@@ -120,14 +138,22 @@ def test_a_greedy_chain_gives_what_the_same_draw_rule_gives() -> None:
     assert torch.equal(got.accepted, expected.accepted)
     for row, accepted in enumerate(expected.accepted.tolist()):
         assert torch.equal(got.tokens[row, : accepted + 1], expected.tokens[row, : accepted + 1])
-        assert torch.equal(got.logprobs[row, : accepted + 1], expected.logprobs[row, : accepted + 1])
+        assert torch.equal(
+            got.logprobs[row, : accepted + 1], expected.logprobs[row, : accepted + 1]
+        )
 
 
 def test_a_row_without_drafts_says_what_plain_decoding_draws() -> None:
     batch = 300
-    logits, positions, params = randn(batch, 2, VOCAB), torch.arange(2 * batch).view(batch, 2), rows(batch, 2, 0.8)
+    logits, positions, params = (
+        randn(batch, 2, VOCAB),
+        torch.arange(2 * batch).view(batch, 2),
+        rows(batch, 2, 0.8),
+    )
     tokens = torch.tensor([[0, -1]]).expand(batch, -1)
-    verdict = verify_sampled(logits, tokens, None, torch.zeros(batch, 2, VOCAB).double(), positions, params)
+    verdict = verify_sampled(
+        logits, tokens, None, torch.zeros(batch, 2, VOCAB).double(), positions, params
+    )
     plain = draw(logits[:, 0], positions[:, 0], rows(batch, 1, 0.8))
     assert torch.equal(verdict.tokens[:, 0], plain.tokens)
     assert torch.equal(verdict.logprobs[:, 0], plain.logprobs)
@@ -140,7 +166,9 @@ def test_the_path_names_the_nodes_whose_logits_gave_each_token() -> None:
     logits = randn(batch, 10, VOCAB) + 1
     verdict = verified(tree, logits, positions, rows(batch, 10, 0.9))
     assert set(verdict.accepted.tolist()) == {0, 1, 2}
-    logprobs = behavior_logprobs(logits.view(-1, VOCAB), torch.full((batch * 10,), 0.9)).view(batch, 10, VOCAB)
+    logprobs = behavior_logprobs(logits.view(-1, VOCAB), torch.full((batch * 10,), 0.9)).view(
+        batch, 10, VOCAB
+    )
     for row, accepted in enumerate(verdict.accepted.tolist()):
         path = verdict.path[row].tolist()
         assert path[accepted + 1 :] == [0] * (9 - accepted)
@@ -159,20 +187,34 @@ def test_a_row_says_the_same_alone_and_in_a_batch() -> None:
         one = slice(row, row + 1)
         params = DrawParams.of([1000 + row] * 10, [1.0] * 10)
         alone = verify_sampled(
-            logits[one], tree.tokens[one], tree.parents[one], tree.probs[one], positions[one], params
+            logits[one],
+            tree.tokens[one],
+            tree.parents[one],
+            tree.probs[one],
+            positions[one],
+            params,
         )
         assert torch.equal(alone.tokens[0], together.tokens[row])
 
 
 @settings(max_examples=50, deadline=None)
-@given(top_k=st.integers(1, VOCAB), top_p=st.floats(0.3, 1.0), min_p=st.floats(0.0, 0.9), seed=st.integers(0, 99))
-def test_only_tokens_that_the_masks_allow_are_said(top_k: int, top_p: float, min_p: float, seed: int) -> None:
+@given(
+    top_k=st.integers(1, VOCAB),
+    top_p=st.floats(0.3, 1.0),
+    min_p=st.floats(0.0, 0.9),
+    seed=st.integers(0, 99),
+)
+def test_only_tokens_that_the_masks_allow_are_said(
+    top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
     tree, positions = grown(20, COUNTS, top_k=top_k, top_p=top_p, min_p=min_p)
     logits = randn(20, 10, VOCAB, seed=seed) * 2
     verdict = verified(tree, logits, positions, rows(20, 10, top_k=top_k, top_p=top_p, min_p=min_p))
     probs = logits.softmax(-1)
     for row, accepted in enumerate(verdict.accepted.tolist()):
-        for token, node in zip(verdict.tokens[row].tolist(), verdict.path[row, : accepted + 1].tolist(), strict=False):
+        for token, node in zip(
+            verdict.tokens[row].tolist(), verdict.path[row, : accepted + 1].tolist(), strict=False
+        ):
             likelier = probs[row, node][probs[row, node] > probs[row, node, token]]
             assert len(likelier) < top_k
             assert likelier.sum() < top_p
@@ -182,7 +224,9 @@ def test_only_tokens_that_the_masks_allow_are_said(top_k: int, top_p: float, min
 def test_residuals_stay_distributions_when_nothing_is_left() -> None:
     p = torch.tensor([[0.5, 0.5, 0.0], [0.7, 0.2, 0.1]], dtype=torch.float64)
     q = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
-    torch.testing.assert_close(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).double())
+    torch.testing.assert_close(
+        residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]).double()
+    )
     certain = torch.tensor([[0.0, 1.0, 0.0], [0.2, 0.3, 0.5]], dtype=torch.float64)
     left = without(certain, torch.tensor([1, 2]))
     torch.testing.assert_close(left, torch.tensor([[0.0, 0.0, 0.0], [0.4, 0.6, 0.0]]).double())

@@ -8,7 +8,9 @@ from rollout_gateway.engines.sequence import RunningSequence
 
 
 def sequence(number: int, length: int = 10) -> RunningSequence:
-    return RunningSequence(Request(number, (0,) * length, Sampling(1, 8)), frozenset(), 8, length=length)
+    return RunningSequence(
+        Request(number, (0,) * length, Sampling(1, 8)), frozenset(), 8, length=length
+    )
 
 
 def numbers(scheduler: Scheduler) -> list[int]:
@@ -34,7 +36,9 @@ def test_holes_are_filled_from_the_end_and_moves_replay_to_the_same_batch() -> N
     for gone in ({0}, {3}, {1, 2}, {0, 3}, {0, 1, 2, 3}, set()):
         scheduler = full(4)
         slots = numbers(scheduler)
-        moves, freed = scheduler.remove([one for one in scheduler.running if one.request.request_id in gone])
+        moves, freed = scheduler.remove(
+            [one for one in scheduler.running if one.request.request_id in gone]
+        )
         for move in moves:
             slots[move.destination] = slots[move.source]
         assert slots[: 4 - len(gone)] == numbers(scheduler)

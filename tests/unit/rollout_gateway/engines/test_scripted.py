@@ -19,8 +19,14 @@ from rollout_gateway.engines.scripted import ScriptedEngine, build_scripted
 SCRIPT = ScriptedSpec(script=[{"prompt": [5, 6], "responses": [[10, 11, 12, 13, 14, 1], [20, 1]]}])  # type: ignore[list-item]
 
 
-def request(request_id: int = 1, *, prompt: tuple[int, ...] = (5, 6), seed: int = 0, **options: object) -> Request:
-    sampling = Sampling(seed=seed, max_tokens=int(options.pop("max_tokens", 64)), ignore_eos=bool(options.pop("on", 0)))  # type: ignore[call-overload]
+def request(
+    request_id: int = 1, *, prompt: tuple[int, ...] = (5, 6), seed: int = 0, **options: object
+) -> Request:
+    sampling = Sampling(
+        seed=seed,
+        max_tokens=int(options.pop("max_tokens", 64)),
+        ignore_eos=bool(options.pop("on", 0)),
+    )  # type: ignore[call-overload]
     return Request(request_id, prompt, sampling, **options)  # type: ignore[arg-type]
 
 
@@ -64,7 +70,9 @@ def test_generation_stops_at_the_token_limit_and_goes_on_after_eos_when_asked() 
 
 
 def test_acceptance_length_follows_the_table() -> None:
-    spec = SCRIPT.model_copy(update={"accept_lengths": {"eagle:3_1_4": 2.5}, "response_tokens": (200, 200)})
+    spec = SCRIPT.model_copy(
+        update={"accept_lengths": {"eagle:3_1_4": 2.5}, "response_tokens": (200, 200)}
+    )
     engine = build_scripted(spec)
     engine.enqueue(request(prompt=(8,), max_tokens=100, forced_arm="eagle:3_1_4", on=True))
     assert run(engine)[1].speculation.accept_length == pytest.approx(2.5, abs=0.1)
@@ -91,7 +99,9 @@ def pulls(costs: dict[str, dict[int, float]]) -> dict[str, int]:
     st.floats(min_value=1e-4, max_value=1.0),
     st.integers(min_value=0, max_value=9),
 )
-def test_beats_are_a_round_apart_however_late_the_spender_comes(now: float, seconds: float, late: int) -> None:
+def test_beats_are_a_round_apart_however_late_the_spender_comes(
+    now: float, seconds: float, late: int
+) -> None:
     first = next_beat(now, 0.0, seconds)
     assert now - 1e-9 <= first <= now + 1.5 * seconds + 1e-9
     second = next_beat(first + late * seconds / 10, first, seconds)
@@ -138,7 +148,9 @@ def test_a_commit_under_abort_ends_running_requests(tmp_path: Path) -> None:
     assert not engine.has_work
 
 
-def test_a_drafter_can_be_rolled_back_but_unknown_versions_cannot_be_committed(tmp_path: Path) -> None:
+def test_a_drafter_can_be_rolled_back_but_unknown_versions_cannot_be_committed(
+    tmp_path: Path,
+) -> None:
     engine = build_scripted(SCRIPT)
     with pytest.raises(WeightsError, match="not prepared"):
         engine.commit_weights(VersionSet(1, 0, 3), PauseMode.IN_PLACE)

@@ -28,7 +28,12 @@ DIALOGUE = [
 
 
 def spec(*replies: dict[str, Any], **settings: Any) -> ScriptedSpec:
-    values = {"tokenizer": str(TOKENIZER_FILE), "max_sequence_tokens": 1 << 16, "arms": ("off",), **settings}
+    values = {
+        "tokenizer": str(TOKENIZER_FILE),
+        "max_sequence_tokens": 1 << 16,
+        "arms": ("off",),
+        **settings,
+    }
     return ScriptedSpec.model_validate({"replies": list(replies), **values})
 
 
@@ -36,7 +41,9 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER.encode(text, add_special_tokens=True).ids)
 
 
-def chunks(settings: ScriptedSpec, prompt: tuple[int, ...], *, seed: int = 0, **sampling: Any) -> list[Chunk]:
+def chunks(
+    settings: ScriptedSpec, prompt: tuple[int, ...], *, seed: int = 0, **sampling: Any
+) -> list[Chunk]:
     engine = build_scripted(settings)
     options = {"max_tokens": 4096, **sampling}
     engine.enqueue(Request(1, prompt, Sampling(seed=seed, **options), stream=True))
@@ -53,12 +60,17 @@ def said(settings: ScriptedSpec, prompt: str | tuple[int, ...], **options: Any) 
 
 
 def test_an_answer_is_its_text_encoded_and_the_end_token() -> None:
-    assert said(spec(*DIALOGUE), "please add 2 and 3") == (*TOKENIZER.encode(CALL, add_special_tokens=False).ids, 1)
+    assert said(spec(*DIALOGUE), "please add 2 and 3") == (
+        *TOKENIZER.encode(CALL, add_special_tokens=False).ids,
+        1,
+    )
 
 
 def test_a_dialogue_goes_on_by_what_the_tools_said() -> None:
     turn = "please add 2 and 3" + CALL + "<tool_response>\n5\n</tool_response>"
-    assert said(spec(*DIALOGUE), turn)[:-1] == tuple(TOKENIZER.encode("It is 5.", add_special_tokens=False).ids)
+    assert said(spec(*DIALOGUE), turn)[:-1] == tuple(
+        TOKENIZER.encode("It is 5.", add_special_tokens=False).ids
+    )
 
 
 def test_the_first_reply_that_matches_answers() -> None:
@@ -68,7 +80,12 @@ def test_the_first_reply_that_matches_answers() -> None:
 
 def test_the_seed_picks_among_the_texts() -> None:
     one = spec({"pattern": "", "texts": ["a", "b", "c"]})
-    assert [TOKENIZER.decode(list(said(one, "?", seed=seed))) for seed in range(4)] == ["a", "b", "c", "a"]
+    assert [TOKENIZER.decode(list(said(one, "?", seed=seed))) for seed in range(4)] == [
+        "a",
+        "b",
+        "c",
+        "a",
+    ]
 
 
 def test_lines_of_exact_prompts_come_before_replies_and_draws_after_them() -> None:
@@ -84,7 +101,11 @@ def test_special_tokens_can_be_searched_by_their_names() -> None:
     assert TOKENIZER.decode(list(said(one, (*ids("once"), 1, *ids("again")[1:])))) == "yes"
 
 
-@given(st.text(max_size=40), st.integers(min_value=1, max_value=30), st.integers(min_value=0, max_value=60))
+@given(
+    st.text(max_size=40),
+    st.integers(min_value=1, max_value=30),
+    st.integers(min_value=0, max_value=60),
+)
 def test_only_the_end_of_a_prompt_is_searched(text: str, window: int, distance: int) -> None:
     one = spec({"pattern": "KEY", "texts": ["found"]}, reply_window_chars=window)
     prompt = text + "KEY" + "é" * distance
@@ -140,7 +161,9 @@ def test_stop_strings_end_a_reply_where_they_are_completed() -> None:
         {"pattern": "x", "texts": ["y"], "often": True},
     ],
 )
-def test_a_reply_that_cannot_work_is_refused_with_the_file_named(bad: dict[str, Any], tmp_path: Path) -> None:
+def test_a_reply_that_cannot_work_is_refused_with_the_file_named(
+    bad: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ValidationError):
         spec(bad)
     path = tmp_path / "script.json"

@@ -1,4 +1,6 @@
-"""Arms of SGLang: which can be served, which one a round uses, and what the bandit is told of it."""
+"""Arms of SGLang: which can be served, which one a round uses, and what the bandit is told of
+it.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,10 @@ def test_what_sglang_cannot_run_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize(("steps", "topk"), [(1, 1), (4, 1), (1, 4), (2, 3), (4, 2), (5, 4)])
 def test_a_shape_holds_as_many_nodes_as_drafting_can_propose(steps: int, topk: int) -> None:
-    proposed, kept = 0, 1  # every step proposes topk children of each kept node and keeps topk of them
+    proposed, kept = (
+        0,
+        1,
+    )  # every step proposes topk children of each kept node and keeps topk of them
     for _ in range(steps):
         proposed += kept * topk
         kept = topk
@@ -139,7 +144,10 @@ def test_free_requests_go_along_with_the_only_arm_asked_for() -> None:
 
 
 def test_requests_that_disagree_are_off() -> None:
-    assert make().choose("", [tracked("eagle:3_1_4"), tracked("eagle:4_3_12"), tracked()]).arm.name == OFF
+    assert (
+        make().choose("", [tracked("eagle:3_1_4"), tracked("eagle:4_3_12"), tracked()]).arm.name
+        == OFF
+    )
 
 
 def test_an_unknown_arm_is_refused() -> None:
@@ -235,7 +243,9 @@ def test_the_first_nodes_of_trees_are_trees_with_the_same_ancestors(kept: int) -
     assert cut_tokens.flags.c_contiguous
     assert cut_mask.flags.c_contiguous
     for row, (parents, _) in enumerate(trees):
-        assert cut_tokens.reshape(3, kept)[row].tolist() == [row * nodes + node for node in range(kept)]
+        assert cut_tokens.reshape(3, kept)[row].tolist() == [
+            row * nodes + node for node in range(kept)
+        ]
         for node in range(kept):
             line, at = {node}, node
             while (at := parents[at]) >= 0:
@@ -247,5 +257,7 @@ def test_the_first_nodes_of_trees_are_trees_with_the_same_ancestors(kept: int) -
     ("accepted", "output", "finished", "taken"),
     [(3, 10, None, 3), (3, 10, 10, 3), (3, 10, 9, 2), (3, 10, 8, 1), (1, 4, 4, 1), (0, 4, 4, 0)],
 )
-def test_tokens_past_the_stop_are_not_taken(accepted: int, output: int, finished: int | None, taken: int) -> None:
+def test_tokens_past_the_stop_are_not_taken(
+    accepted: int, output: int, finished: int | None, taken: int
+) -> None:
     assert taken_tokens(accepted, output, finished) == taken

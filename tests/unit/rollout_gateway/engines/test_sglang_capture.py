@@ -76,7 +76,9 @@ def values_of(hidden: np.ndarray[Any, Any], width: int = WIDTH) -> list[float]:
     return [float(value) for value in rows[:, 0]]
 
 
-def read(stored: SlotRows, slots: Sequence[int], tokens: Sequence[int]) -> tuple[list[float], list[bool], list[int]]:
+def read(
+    stored: SlotRows, slots: Sequence[int], tokens: Sequence[int]
+) -> tuple[list[float], list[bool], list[int]]:
     hidden, valid, versions = stored.gather(ints(*slots), np.array(tokens, dtype=np.int32)).result()
     return values_of(hidden), valid.tolist(), versions.tolist()
 
@@ -109,7 +111,10 @@ def forward(
     """One forward of neighbouring positions through the hook; returns SGLang's output object."""
     positions = torch.arange(first, first + len(tokens))
     batch = SimpleNamespace(
-        out_cache_loc=ints(*slots), input_ids=ints(*tokens), positions=positions, forward_mode=Mode(mode)
+        out_cache_loc=ints(*slots),
+        input_ids=ints(*tokens),
+        positions=positions,
+        forward_mode=Mode(mode),
     )
     output = SimpleNamespace(logits_output=SimpleNamespace(hidden_states=hidden))
     runner = SimpleNamespace(is_draft_worker=draft)
@@ -190,7 +195,13 @@ def test_memory_is_that_of_the_pool_however_many_rows_pass() -> None:
     parts = (stored.hidden, stored.token, stored.position, stored.version)
     before = [part.data_ptr() for part in parts]
     for version in range(50):
-        stored.put(torch.arange(SLOTS), torch.arange(SLOTS), torch.arange(SLOTS), version, torch.zeros(SLOTS, WIDTH))
+        stored.put(
+            torch.arange(SLOTS),
+            torch.arange(SLOTS),
+            torch.arange(SLOTS),
+            version,
+            torch.zeros(SLOTS, WIDTH),
+        )
     assert [part.data_ptr() for part in parts] == before
     assert stored.nbytes == sum(part.numel() * part.element_size() for part in parts)
     assert stored.nbytes == (SLOTS + 1) * (2 * WIDTH + 4 + 4 + 8)
@@ -204,7 +215,11 @@ def test_a_prefill_and_a_decode_round_store_the_state_at_each_token(plugin: Fake
     plugin.versions = VersionSet(1, 8, 0)
     forward(plugin, [2], [53], 3, states(4), mode="decode")
     assert plugin.slot_rows is not None
-    assert read(plugin.slot_rows, [4, 5, 6, 2], [50, 51, 52, 53]) == ([1, 2, 3, 4], [True] * 4, [7, 7, 7, 8])
+    assert read(plugin.slot_rows, [4, 5, 6, 2], [50, 51, 52, 53]) == (
+        [1, 2, 3, 4],
+        [True] * 4,
+        [7, 7, 7, 8],
+    )
 
 
 def test_the_drafters_own_forwards_and_a_verification_store_nothing(plugin: FakePlugin) -> None:
@@ -223,8 +238,13 @@ def test_rows_that_do_not_match_the_tokens_one_to_one_are_forgotten(plugin: Fake
     assert read(plugin.slot_rows, [6], [52])[1] == [False]
 
 
-def verify_trees(plugin: FakePlugin, hidden: Tensor, accept_index: list[list[int]], accept_lens: list[int]) -> None:
-    """Two requests of four nodes: root 0 with children 1 and 2, node 3 below 2. Positions 5.. and 8.. ."""
+def verify_trees(
+    plugin: FakePlugin, hidden: Tensor, accept_index: list[list[int]], accept_lens: list[int]
+) -> None:
+    """Two requests of four nodes: root 0 with children 1 and 2, node 3 below 2.
+
+    Positions 5.. and 8.. .
+    """
     verify_input = SimpleNamespace(
         draft_token_num=4,
         draft_token=ints(10, 11, 12, 13, 20, 21, 22, 23),
@@ -238,12 +258,19 @@ def verify_trees(plugin: FakePlugin, hidden: Tensor, accept_index: list[list[int
     capture.verified(plugin, verify_input, batch, output, predict, lens, index)
 
 
-def test_accepted_nodes_of_a_tree_land_in_the_front_slots_of_their_request(plugin: FakePlugin) -> None:
+def test_accepted_nodes_of_a_tree_land_in_the_front_slots_of_their_request(
+    plugin: FakePlugin,
+) -> None:
     hidden = states(100, 101, 102, 103, 200, 201, 202, 203)
     verify_trees(plugin, hidden, [[0, 2, 3], [4, -1, -1]], [3, 1])
     stored = plugin.slot_rows
     assert stored is not None
-    assert values_of(stored.hidden[[16, 17, 18, 20]].view(torch.uint8).numpy()) == [100, 102, 103, 200]
+    assert values_of(stored.hidden[[16, 17, 18, 20]].view(torch.uint8).numpy()) == [
+        100,
+        102,
+        103,
+        200,
+    ]
     assert stored.token[[16, 17, 18, 20]].tolist() == [10, 12, 13, 20]
     assert stored.position[[16, 17, 18, 20]].tolist() == [5, 6, 7, 8]
     assert stored.version[[16, 17, 18, 20]].tolist() == [7] * 4
@@ -274,11 +301,15 @@ def test_a_verification_without_rows_of_every_node_is_forgotten(plugin: FakePlug
 # ---- inner states
 
 
-def test_an_eagle3_row_is_three_inner_states_and_the_last_and_the_drafter_gets_the_inner_ones(tmp_path: Path) -> None:
+def test_an_eagle3_row_is_three_inner_states_and_the_last_and_the_drafter_gets_the_inner_ones(
+    tmp_path: Path,
+) -> None:
     plugin = FakePlugin(tmp_path, width=8, layers="2,4,5,last")
     processor = SimpleNamespace()
     model = SimpleNamespace(
-        layers=[], logits_processor=processor, set_eagle3_layers_to_capture=lambda named: model.layers.extend(named)
+        layers=[],
+        logits_processor=processor,
+        set_eagle3_layers_to_capture=lambda named: model.layers.extend(named),
     )
     capture.model_loaded(plugin, None, SimpleNamespace(is_draft_worker=False, model=model))
     assert model.layers == [1, 3, 4]  # SGLang's spelling: the layer a state leaves
@@ -303,22 +334,32 @@ def test_the_drafters_logits_are_left_alone(plugin: FakePlugin) -> None:
     def same(*given: Any) -> Any:
         return given[5]
 
-    assert capture.add_last(plugin, same, SimpleNamespace(), None, states(2), None, None, inner) is inner
+    assert (
+        capture.add_last(plugin, same, SimpleNamespace(), None, states(2), None, None, inner)
+        is inner
+    )
 
 
 def test_a_model_that_captures_other_layers_than_declared_is_refused(tmp_path: Path) -> None:
     plugin = FakePlugin(tmp_path, width=8, layers="2,4,5,last")
     model = SimpleNamespace(model=SimpleNamespace(layers_to_capture=[1, 3, 4]))
-    plugin.scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
+    plugin.scheduler = SimpleNamespace(
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    )
     with pytest.raises(ConfigError, match="other layers"):
         capture.start(plugin)
 
 
 def spec_for(tmp_path: Path, layers: int, drafter: dict[str, Any] | None) -> SGLangSpec:
-    for name, content in (("model", {"hidden_size": 16, "num_hidden_layers": layers}), ("drafter", drafter or {})):
+    for name, content in (
+        ("model", {"hidden_size": 16, "num_hidden_layers": layers}),
+        ("drafter", drafter or {}),
+    ):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "config.json").write_text(json.dumps(content))
-    return SGLangSpec(model_dir=str(tmp_path / "model"), drafter=str(tmp_path / "drafter") if drafter else "ngram")
+    return SGLangSpec(
+        model_dir=str(tmp_path / "model"), drafter=str(tmp_path / "drafter") if drafter else "ngram"
+    )
 
 
 def test_the_layout_follows_the_speculator(tmp_path: Path) -> None:
@@ -361,7 +402,9 @@ def test_an_ended_request_leaves_a_row_for_every_token_but_the_last(plugin: Fake
 
 
 def test_a_prefix_served_from_the_cache_loses_no_row(plugin: FakePlugin) -> None:
-    forward(plugin, [4, 5], [50, 51], 0, states(1, 2))  # of an earlier request that was not captured
+    forward(
+        plugin, [4, 5], [50, 51], 0, states(1, 2)
+    )  # of an earlier request that was not captured
     rid = plugin.track(1)
     forward(plugin, [9], [52], 2, states(3))
     capture.released(plugin, *request_with(rid, [50, 51, 52], [53], [4, 5, 9]))
@@ -375,8 +418,16 @@ def test_rows_are_written_under_the_version_that_computed_them(plugin: FakePlugi
     forward(plugin, [6], [52], 2, states(3), mode="decode")
     capture.released(plugin, *request_with(rid, [50, 51], [52, 53], [4, 5, 6]))
     rows = plugin.in_ring()
-    assert dict(zip(rows["position"].tolist(), rows["policy_version"].tolist(), strict=True)) == {0: 7, 1: 7, 2: 9}
-    assert dict(zip(rows["position"].tolist(), values_of(rows["hidden"]), strict=True)) == {0: 1, 1: 2, 2: 3}
+    assert dict(zip(rows["position"].tolist(), rows["policy_version"].tolist(), strict=True)) == {
+        0: 7,
+        1: 7,
+        2: 9,
+    }
+    assert dict(zip(rows["position"].tolist(), values_of(rows["hidden"]), strict=True)) == {
+        0: 1,
+        1: 2,
+        2: 3,
+    }
 
 
 def test_rows_whose_stamps_do_not_fit_are_counted_and_not_written(plugin: FakePlugin) -> None:
@@ -431,7 +482,9 @@ class Copy:
         return self.ended
 
 
-def test_rows_leave_when_their_copy_has_ended_in_the_order_of_the_requests(plugin: FakePlugin) -> None:
+def test_rows_leave_when_their_copy_has_ended_in_the_order_of_the_requests(
+    plugin: FakePlugin,
+) -> None:
     stored = plugin.slot_rows
     assert stored is not None
     copies = Copy(), Copy()
@@ -451,10 +504,14 @@ def test_rows_leave_when_their_copy_has_ended_in_the_order_of_the_requests(plugi
     assert not capture.on_their_way(plugin, 0)
 
 
-def test_rows_stored_before_a_time_without_capture_are_not_trusted_after_it(plugin: FakePlugin) -> None:
+def test_rows_stored_before_a_time_without_capture_are_not_trusted_after_it(
+    plugin: FakePlugin,
+) -> None:
     forward(plugin, [4], [50], 0, states(1))
     capture.set_capture(plugin, enabled=False)
-    forward(plugin, [4], [50], 0, states(2))  # the same token and position after another prefix, not stored
+    forward(
+        plugin, [4], [50], 0, states(2)
+    )  # the same token and position after another prefix, not stored
     capture.set_capture(plugin, enabled=True)
     assert plugin.slot_rows is not None
     assert read(plugin.slot_rows, [4], [50])[1] == [False]

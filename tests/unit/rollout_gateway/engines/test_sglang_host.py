@@ -1,4 +1,6 @@
-"""How SGLang is started: its drafter, its arguments, and what is refused before anything is launched."""
+"""How SGLang is started: its drafter, its arguments, and what is refused before anything is
+launched.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,22 @@ def spec(**settings: Any) -> SGLangSpec:
 
 @pytest.mark.parametrize(
     ("architecture", "speculator"),
-    [("LlamaForCausalLMEagle", "eagle"), ("LlamaForCausalLMEagle3", "eagle3"), ("Qwen2ForCausalLMEagle", "eagle")],
+    [
+        ("LlamaForCausalLMEagle", "eagle"),
+        ("LlamaForCausalLMEagle3", "eagle3"),
+        ("Qwen2ForCausalLMEagle", "eagle"),
+    ],
 )
-def test_the_speculator_follows_the_drafters_architecture(tmp_path: Path, architecture: str, speculator: str) -> None:
+def test_the_speculator_follows_the_drafters_architecture(
+    tmp_path: Path, architecture: str, speculator: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     assert spec(drafter=str(tmp_path)).speculator == speculator
 
 
 @pytest.mark.parametrize(
-    ("drafter", "named"), [("/nowhere", "/nowhere"), (str(DEMO / "policy_start"), "LlamaForCausalLM")]
+    ("drafter", "named"),
+    [("/nowhere", "/nowhere"), (str(DEMO / "policy_start"), "LlamaForCausalLM")],
 )
 def test_a_drafter_that_sglang_cannot_serve_is_refused_by_name(drafter: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
@@ -40,12 +49,24 @@ def test_a_drafter_that_sglang_cannot_serve_is_refused_by_name(drafter: str, nam
 
 
 def test_the_launch_covers_every_arm_and_own_arguments_win() -> None:
-    served = spec(drafter=str(DEMO / "drafter_trained"), arms=("eagle:5_1_6", "eagle:3_4_16"), arguments={"port": 7})
+    served = spec(
+        drafter=str(DEMO / "drafter_trained"),
+        arms=("eagle:5_1_6", "eagle:3_4_16"),
+        arguments={"port": 7},
+    )
     values = host.arguments(served, worker_index=1, cuda=False)
-    shape = [values[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens")]
+    shape = [
+        values[f"speculative_{name}"] for name in ("num_steps", "eagle_topk", "num_draft_tokens")
+    ]
     assert shape == [5, 4, 16]
-    assert (values["speculative_algorithm"], values["port"], values["device"]) == ("EAGLE", 7, "cpu")
-    assert "speculative_algorithm" not in host.arguments(spec(drafter="off"), worker_index=0, cuda=False)
+    assert (values["speculative_algorithm"], values["port"], values["device"]) == (
+        "EAGLE",
+        7,
+        "cpu",
+    )
+    assert "speculative_algorithm" not in host.arguments(
+        spec(drafter="off"), worker_index=0, cuda=False
+    )
 
 
 def test_workers_of_one_gateway_take_gpus_side_by_side() -> None:
@@ -56,8 +77,12 @@ def test_workers_of_one_gateway_take_gpus_side_by_side() -> None:
     assert "attention_backend" not in values
 
 
-@pytest.mark.parametrize("drafter", ["eagle", str(DEMO / "drafter_trained")], ids=["fresh", "without a bias"])
-def test_a_drafter_gets_the_bias_that_sglang_would_fill_at_random(tmp_path: Path, drafter: str) -> None:
+@pytest.mark.parametrize(
+    "drafter", ["eagle", str(DEMO / "drafter_trained")], ids=["fresh", "without a bias"]
+)
+def test_a_drafter_gets_the_bias_that_sglang_would_fill_at_random(
+    tmp_path: Path, drafter: str
+) -> None:
     complete = host.complete_drafter(spec(drafter=drafter), tmp_path)
     tensors = load_file(Path(complete.drafter_dir) / "model.safetensors")
     assert torch.equal(tensors["fc.bias"], torch.zeros(128))
@@ -76,5 +101,7 @@ def test_a_missing_or_unknown_sglang_is_named_with_what_to_do(
         return installed
 
     monkeypatch.setattr(host, "version", version)
-    with pytest.raises(ConfigError, match="make setup-sglang" if installed is None else r"0\.5\.20.*0\.5\.21"):
+    with pytest.raises(
+        ConfigError, match="make setup-sglang" if installed is None else r"0\.5\.20.*0\.5\.21"
+    ):
         host.check_installed()

@@ -1,4 +1,6 @@
-"""Hooks on SGLang's workers and results, with stand-ins for its objects: what they switch, restore and count."""
+"""Hooks on SGLang's workers and results, with stand-ins for its objects: what they switch, restore
+and count.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def make_batch(mode: str = "decode", rows: int = 2, topk: int = 2) -> Any:
     )
 
 
-def make_row(rid: str, output: int = 0, finished_len: int | None = None, finished: bool = False) -> Any:
+def make_row(
+    rid: str, output: int = 0, finished_len: int | None = None, finished: bool = False
+) -> Any:
     return SimpleNamespace(
         rid=rid,
         output_ids=[0] * output,
@@ -89,7 +93,9 @@ def test_a_decode_round_runs_with_its_arm_and_leaves_the_launch_shape(arm: str, 
     worker, batch, seen = make_worker(plugin), make_batch(), {}
 
     def original(worker: Any, batch: Any, on_publish: Any = None) -> Any:
-        seen.update(topk=worker.topk, proposals=batch.spec_info.topk_p, ids=batch.spec_info.topk_index)
+        seen.update(
+            topk=worker.topk, proposals=batch.spec_info.topk_p, ids=batch.spec_info.topk_index
+        )
         return SimpleNamespace()
 
     result = rounds.eagle_round(plugin, original, worker, batch)
@@ -103,7 +109,9 @@ def test_a_decode_round_runs_with_its_arm_and_leaves_the_launch_shape(arm: str, 
 def test_prefill_runs_with_the_launch_shape_and_chooses_nothing() -> None:
     plugin = make_plugin()
     worker = make_worker(plugin)
-    topk = rounds.eagle_round(plugin, lambda worker, batch: worker.topk, worker, make_batch("extend"))
+    topk = rounds.eagle_round(
+        plugin, lambda worker, batch: worker.topk, worker, make_batch("extend")
+    )
     assert topk == 2
 
 
@@ -122,7 +130,9 @@ def test_a_round_that_fails_leaves_the_launch_shape() -> None:
 
 def test_what_a_round_leaves_for_the_next_has_the_launch_width() -> None:
     plugin, drafter, seen = make_plugin(), SimpleNamespace(topk=1), []
-    rounds.eagle_catch_up(plugin, lambda drafter, batch, result: seen.append(drafter.topk), drafter, None, None)
+    rounds.eagle_catch_up(
+        plugin, lambda drafter, batch, result: seen.append(drafter.topk), drafter, None, None
+    )
     assert (seen, drafter.topk) == ([2], 1)
 
 
@@ -148,7 +158,9 @@ def test_what_an_ngram_round_leaves_for_the_next_has_the_launch_width() -> None:
 
     def original(worker: Any, batch: Any) -> Any:
         assert worker.draft_token_num == 2
-        left = SimpleNamespace(accept_tokens=torch.tensor([7, 8, 9, 10]), draft_token_num=2, num_tokens_per_req=2)
+        left = SimpleNamespace(
+            accept_tokens=torch.tensor([7, 8, 9, 10]), draft_token_num=2, num_tokens_per_req=2
+        )
         return SimpleNamespace(next_draft_input=left)
 
     left = rounds.ngram_round(plugin, original, worker, make_batch()).next_draft_input
@@ -159,7 +171,9 @@ def test_what_an_ngram_round_leaves_for_the_next_has_the_launch_width() -> None:
 def test_the_corpus_reads_rows_of_launch_width() -> None:
     plugin = make_plugin(("off", "ngram:3_1_4"))
     worker, seen = SimpleNamespace(draft_token_num=1), []
-    rounds.ngram_learn(plugin, lambda worker, batch: seen.append(worker.draft_token_num), worker, None)
+    rounds.ngram_learn(
+        plugin, lambda worker, batch: seen.append(worker.draft_token_num), worker, None
+    )
     assert (seen, worker.draft_token_num) == ([4], 1)
 
 
@@ -169,16 +183,22 @@ def test_the_corpus_reads_rows_of_launch_width() -> None:
 def done_round(plugin: Any, arm: str) -> Any:
     """The result of a decode round with the arm forced."""
     plugin.arms.force(arm)
-    return rounds.eagle_round(plugin, lambda worker, batch: SimpleNamespace(), make_worker(plugin), make_batch())
+    return rounds.eagle_round(
+        plugin, lambda worker, batch: SimpleNamespace(), make_worker(plugin), make_batch()
+    )
 
 
 def test_the_bandit_is_told_of_the_tokens_of_rows_that_still_run() -> None:
     plugin, told = make_plugin(), []
-    plugin.arms.observe = lambda plan, taken, seconds: told.append((plan.arm.name, taken, seconds > 0))
+    plugin.arms.observe = lambda plan, taken, seconds: told.append(
+        (plan.arm.name, taken, seconds > 0)
+    )
     result = done_round(plugin, "eagle:3_1_4")
     batch = SimpleNamespace(reqs=[make_row("0"), make_row("1", finished=True), make_row("2")])
     tokens = [[1, 2, 3], [4, 5], [6]]
-    answer = rounds.tokens_resolved(plugin, lambda processor, result, batch: tokens, None, result, batch)
+    answer = rounds.tokens_resolved(
+        plugin, lambda processor, result, batch: tokens, None, result, batch
+    )
     assert answer is tokens
     assert told == [("eagle:3_1_4", [3, 0, 1], True)]
 
@@ -186,7 +206,12 @@ def test_the_bandit_is_told_of_the_tokens_of_rows_that_still_run() -> None:
 @pytest.mark.parametrize(
     ("arm", "accepted", "row", "stats"),
     [
-        ("eagle:3_2_8", 3, make_row("0", output=9), SpeculationStats(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0), 1, 3)),
+        (
+            "eagle:3_2_8",
+            3,
+            make_row("0", output=9),
+            SpeculationStats(1, 7, 2, 3, 1, (1, 1, 1), (1, 1, 0), 1, 3),
+        ),
         (
             "eagle:3_2_8",
             3,
@@ -211,11 +236,15 @@ def test_a_round_without_speculation_is_a_target_step() -> None:
     tracked = make_request()
     plugin = make_plugin(requests={"0": tracked})
     result = SimpleNamespace(accept_lens=None)
-    rounds.row_advanced(plugin, lambda *_: None, None, make_row("0", output=1), None, result, 0, None)
+    rounds.row_advanced(
+        plugin, lambda *_: None, None, make_row("0", output=1), None, result, 0, None
+    )
     assert tracked.sequence.speculation == SpeculationStats(target_steps=1)
 
 
 def test_requests_that_are_not_ours_are_left_alone() -> None:
     called = []
-    rounds.row_advanced(make_plugin(), lambda *row: called.append(row), None, make_row("x"), None, None, 0, None)
+    rounds.row_advanced(
+        make_plugin(), lambda *row: called.append(row), None, make_row("x"), None, None, 0, None
+    )
     assert len(called) == 1

@@ -1,4 +1,6 @@
-"""Following draws through draft trees: equal to a walk by hand on any tree, and what SGLang is told of it."""
+"""Following draws through draft trees: equal to a walk by hand on any tree, and what SGLang is told
+of it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from paceline.errors import InternalError
 from paceline.models.sampling import Draw
 from rollout_gateway.engines.base import Finish, Request, Sampling
 from rollout_gateway.engines.sequence import RunningSequence
-from rollout_gateway.engines.sglang.plugin.sampling import accepted_path, as_sglang, parents_of, pending
+from rollout_gateway.engines.sglang.plugin.sampling import (
+    accepted_path,
+    as_sglang,
+    parents_of,
+    pending,
+)
 from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked, rid_of
 
 
@@ -41,11 +48,15 @@ def links(parents: list[int]) -> tuple[list[int], list[int]]:
 
 
 def walk(parents: list[int], tokens: list[int], drawn: list[int], depth: int) -> list[int]:
-    """The path by definition: from the root to the child that holds the draw, while there is one."""
+    """The path by definition: from the root to the child that holds the draw, while there is
+    one.
+    """
     path = [0]
     while len(path) < depth:
         here = path[-1]
-        fitting = [n for n in range(1, len(parents)) if parents[n] == here and tokens[n] == drawn[here]]
+        fitting = [
+            n for n in range(1, len(parents)) if parents[n] == here and tokens[n] == drawn[here]
+        ]
         if not fitting:
             break
         path.append(fitting[0])
@@ -54,7 +65,9 @@ def walk(parents: list[int], tokens: list[int], drawn: list[int], depth: int) ->
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 4), st.integers(1, 6))
-def test_the_followed_path_is_the_walk_by_hand(seed: int, nodes: int, batch: int, depth: int) -> None:
+def test_the_followed_path_is_the_walk_by_hand(
+    seed: int, nodes: int, batch: int, depth: int
+) -> None:
     source = random.Random(seed)
     trees = [random_tree(source, nodes) for _ in range(batch)]
     drawn = [[source.randrange(6) for _ in range(nodes)] for _ in range(batch)]
@@ -62,7 +75,10 @@ def test_the_followed_path_is_the_walk_by_hand(seed: int, nodes: int, batch: int
     first, sibling = torch.tensor(firsts), torch.tensor(siblings)
     assert parents_of(first, sibling).tolist() == [parents for parents, _ in trees]
     found = accepted_path(
-        torch.tensor(drawn), torch.tensor([tokens for _, tokens in trees]), parents_of(first, sibling), depth
+        torch.tensor(drawn),
+        torch.tensor([tokens for _, tokens in trees]),
+        parents_of(first, sibling),
+        depth,
     )
     assert found.path.shape == (batch, depth)
     for row, (parents, tokens) in enumerate(trees):
@@ -81,13 +97,20 @@ def test_draws_of_an_accepted_path_reach_their_request_by_position() -> None:
     # A chain of three nodes: draws 7, 8, 5; the drafts were 7 and 6, so two tokens are emitted.
     chain = torch.tensor([[-1, 0, 1]])
     accepted = accepted_path(torch.tensor([[7, 8, 5]]), torch.tensor([[4, 7, 6]]), chain, 3)
-    drawn = Draw(torch.tensor([7, 8, 5]), torch.tensor([-0.5, -0.25, -9.0]), torch.tensor([0.1, 0.2, 0.3]))
+    drawn = Draw(
+        torch.tensor([7, 8, 5]), torch.tensor([-0.5, -0.25, -9.0]), torch.tensor([0.1, 0.2, 0.3])
+    )
     one = tracked()
     pending([one], drawn, torch.zeros(3, 11), torch.tensor([4]), accepted, 5).settle()
-    assert {index: (drawn.token, drawn.version) for index, drawn in one.draws.items()} == {0: (7, 5), 1: (8, 5)}
+    assert {index: (drawn.token, drawn.version) for index, drawn in one.draws.items()} == {
+        0: (7, 5),
+        1: (8, 5),
+    }
     one.confirm([7, 8], strict=True)
     assert (one.sequence.tokens, one.sequence.logprobs) == ([7, 8], [-0.5, -0.25])
-    assert [(span.start, span.end, span.policy_version) for span in one.sequence.spans] == [(0, 2, 5)]
+    assert [(span.start, span.end, span.policy_version) for span in one.sequence.spans] == [
+        (0, 2, 5)
+    ]
     predict, lengths, index = as_sglang(drawn.tokens, accepted, 3)
     assert (predict.tolist(), lengths.tolist(), index.tolist()) == ([7, 8, 5], [2], [[0, 1, -1]])
 
@@ -98,7 +121,9 @@ def test_tokens_after_the_end_are_not_taken_and_repeated_draws_change_nothing() 
         one.record(position, Drawn(token, -1.0, 1.0, 0))
     one.confirm([7, 9, 8], strict=True)
     assert (one.sequence.tokens, one.sequence.finish) == ([7, 9], Finish.STOP)
-    one.record(4, Drawn(5, -2.0, 1.0, 1))  # a prefill after a retraction draws it again under other weights
+    one.record(
+        4, Drawn(5, -2.0, 1.0, 1)
+    )  # a prefill after a retraction draws it again under other weights
     assert 0 not in one.draws
 
 

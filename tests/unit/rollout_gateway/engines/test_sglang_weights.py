@@ -19,11 +19,15 @@ DEMO = Path(__file__).parents[4] / "examples" / "demo"
 
 @pytest.fixture
 def weights() -> PluginWeights:
-    return PluginWeights(SGLangSpec(model_dir=str(DEMO / "policy_start"), drafter=str(DEMO / "drafter_trained")))
+    return PluginWeights(
+        SGLangSpec(model_dir=str(DEMO / "policy_start"), drafter=str(DEMO / "drafter_trained"))
+    )
 
 
 @pytest.mark.parametrize("fault", ["shape", "unknown name", "missing"])
-@pytest.mark.parametrize(("target", "source"), [(Target.POLICY, "policy_trained"), (Target.DRAFTER, "drafter_trained")])
+@pytest.mark.parametrize(
+    ("target", "source"), [(Target.POLICY, "policy_trained"), (Target.DRAFTER, "drafter_trained")]
+)
 def test_what_would_kill_sglang_or_be_ignored_is_refused_by_name(
     weights: PluginWeights, tmp_path: Path, target: Target, source: str, fault: str
 ) -> None:
@@ -43,7 +47,9 @@ def test_what_would_kill_sglang_or_be_ignored_is_refused_by_name(
         weights.changes(VersionSet(1, 1, 1))
 
 
-def test_a_drafter_never_carries_what_it_shares_with_the_target(weights: PluginWeights, tmp_path: Path) -> None:
+def test_a_drafter_never_carries_what_it_shares_with_the_target(
+    weights: PluginWeights, tmp_path: Path
+) -> None:
     tensors = load_file(DEMO / "drafter_trained" / "model.safetensors")
     shared = {name: torch.zeros(320, 128) for name in ("embed_tokens.weight", "lm_head.weight")}
     save_file({**tensors, **shared}, tmp_path / "model.safetensors")

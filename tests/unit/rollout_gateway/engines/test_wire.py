@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.errors import DataLoss, FailedPrecondition, InternalError, InvalidInput, PacelineError, WeightsError
+from paceline.errors import (
+    DataLoss,
+    FailedPrecondition,
+    InternalError,
+    InvalidInput,
+    PacelineError,
+    WeightsError,
+)
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire

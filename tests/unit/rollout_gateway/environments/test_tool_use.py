@@ -1,4 +1,6 @@
-"""Conversations with tools, led by a model that says what the test wrote for it; the sandbox is the real one."""
+"""Conversations with tools, led by a model that says what the test wrote for it; the sandbox is the
+real one.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Script:
     async def generate(self, prompt: tuple[int, ...]) -> Turn:
         raise NotImplementedError
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> ChatTurn:
+    async def chat(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> ChatTurn:
         self.seen.append(tuple(messages))
         self.tools = tools
         return self._turns.pop(0)
@@ -49,7 +53,9 @@ def sandbox() -> Sandbox:
 
 
 def calls(*wished: tuple[str, str], content: str = "") -> ChatTurn:
-    wishes = tuple(ToolCall(f"call-{index}", name, arguments) for index, (name, arguments) in enumerate(wished))
+    wishes = tuple(
+        ToolCall(f"call-{index}", name, arguments) for index, (name, arguments) in enumerate(wished)
+    )
     return ChatTurn(Message("assistant", content, tool_calls=wishes), "tool_calls")
 
 
@@ -69,13 +75,17 @@ async def told(sandbox: Sandbox, *wished: tuple[str, str], **metadata: str) -> l
     """What the tools answered to one message with these calls."""
     episode = await ToolUse(sandbox).run(task(**metadata), Script(calls(*wished), says("done")))
     answers = [message for message in episode.messages if message.role == "tool"]
-    assert [message.tool_call_id for message in answers] == [f"call-{index}" for index in range(len(wished))]
+    assert [message.tool_call_id for message in answers] == [
+        f"call-{index}" for index in range(len(wished))
+    ]
     assert [message.name for message in answers] == [name for name, _ in wished]
     return [message.content for message in answers]
 
 
 async def test_the_model_is_asked_again_until_it_answers_without_a_call(sandbox: Sandbox) -> None:
-    first = calls(("calculator", '{"expression": "6 * 7"}'), python("print(6 * 7)"), content="let me see")
+    first = calls(
+        ("calculator", '{"expression": "6 * 7"}'), python("print(6 * 7)"), content="let me see"
+    )
     second = calls(python("import math\nprint(math.pi)"))
     model = Script(first, second, says("42"))
     episode = await ToolUse(sandbox).run(task(system="be brief"), model)
@@ -103,8 +113,14 @@ async def test_a_task_may_bring_its_own_messages_and_tools(sandbox: Sandbox) -> 
         {"role": "assistant", "content": "a"},
     ]
     model = Script(calls(python("print(1)")), says("x"))
-    episode = await ToolUse(sandbox).run(task(messages=json.dumps(before), tools='["calculator"]'), model)
-    assert model.seen[0] == (Message("system", "s"), Message("user", "u"), Message("assistant", "a"))
+    episode = await ToolUse(sandbox).run(
+        task(messages=json.dumps(before), tools='["calculator"]'), model
+    )
+    assert model.seen[0] == (
+        Message("system", "s"),
+        Message("user", "u"),
+        Message("assistant", "a"),
+    )
     assert [tool["function"]["name"] for tool in model.tools] == ["calculator"]
     assert episode.messages[4].content == "error: there is no tool 'python'; there are: calculator"
     none = Script(says("x"))
@@ -119,18 +135,29 @@ async def test_a_task_may_bring_its_own_messages_and_tools(sandbox: Sandbox) -> 
         (("python", "{"), "error: the arguments are not JSON"),
         (("python", "[" * 100_000), "error: the arguments are not JSON"),
         (("python", '["code"]'), "error: the arguments must be a JSON object with the text 'code'"),
-        (("python", '{"code": 3}'), "error: the arguments must be a JSON object with the text 'code'"),
-        (("calculator", '{"code": "1"}'), "error: the arguments must be a JSON object with the text 'expression'"),
+        (
+            ("python", '{"code": 3}'),
+            "error: the arguments must be a JSON object with the text 'code'",
+        ),
+        (
+            ("calculator", '{"code": "1"}'),
+            "error: the arguments must be a JSON object with the text 'expression'",
+        ),
         (("calculator", '{"expression": "1 / 0"}'), "error: division by zero"),
         (("calculator", '{"expression": "9**9**9"}'), "error: the result has more than 4096 bits"),
         (python("pass"), "[no output]"),
         (python("import sys\nprint(1)\nprint(2, file=sys.stderr)\nexit(3)"), "1\n2\n[exit code 3]"),
-        (python("print(1, flush=True)\nimport time\ntime.sleep(9)"), "1\n[stopped: it ran longer than 2 s]"),
+        (
+            python("print(1, flush=True)\nimport time\ntime.sleep(9)"),
+            "1\n[stopped: it ran longer than 2 s]",
+        ),
         (python("while True: pass"), "[stopped: it used too much CPU time]"),
         (python("import os\nos.kill(os.getpid(), 9)"), "[ended by signal 9]"),
     ],
 )
-async def test_what_goes_wrong_is_told_to_the_model(sandbox: Sandbox, call: tuple[str, str], answer: str) -> None:
+async def test_what_goes_wrong_is_told_to_the_model(
+    sandbox: Sandbox, call: tuple[str, str], answer: str
+) -> None:
     [told_it] = await told(sandbox, call)
     assert told_it.startswith(answer)
 
@@ -162,12 +189,18 @@ async def test_turns_used_up_end_the_episode_as_cut(sandbox: Sandbox) -> None:
         model = Script(*[again] * (turns + 1))
         episode = await ToolUse(sandbox).run(task(**metadata), model)
         assert (episode.finish, episode.text, len(model.seen)) == ("length", "once more", turns)
-        assert episode.messages[-1].role == "assistant"  # nobody reads what the tools would have said
+        assert (
+            episode.messages[-1].role == "assistant"
+        )  # nobody reads what the tools would have said
 
 
 @pytest.mark.parametrize("finish", ["length", "abort", "error"])
-async def test_a_turn_that_did_not_end_by_itself_ends_the_episode(sandbox: Sandbox, finish: str) -> None:
-    half = ChatTurn(Message("assistant", "so", tool_calls=(ToolCall("1", "python", '{"code'),)), finish)
+async def test_a_turn_that_did_not_end_by_itself_ends_the_episode(
+    sandbox: Sandbox, finish: str
+) -> None:
+    half = ChatTurn(
+        Message("assistant", "so", tool_calls=(ToolCall("1", "python", '{"code'),)), finish
+    )
     episode = await ToolUse(sandbox).run(task(), Script(half))
     assert (episode.finish, episode.text, len(episode.messages)) == (finish, "so", 2)
 
@@ -176,7 +209,9 @@ async def test_a_sandbox_that_fails_is_not_an_answer_but_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    model = Script(calls(("calculator", '{"expression": "1"}'), python("print(1)")), says("never said"))
+    model = Script(
+        calls(("calculator", '{"expression": "1"}'), python("print(1)")), says("never said")
+    )
     episode = await ToolUse(Sandbox(SandboxConfig())).run(task(), model)
     assert (episode.finish, len(model.seen)) == ("error", 1)
     assert [message.name for message in episode.messages] == ["", "", "calculator"]
@@ -199,7 +234,9 @@ async def test_a_sandbox_that_fails_is_not_an_answer_but_an_error(
         {"max_turns": "9" * 5000},
     ],
 )
-async def test_a_task_that_says_nonsense_is_refused(sandbox: Sandbox, metadata: dict[str, str]) -> None:
+async def test_a_task_that_says_nonsense_is_refused(
+    sandbox: Sandbox, metadata: dict[str, str]
+) -> None:
     with pytest.raises(InvalidInput, match=f'metadata."{next(iter(metadata))}"'):
         await ToolUse(sandbox).run(task(**metadata), Script(says("x")))
 

@@ -26,12 +26,16 @@ VALUE = st.recursive(
 
 @st.composite
 def said(draw: st.DrawFn) -> list[Delta]:
-    """A turn as the parser tells it: thought first, then content and calls in any order, cut anywhere."""
+    """A turn as the parser tells it: thought first, then content and calls in any order, cut
+    anywhere.
+    """
     deltas = [Delta(reasoning=text) for text in draw(st.lists(TEXT, max_size=2))]
     calls = 0
     for called in draw(st.lists(st.booleans(), max_size=5)):
         if called:
-            arguments = json.dumps(draw(st.dictionaries(TEXT, VALUE, max_size=3)), indent=draw(st.sampled_from([0, 2])))
+            arguments = json.dumps(
+                draw(st.dictionaries(TEXT, VALUE, max_size=3)), indent=draw(st.sampled_from([0, 2]))
+            )
             news = [ToolCallDelta(calls, f"call_{calls}", draw(TEXT), arguments)]
             if draw(st.booleans()):
                 cut = len(arguments) // 2
@@ -56,7 +60,11 @@ def test_items_of_a_response_become_the_message_again(deltas: list[Delta]) -> No
     for delta in deltas:
         items.add(delta)
     items.end("completed")
-    history: list[Any] = [{"role": "user", "content": "a"}, *items.items, {"role": "user", "content": "b"}]
+    history: list[Any] = [
+        {"role": "user", "content": "a"},
+        *items.items,
+        {"role": "user", "content": "b"},
+    ]
     first, *turn, last = parse(ResponsesBody, json.dumps({"input": history}).encode()).messages()
     assert (first.content, last.content) == ("a", "b")
     assert [same(message, deltas) for message in turn] == [True]
@@ -69,7 +77,8 @@ def test_blocks_of_a_message_become_the_message_again(deltas: list[Delta]) -> No
         blocks.add(delta)
     blocks.end()
     history = [
-        {"role": role, "content": blocks.blocks if role == "assistant" else "a"} for role in ("user", "assistant")
+        {"role": role, "content": blocks.blocks if role == "assistant" else "a"}
+        for role in ("user", "assistant")
     ]
     body = {"messages": [*history, {"role": "user", "content": "b"}]}
     _, turn, _ = parse(ConversationBody, json.dumps(body).encode()).request().messages
@@ -113,7 +122,10 @@ def test_arguments_that_javascript_wrote_anew_are_the_same() -> None:
     def message(arguments: str) -> Message:
         return Message("assistant", tool_calls=(ToolCall("c", "f", arguments),))
 
-    model, client = '{"days": 1.0, "far": 1e2,\n "city": "Bod\\u00f8"}', '{"city":"Bodø","days":1,"far":100}'
+    model, client = (
+        '{"days": 1.0, "far": 1e2,\n "city": "Bod\\u00f8"}',
+        '{"city":"Bodø","days":1,"far":100}',
+    )
     assert message(model).digest(b"") == message(client).digest(b"")
     for other in ('{"city":"Bodø","days":1.5,"far":100}', '{"city":"Bodø","days":true,"far":100}'):
         assert message(model).digest(b"") != message(other).digest(b"")

@@ -1,4 +1,6 @@
-"""Right, wrong, and not ended: in the gateway where that is easy, in a child where it takes mathematics."""
+"""Right, wrong, and not ended: in the gateway where that is easy, in a child where it takes
+mathematics.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Asked:
         (r"\boxed{6} #5", "6", 0.0),
     ],
 )
-async def test_integers_and_equal_texts_are_compared_without_a_child(text: str, answer: str, reward: float) -> None:
+async def test_integers_and_equal_texts_are_compared_without_a_child(
+    text: str, answer: str, reward: float
+) -> None:
     child = Asked()
     assert await MathAnswer("#", child).score(episode(text, answer=answer)) == reward
     assert child.given == []
@@ -70,12 +74,16 @@ async def test_the_marker_is_a_setting() -> None:
     assert await MathAnswer("=>").score(episode("so => 6")) == 1.0
 
 
-@pytest.mark.parametrize("given", ["2+4", "6-", "6=6", "12:06=06", "3*2", "$2 + 4$", r"2\times3", "6!", "(2+4)", "6^"])
+@pytest.mark.parametrize(
+    "given", ["2+4", "6-", "6=6", "12:06=06", "3*2", "$2 + 4$", r"2\times3", "6!", "(2+4)", "6^"]
+)
 def test_a_task_repeated_is_not_an_answer_where_a_number_is_asked(given: str) -> None:
     assert same_answer(given, "06") is False
 
 
-@pytest.mark.parametrize("given", ["6.0", "12/2", "6.", "$6$", "600%", r"600\%", "6*10^0", r"0.6\times10^{1}", "x=6"])
+@pytest.mark.parametrize(
+    "given", ["6.0", "12/2", "6.", "$6$", "600%", r"600\%", "6*10^0", r"0.6\times10^{1}", "x=6"]
+)
 def test_ways_to_write_a_number_are_left_to_mathematics(given: str) -> None:
     assert same_answer(given, "6") is None
 
@@ -88,7 +96,9 @@ def test_an_answer_over_the_length_is_right_only_as_the_same_text() -> None:
     assert same_answer("9" * 5000, "9" * 5001) is False  # beyond what int() reads
 
 
-@pytest.mark.parametrize("given", ["1" * 999 + "=", "1" * 498 + "/" + "1" * 498 + "=", "1," * 499 + "^", "-" * 999])
+@pytest.mark.parametrize(
+    "given", ["1" * 999 + "=", "1" * 498 + "/" + "1" * 498 + "=", "1," * 499 + "^", "-" * 999]
+)
 def test_the_gateway_is_not_held_up_by_digits(given: str) -> None:
     started = time.process_time()
     assert same_answer(given, "5") is False
@@ -144,23 +154,39 @@ async def rule() -> AsyncIterator[RewardRule]:
         ("\x00", "1/2", 0.0),
     ],
 )
-async def test_answers_that_mean_the_same_are_equal(rule: RewardRule, given: str, answer: str, reward: float) -> None:
+async def test_answers_that_mean_the_same_are_equal(
+    rule: RewardRule, given: str, answer: str, reward: float
+) -> None:
     assert await rule.score(episode(f"so #{given}", answer=answer)) == reward
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_fractions_are_equal_as_python_says(rule: RewardRule) -> None:
-    for one, other in [(Fraction(3, 4), Fraction(6, 8)), (Fraction(-7, 5), Fraction(7, 5)), (Fraction(9, 7), 1)]:
+    for one, other in [
+        (Fraction(3, 4), Fraction(6, 8)),
+        (Fraction(-7, 5), Fraction(7, 5)),
+        (Fraction(9, 7), 1),
+    ]:
         text = rf"#\frac{{{Fraction(one).numerator}}}{{{Fraction(one).denominator}}}"
-        assert await rule.score(episode(text, answer=f"{other}/1" if other == 1 else str(other))) == float(one == other)
+        assert await rule.score(
+            episode(text, answer=f"{other}/1" if other == 1 else str(other))
+        ) == float(one == other)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
     "hostile",
-    ["10**10**10 + x", r"\frac{1}{" * 90 + "9" + "}" * 90, "(" * 499 + "x" + ")" * 499, r"x^{9^{9^{9^9}}}", "1+" * 499],
+    [
+        "10**10**10 + x",
+        r"\frac{1}{" * 90 + "9" + "}" * 90,
+        "(" * 499 + "x" + ")" * 499,
+        r"x^{9^{9^{9^9}}}",
+        "1+" * 499,
+    ],
 )
-async def test_a_hostile_answer_earns_nothing_and_the_next_is_scored(rule: RewardRule, hostile: str) -> None:
+async def test_a_hostile_answer_earns_nothing_and_the_next_is_scored(
+    rule: RewardRule, hostile: str
+) -> None:
     assert await rule.score(episode(f"#{hostile}", answer="2/3")) == 0.0
     assert await rule.score(episode("#0.5", answer="1/2")) == 1.0
 

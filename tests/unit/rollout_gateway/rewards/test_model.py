@@ -36,23 +36,39 @@ from rollout_gateway.rewards.model_child import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 CHARACTERS = "0123456789+-=#<>usa "
-TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
-def write_tokenizer(directory: Path, *, pad: bool = True, template: str = "", bert: bool = False) -> None:
+def write_tokenizer(
+    directory: Path, *, pad: bool = True, template: str = "", bert: bool = False
+) -> None:
     words = ["[UNK]", "[PAD]", "[CLS]", "[SEP]", *CHARACTERS]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = Split("", "isolated")
     if bert:
-        tokenizer.post_processor = TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]" if pad else None)
+        tokenizer.post_processor = TemplateProcessing(
+            "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]" if pad else None
+    )
     fast.chat_template = template or None
     fast.save_pretrained(directory)
 
 
 def write_llama(directory: Path, *, labels: int = 1, positions: int = 64, **tokenizer: Any) -> Path:
     torch.manual_seed(0)
-    config = LlamaConfig(**TINY, num_labels=labels, max_position_embeddings=positions, pad_token_id=None)
+    config = LlamaConfig(
+        **TINY, num_labels=labels, max_position_embeddings=positions, pad_token_id=None
+    )
     model = LlamaForSequenceClassification(config)
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(directory)
@@ -109,12 +125,18 @@ def test_without_a_padding_token_texts_are_scored_one_by_one(tmp_path: Path) -> 
 def test_a_long_text_keeps_its_end(tmp_path: Path, positions: int, max_tokens: int) -> None:
     text = "0123456789" * 3 + "#6"
     values = scores(write_llama(tmp_path, positions=positions), text, max_tokens=max_tokens)
-    assert values == pytest.approx(logits(LlamaForSequenceClassification, tmp_path, ids_of(text)[-12:]), abs=1e-5)
+    assert values == pytest.approx(
+        logits(LlamaForSequenceClassification, tmp_path, ids_of(text)[-12:]), abs=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("labels", "index"),
-    [({0: "LABEL_0", 1: "LABEL_1"}, 1), ({0: "POSITIVE", 1: "NEGATIVE"}, 0), ({0: "negative", 1: "positive"}, 1)],
+    [
+        ({0: "LABEL_0", 1: "LABEL_1"}, 1),
+        ({0: "POSITIVE", 1: "NEGATIVE"}, 0),
+        ({0: "negative", 1: "positive"}, 1),
+    ],
 )
 def test_of_two_labels_the_positive_one_is_the_reward_and_special_tokens_stay(
     tmp_path: Path, labels: dict[int, str], index: int
@@ -131,13 +153,16 @@ def test_a_conversation_is_read_under_the_chat_template(tmp_path: Path) -> None:
     batch = [{"text": "2+4=#6", "messages": said}, {"text": "2+4=#6", "messages": []}]
     values = [one["reward"] for one in model.answer({"batch": batch})["scores"]]
     expected = [
-        logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0] for text in ("<u>2+4=<a>#6", "2+4=#6")
+        logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0]
+        for text in ("<u>2+4=<a>#6", "2+4=#6")
     ]
     assert values == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_text_that_cannot_be_read_leaves_its_neighbours_their_scores(tmp_path: Path) -> None:
-    refusing = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE
+    refusing = (
+        "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE
+    )
     model = RewardModel(str(write_llama(tmp_path, template=refusing)), threads=1, max_tokens=64)
     tool = {"text": "", "messages": [{"role": "tool", "content": "x"}]}
     batch = [tool, {"text": "#6", "messages": []}, {"text": "", "messages": []}]
@@ -222,7 +247,9 @@ serve(answer, *pipes)
 
 @pytest.fixture
 def rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RewardRules:
-    """Over a real process that answers with the size of the batch, in place of the slow start of torch."""
+    """Over a real process that answers with the size of the batch, in place of the slow start of
+    torch.
+    """
     (tmp_path / "stand_in.py").write_text(STAND_IN)
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
@@ -243,7 +270,10 @@ async def test_episodes_that_wait_share_batches(rule: RewardRule) -> None:
 
 
 async def test_an_unreadable_text_is_unscored_alone(rule: RewardRule) -> None:
-    assert await asyncio.gather(rule.score(episode("odd")), rule.score(episode("#6"))) == [None, 2.0]
+    assert await asyncio.gather(rule.score(episode("odd")), rule.score(episode("#6"))) == [
+        None,
+        2.0,
+    ]
 
 
 async def test_a_model_killed_while_idle_is_replaced(rule: RewardRule, rules: RewardRules) -> None:
@@ -254,8 +284,12 @@ async def test_a_model_killed_while_idle_is_replaced(rule: RewardRule, rules: Re
     assert rules.pids != [pid]
 
 
-@pytest.mark.parametrize(("text", "why"), [("die", "lost"), ("hang", "too long"), ("fail", "out of memory")])
-async def test_a_model_that_fails_is_no_zero_and_the_next_text_is_scored(rule: RewardRule, text: str, why: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"), [("die", "lost"), ("hang", "too long"), ("fail", "out of memory")]
+)
+async def test_a_model_that_fails_is_no_zero_and_the_next_text_is_scored(
+    rule: RewardRule, text: str, why: str
+) -> None:
     with pytest.raises(Unavailable, match=why):
         await rule.score(episode(text))
     assert await rule.score(episode("#6")) == 1.0

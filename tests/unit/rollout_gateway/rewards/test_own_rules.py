@@ -138,7 +138,9 @@ async def impatient(path: Path, name: str, text: str) -> tuple[float | None, lis
         await rules.stop()
 
 
-async def test_a_rule_is_built_once_and_may_print_read_and_start_programs(rules: RewardRules, path: Path) -> None:
+async def test_a_rule_is_built_once_and_may_print_read_and_start_programs(
+    rules: RewardRules, path: Path
+) -> None:
     rule = rules.rule(f"{path}:Length")
     assert await rule.score(episode()) == 3.1
     assert await rule.score(episode("ab")) == 2.2
@@ -163,12 +165,16 @@ async def test_coroutines_of_a_rule_share_one_event_loop(rules: RewardRules, pat
 async def test_a_package_path_names_a_rule_and_loads_no_torch(
     rules: RewardRules, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(path.parent), os.environ.get("PYTHONPATH", "")])
+    )
     await rules.check("own_rules:Torch")
     assert await rules.rule("own_rules:Torch").score(episode()) == 0.0
 
 
-@pytest.mark.parametrize(("name", "why"), [("Raises", "no such level"), ("Quits", "SystemExit: done")])
+@pytest.mark.parametrize(
+    ("name", "why"), [("Raises", "no such level"), ("Quits", "SystemExit: done")]
+)
 async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
     rules: RewardRules, path: Path, name: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,12 +192,16 @@ async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_p
     assert gone(int((tmp_path / "pid").read_text()))
 
 
-async def test_a_child_that_dies_is_replaced_once(rules: RewardRules, path: Path, tmp_path: Path) -> None:
+async def test_a_child_that_dies_is_replaced_once(
+    rules: RewardRules, path: Path, tmp_path: Path
+) -> None:
     assert await rules.rule(f"{path}:DiesOnce").score(episode(str(tmp_path / "died"))) == 1.0
 
 
 @pytest.mark.parametrize("name", ["Dies", "Garbles"])
-async def test_children_that_die_again_are_nobodys_zero(rules: RewardRules, path: Path, name: str) -> None:
+async def test_children_that_die_again_are_nobodys_zero(
+    rules: RewardRules, path: Path, name: str
+) -> None:
     with pytest.raises(Unavailable, match="child process of the rewards"):
         await rules.rule(f"{path}:{name}").score(episode())
     assert await rules.rule(f"{path}:Length").score(episode()) == 3.1
@@ -225,7 +235,9 @@ async def test_a_score_that_is_not_finite_is_refused_by_the_rules_name(
         ("10**400", None),
     ],
 )
-async def test_a_score_is_a_number_or_none(rules: RewardRules, path: Path, text: str, value: float | None) -> None:
+async def test_a_score_is_a_number_or_none(
+    rules: RewardRules, path: Path, text: str, value: float | None
+) -> None:
     assert await rules.rule(f"{path}:Says").score(episode(text)) == value
 
 
@@ -268,12 +280,16 @@ async def test_a_caller_that_goes_away_leaves_no_child_at_work(path: Path, tmp_p
         ("RULES", "cannot be built"),
     ],
 )
-async def test_a_wrong_class_fails_the_check(rules: RewardRules, path: Path, name: str, why: str) -> None:
+async def test_a_wrong_class_fails_the_check(
+    rules: RewardRules, path: Path, name: str, why: str
+) -> None:
     with pytest.raises(ConfigError, match=why):
         await rules.check(f"{path}:{name}")
 
 
-@pytest.mark.parametrize("place", ["no_such_package.module:Rule", "no/such/file.py:Rule", "json:nothing", ".:x"])
+@pytest.mark.parametrize(
+    "place", ["no_such_package.module:Rule", "no/such/file.py:Rule", "json:nothing", ".:x"]
+)
 async def test_a_wrong_place_fails_the_check(rules: RewardRules, place: str) -> None:
     with pytest.raises(ConfigError, match="cannot be built"):
         await rules.check(place)
@@ -287,7 +303,10 @@ async def test_an_unknown_rule_names_the_known_ones(rules: RewardRules, name: st
 
 async def test_a_mended_class_passes_the_next_check(rules: RewardRules, tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
-    file.write_text("class Rule:\n    def score(self, episode):\n        return 1.0\nraise ValueError('too early')")
+    file.write_text(
+        "class Rule:\n    def score(self, episode):\n        return 1.0\nraise ValueError('too "
+        "early')"
+    )
     for _ in range(2):
         with pytest.raises(ConfigError, match="too early"):
             await rules.check(f"{file}:Rule")
@@ -320,7 +339,9 @@ async def main():
     await rules.rule("{path}:Hangs").score(Episode(EpisodeTask("t", "p", "6"), "/dev/null", "stop"))
 asyncio.run(main())
 """
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as gateway:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as gateway:
         assert gateway.stdout is not None
         child = psutil.Process(int(gateway.stdout.readline()))
         gateway.kill()
@@ -330,7 +351,9 @@ asyncio.run(main())
 def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
     names = "{'torch', 'transformers', 'sympy'}"
     program = f"import sys, rollout_gateway.rewards; print({names} & sys.modules.keys() or [])"
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert shown.stdout.strip() == "[]"
 
 

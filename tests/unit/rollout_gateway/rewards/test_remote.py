@@ -59,7 +59,9 @@ class Server:
         finally:
             writer.close()
 
-    async def _one(self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _one(
+        self, head: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         headers = dict(line.lower().split(": ", 1) for line in head.splitlines()[1:] if line)
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
         self.seen.append((headers, body))
@@ -75,7 +77,9 @@ class Server:
             writer.close()
             return
         length = f"content-length: {len(answer.body)}\r\n"
-        writer.write(f"HTTP/1.1 {answer.status} x\r\n{length}{answer.headers}\r\n".encode() + answer.body)
+        writer.write(
+            f"HTTP/1.1 {answer.status} x\r\n{length}{answer.headers}\r\n".encode() + answer.body
+        )
         await writer.drain()
 
 
@@ -113,11 +117,16 @@ def ask(rules: RewardRules, text: str = "#6") -> Awaitable[float | None]:
     return rules.rule("remote").score(episode(text))
 
 
-async def test_the_server_gets_the_whole_episode_and_its_reward_comes_back(server: Server, rules: Rules) -> None:
+async def test_the_server_gets_the_whole_episode_and_its_reward_comes_back(
+    server: Server, rules: Rules
+) -> None:
     call = ToolCall("c1", "f", '{"a":  1}')
     rule = rules(token="secret").rule("remote")
     assert (
-        await rule.score(episode("#6", Message("user", "2+4="), Message("assistant", "\ud800", "hm", (call,)))) == 0.5
+        await rule.score(
+            episode("#6", Message("user", "2+4="), Message("assistant", "\ud800", "hm", (call,)))
+        )
+        == 0.5
     )
     headers, body = server.seen[0]
     assert headers["authorization"] == "bearer secret"
@@ -131,7 +140,12 @@ async def test_the_server_gets_the_whole_episode_and_its_reward_comes_back(serve
         "finish": "stop",
         "messages": [
             {"role": "user", "content": "2+4="},
-            {"role": "assistant", "content": "\ud800", "reasoning_content": "hm", "tool_calls": [call.shown()]},
+            {
+                "role": "assistant",
+                "content": "\ud800",
+                "reasoning_content": "hm",
+                "tool_calls": [call.shown()],
+            },
         ],
     }
 
@@ -151,10 +165,15 @@ async def test_the_request_carries_the_trace_of_the_caller(server: Server, rules
             await ask(rules())
     finally:
         shutdown()
-    assert server.seen[0][0]["traceparent"].split("-")[1] == f"{outer.get_span_context().trace_id:032x}"
+    assert (
+        server.seen[0][0]["traceparent"].split("-")[1]
+        == f"{outer.get_span_context().trace_id:032x}"
+    )
 
 
-async def test_two_failures_of_the_server_cost_two_attempts_of_the_same_key(server: Server, rules: Rules) -> None:
+async def test_two_failures_of_the_server_cost_two_attempts_of_the_same_key(
+    server: Server, rules: Rules
+) -> None:
     server.script = [Answer(b"down", 500), Answer(None), ok(), ok()]
     asking = rules()
     assert await ask(asking) == 0.5
@@ -168,7 +187,9 @@ async def test_two_failures_of_the_server_cost_two_attempts_of_the_same_key(serv
     assert server.seen[-1][0]["idempotency-key"] != keys[0]
 
 
-async def test_attempts_end_in_unavailable_with_what_was_seen_last(server: Server, rules: Rules) -> None:
+async def test_attempts_end_in_unavailable_with_what_was_seen_last(
+    server: Server, rules: Rules
+) -> None:
     server.script = [Answer(b"down", 503)]
     with pytest.raises(Unavailable, match=re.escape("status 503: 'down'")):
         await ask(rules(attempts=2))
@@ -200,7 +221,9 @@ async def test_retry_after_is_waited_for(server: Server, rules: Rules, status: i
     assert server.times[1] - server.times[0] >= 0.4
 
 
-async def test_a_retry_after_beyond_the_deadline_ends_the_score_at_once(server: Server, rules: Rules) -> None:
+async def test_a_retry_after_beyond_the_deadline_ends_the_score_at_once(
+    server: Server, rules: Rules
+) -> None:
     server.script = [Answer(b"", 503, "retry-after: 3600\r\n"), ok()]
     async with asyncio.timeout(5):
         with pytest.raises(Unavailable, match="status 503"):
@@ -208,7 +231,9 @@ async def test_a_retry_after_beyond_the_deadline_ends_the_score_at_once(server: 
     assert len(server.seen) == 1
 
 
-async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(server: Server, rules: Rules) -> None:
+async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(
+    server: Server, rules: Rules
+) -> None:
     never = asyncio.Event()
     server.script = [ok(gate=never), ok()]
     assert await ask(rules(deadline_s=1, attempts=4)) == 0.5
@@ -223,10 +248,24 @@ async def test_a_server_that_hangs_gets_its_share_of_the_deadline_each_time(serv
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"0.5", b"[]", b"{}", b"garbage", b'{"reward": "0.5"}', b'{"reward": true}', b'{"reward": [1]}', b"\xff\xfe",
-     b'{"reward": 1' + b"0" * 400 + b"}", b"[" * 50_000, b'{"reward": 1}' + b" " * MAX_ANSWER_BYTES],
-)  # fmt: skip
-async def test_anything_else_is_an_error_that_shows_it(server: Server, rules: Rules, body: bytes) -> None:
+    [
+        b"",
+        b"0.5",
+        b"[]",
+        b"{}",
+        b"garbage",
+        b'{"reward": "0.5"}',
+        b'{"reward": true}',
+        b'{"reward": [1]}',
+        b"\xff\xfe",
+        b'{"reward": 1' + b"0" * 400 + b"}",
+        b"[" * 50_000,
+        b'{"reward": 1}' + b" " * MAX_ANSWER_BYTES,
+    ],
+)
+async def test_anything_else_is_an_error_that_shows_it(
+    server: Server, rules: Rules, body: bytes
+) -> None:
     server.script = [Answer(body), ok()]
     with pytest.raises(Unavailable, match="something else; seen: "):
         await ask(rules())
@@ -234,13 +273,17 @@ async def test_anything_else_is_an_error_that_shows_it(server: Server, rules: Ru
 
 
 @pytest.mark.parametrize("text", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
-async def test_a_reward_that_is_not_finite_is_refused_by_name(server: Server, rules: Rules, text: bytes) -> None:
+async def test_a_reward_that_is_not_finite_is_refused_by_name(
+    server: Server, rules: Rules, text: bytes
+) -> None:
     server.script = [Answer(b'{"reward": ' + text + b"}")]
     with pytest.raises(InvalidInput, match="remote gave what is no reward"):
         await ask(rules())
 
 
-async def test_the_circuit_opens_after_failures_and_one_probe_closes_it(server: Server, rules: Rules) -> None:
+async def test_the_circuit_opens_after_failures_and_one_probe_closes_it(
+    server: Server, rules: Rules
+) -> None:
     gate = asyncio.Event()
     server.script = [Answer(b"", 500), Answer(b"", 500), Answer(b"", 500), ok(gate=gate), ok()]
     asking = rules(attempts=1, breaker_failures=3, breaker_open_s=0.5, deadline_s=20)
@@ -263,10 +306,15 @@ async def test_a_probe_that_fails_opens_the_circuit_again(server: Server, rules:
     asking = rules(attempts=3, breaker_failures=1, breaker_open_s=0.3, deadline_s=20)
     with pytest.raises(Unavailable, match="status 500"):
         await ask(asking)
-    assert all(later - earlier >= 0.3 for earlier, later in zip(server.times, server.times[1:], strict=False))
+    assert all(
+        later - earlier >= 0.3
+        for earlier, later in zip(server.times, server.times[1:], strict=False)
+    )
 
 
-async def test_an_open_circuit_refuses_at_once_who_cannot_wait(server: Server, rules: Rules) -> None:
+async def test_an_open_circuit_refuses_at_once_who_cannot_wait(
+    server: Server, rules: Rules
+) -> None:
     server.script = [Answer(b"", 500), ok()]
     asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
     with pytest.raises(Unavailable, match="status 500"):
@@ -277,7 +325,9 @@ async def test_an_open_circuit_refuses_at_once_who_cannot_wait(server: Server, r
     assert len(server.seen) == 1
 
 
-async def test_a_probe_whose_caller_goes_away_is_followed_by_another(server: Server, rules: Rules) -> None:
+async def test_a_probe_whose_caller_goes_away_is_followed_by_another(
+    server: Server, rules: Rules
+) -> None:
     never = asyncio.Event()
     server.script = [Answer(b"", 500), ok(gate=never), ok()]
     asking = rules(attempts=1, breaker_failures=1, breaker_open_s=0.01)
@@ -313,7 +363,8 @@ async def test_so_many_requests_go_at_once_as_are_allowed(server: Server, rules:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "reward.example", "ftp://x", "file:///etc/passwd", "http://", "http://x:y/", "http://[::"]
+    "url",
+    ["", "reward.example", "ftp://x", "file:///etc/passwd", "http://", "http://x:y/", "http://[::"],
 )
 async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules, url: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.rewards\.remote\.url"):
@@ -323,7 +374,9 @@ async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules,
 def test_retry_after_is_a_number_or_a_date() -> None:
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
     assert 55 < retry_after(later) <= 60
-    assert [retry_after(value) for value in ("7", "-1", "", "soon", "Sat, 01 Jan 2000 00:00:00 GMT")] == [7, 0, 0, 0, 0]
+    assert [
+        retry_after(value) for value in ("7", "-1", "", "soon", "Sat, 01 Jan 2000 00:00:00 GMT")
+    ] == [7, 0, 0, 0, 0]
 
 
 def test_a_reward_keeps_its_bits() -> None:

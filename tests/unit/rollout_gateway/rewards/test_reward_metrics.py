@@ -26,7 +26,9 @@ class Says:
 @pytest_asyncio.fixture
 async def rules() -> AsyncIterator[RewardRules]:
     setup("test", TelemetryConfig(prometheus=True))
-    remote = RemoteRewardConfig(url="http://127.0.0.1:9/", attempts=1, breaker_failures=1, breaker_open_s=600)
+    remote = RemoteRewardConfig(
+        url="http://127.0.0.1:9/", attempts=1, breaker_failures=1, breaker_open_s=600
+    )
     rules = RewardRules(RewardsConfig(deadline_s=1, remote=remote))
     yield rules
     await rules.stop()
@@ -37,7 +39,9 @@ def episode(text: str) -> Episode:
     return Episode(EpisodeTask("t", "p", "6"), text, "stop")
 
 
-async def test_scores_and_failures_are_counted_by_rule_and_reason(rules: RewardRules, tmp_path: Path) -> None:
+async def test_scores_and_failures_are_counted_by_rule_and_reason(
+    rules: RewardRules, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(RULE)
     own = f"{tmp_path}/own.py:Says"
     for text in ("1.5", "2", "None", "1 / 0", "time.sleep(1000)"):

@@ -1,4 +1,6 @@
-"""What code may do, and what it tries in vain, under each kind of isolation that this machine has."""
+"""What code may do, and what it tries in vain, under each kind of isolation that this machine
+has.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def available(kind: str) -> Sandbox:
 
 
 async def told(sandbox: Sandbox, code: str) -> dict[str, object]:
-    """What each attempt came to: `attempt(name, f)` in the code notes f's value, or its error's type."""
+    """What each attempt came to: `attempt(name, f)` in the code notes f's value, or its error's
+    type.
+    """
     head = """
         import json, os
         outcome = {}
@@ -73,7 +77,9 @@ async def told(sandbox: Sandbox, code: str) -> dict[str, object]:
 
 
 def refused(outcome: dict[str, object]) -> bool:
-    return all(value in ("PermissionError", "FileNotFoundError", "OSError") for value in outcome.values())
+    return all(
+        value in ("PermissionError", "FileNotFoundError", "OSError") for value in outcome.values()
+    )
 
 
 @pytest.fixture
@@ -81,7 +87,11 @@ def mark() -> Iterator[str]:
     """A word in the command line of whatever the code begins; nothing that bears it may be left."""
     word = f"survivor-{uuid.uuid4().hex}"
     yield word
-    left = [one.pid for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or [])]
+    left = [
+        one.pid
+        for one in psutil.process_iter(["cmdline"])
+        if word in " ".join(one.info["cmdline"] or [])
+    ]
     assert left == []
 
 
@@ -109,10 +119,26 @@ async def test_a_normal_program_runs(any_kind: Sandbox) -> None:
             hash("a") == int(sys.argv[1]) if sys.argv[1:] else None, __name__]))
         exit(3)
     """
-    result = await any_kind.run(textwrap.dedent(code), stdin="told\n", files={"helper.py": "WORD = 'ü'"})
+    result = await any_kind.run(
+        textwrap.dedent(code), stdin="told\n", files={"helper.py": "WORD = 'ü'"}
+    )
     assert result.stderr == ""
     files = ["a", "c", "d", "helper.py", "main.py"]
-    expected = [120, ["oo"], [["a", 2]], "Point(x=3)", "kept", [1], 7, "42\n", "ü", "told\n", files, None, "__main__"]
+    expected = [
+        120,
+        ["oo"],
+        [["a", 2]],
+        "Point(x=3)",
+        "kept",
+        [1],
+        7,
+        "42\n",
+        "ü",
+        "told\n",
+        files,
+        None,
+        "__main__",
+    ]
     assert json.loads(result.stdout) == expected
     assert (result.exit_code, result.reason, result.truncated) == (3, "exit", False)
 
@@ -120,7 +146,9 @@ async def test_a_normal_program_runs(any_kind: Sandbox) -> None:
 async def test_an_error_is_shown_as_python_shows_it(any_kind: Sandbox) -> None:
     result = await any_kind.run("def f():\n    return 1 / 0\nf()\n")
     assert result.exit_code == 1
-    assert result.stderr.startswith('Traceback (most recent call last):\n  File "main.py", line 3, in <module>\n')
+    assert result.stderr.startswith(
+        'Traceback (most recent call last):\n  File "main.py", line 3, in <module>\n'
+    )
     assert result.stderr.endswith("ZeroDivisionError: division by zero\n")
     broken = await any_kind.run("def f(:\n")
     assert broken.exit_code == 1
@@ -159,7 +187,9 @@ async def test_ten_gigabytes_are_too_many(any_kind: Sandbox) -> None:
     result = await any_kind.run("kept = bytearray(10 << 30)")
     assert (result.reason, result.stdout) == ("memory", "")
     assert "MemoryError" in result.stderr
-    caught = await any_kind.run("try:\n    bytearray(10 << 30)\nexcept MemoryError:\n    print('caught')")
+    caught = await any_kind.run(
+        "try:\n    bytearray(10 << 30)\nexcept MemoryError:\n    print('caught')"
+    )
     assert (caught.reason, caught.stdout) == ("exit", "caught\n")
 
 
@@ -271,7 +301,11 @@ async def test_files_of_the_host_cannot_be_read(walled: Sandbox, tmp_path: Path)
     outcome = await told(walled, code)
     # In namespaces these directories exist, and hold Python's own files alone.
     own = {"/": {"box", "dev", "etc", "lib", "lib64", "root", "usr", "opt", "home", "work", "nix"}}
-    own |= {"/etc": {"ld.so.cache"}, "/root": {".pyenv", ".local"}, "/home": {Path.home().name, "runner"}}
+    own |= {
+        "/etc": {"ld.so.cache"},
+        "/root": {".pyenv", ".local"},
+        "/home": {Path.home().name, "runner"},
+    }
     if "namespaces" in await walled.layers():
         for path, names in own.items():
             listed = str(outcome.pop(path))
@@ -291,7 +325,9 @@ def _anybodys_file(folder: Path) -> Path:
     return there
 
 
-async def test_nothing_outside_its_directory_can_be_written(walled: Sandbox, tmp_path: Path) -> None:
+async def test_nothing_outside_its_directory_can_be_written(
+    walled: Sandbox, tmp_path: Path
+) -> None:
     there = _anybodys_file(tmp_path)
     code = f"""
         import sys
@@ -314,7 +350,10 @@ async def test_nothing_outside_its_directory_can_be_written(walled: Sandbox, tmp
         attempt("python's own", lambda: os.chmod(os.__file__, 0o777))
     """
     outcome = await told(walled, code)
-    outcome = {name: "OSError" if value == "NotADirectoryError" else value for name, value in outcome.items()}
+    outcome = {
+        name: "OSError" if value == "NotADirectoryError" else value
+        for name, value in outcome.items()
+    }
     assert refused(outcome), outcome
     assert there.read_text() == "as it was"
     assert os.listdir(tmp_path) == ["there"]
@@ -383,7 +422,10 @@ async def test_the_kernel_lends_no_other_way_out(walled: Sandbox) -> None:
     """
     outcome = await told(walled, code)
     assert outcome.pop("limits") in ("ValueError", "PermissionError")
-    outcome = {name: "OSError" if value == "ProcessLookupError" else value for name, value in outcome.items()}
+    outcome = {
+        name: "OSError" if value == "ProcessLookupError" else value
+        for name, value in outcome.items()
+    }
     assert refused(outcome), outcome
 
 

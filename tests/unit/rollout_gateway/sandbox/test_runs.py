@@ -35,12 +35,20 @@ one.wait()
 
 def bearers(word: str) -> list[psutil.Process]:
     """Processes with the word in their command line."""
-    return [one for one in psutil.process_iter(["cmdline"]) if word in " ".join(one.info["cmdline"] or [])]
+    return [
+        one
+        for one in psutil.process_iter(["cmdline"])
+        if word in " ".join(one.info["cmdline"] or [])
+    ]
 
 
 def launchers_of(gateway: int) -> list[psutil.Process]:
     """The launchers of a gateway."""
-    return [one for one in psutil.Process(gateway).children() if "launcher.main" in " ".join(one.cmdline())]
+    return [
+        one
+        for one in psutil.Process(gateway).children()
+        if "launcher.main" in " ".join(one.cmdline())
+    ]
 
 
 async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
@@ -52,7 +60,9 @@ async def begun(word: str, still: asyncio.Task[object]) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize("isolation", ["auto", "landlock", "limits"])
-async def test_a_cancelled_run_leaves_nothing(isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_run_leaves_nothing(
+    isolation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sandbox = Sandbox(SandboxConfig.model_validate({"isolation": isolation, "wall_s": 60}))
     await _layers(sandbox)
@@ -126,10 +136,14 @@ def test_code_inherits_no_descriptor_even_when_the_gateway_leaks_one(tmp_path: P
                     except OSError:
                         pass
             """
-            return (await Sandbox(SandboxConfig()).run("import sys\n" + textwrap.dedent(code))).stderr
+            return (
+                await Sandbox(SandboxConfig()).run("import sys\n" + textwrap.dedent(code))
+            ).stderr
 
     for run in (asyncio.run, uvloop.run):
-        assert run(listed()) == "0 0o10\n1 0o1\n2 0o1\n"  # stdin is a file in memory, the others are pipes
+        assert (
+            run(listed()) == "0 0o10\n1 0o1\n2 0o1\n"
+        )  # stdin is a file in memory, the others are pipes
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "", ".", "main.py", "a/../../x", "a\0b"])
@@ -148,20 +162,28 @@ async def test_odd_texts_arrive_as_they_can() -> None:
     assert raw.stdout == "\ufffd\ufffd"
 
 
-async def test_a_sandbox_without_a_place_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_a_sandbox_without_a_place_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
     with pytest.raises(Unavailable, match="no directory could be made"):
         await Sandbox(SandboxConfig()).run("print(1)")
 
 
-async def test_an_isolation_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    other = tmp_path / "python"  # an interpreter that ends before it runs anything: no kind of isolation works
+async def test_an_isolation_that_cannot_be_had_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    other = (
+        tmp_path / "python"
+    )  # an interpreter that ends before it runs anything: no kind of isolation works
     other.write_text('#!/bin/sh\ncat >/dev/null; echo \'{"failed": "PermissionError: unshare"}\'\n')
     other.chmod(0o755)
     monkeypatch.setattr(sys, "_base_executable", str(other))
     for kind in ("auto", "namespaces", "landlock", "limits"):
         sandbox = Sandbox(SandboxConfig.model_validate({"isolation": kind}))
-        with pytest.raises(Unavailable, match=f"no sandbox of the kind '{kind}'.*PermissionError: unshare"):
+        with pytest.raises(
+            Unavailable, match=f"no sandbox of the kind '{kind}'.*PermissionError: unshare"
+        ):
             await sandbox.run("print(1)")
 
 
@@ -180,7 +202,9 @@ async def test_a_launcher_that_is_killed_is_no_result() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run without privileges then")
-@pytest.mark.parametrize("layers", [(), ("landlock", "seccomp"), ("namespaces", "landlock", "seccomp")])
+@pytest.mark.parametrize(
+    "layers", [(), ("landlock", "seccomp"), ("namespaces", "landlock", "seccomp")]
+)
 def test_a_gateway_without_privileges_can_shut_code_in_too(layers: tuple[str, ...]) -> None:
     python = Path("/usr/bin/python3")
     if (
@@ -205,12 +229,16 @@ print(open("/etc/passwd").read()[:4])
     request = Request(parent=os.getpid(), box=box, layers=layers, code=code, stdin="", processes=8)
     start = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
     command = [python, "-I", "-S", "-B", "-c", start, SANDBOX]
-    done = subprocess.run(command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[])
+    done = subprocess.run(
+        command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[]
+    )
     assert not os.path.exists(box)
     answer = Answer.decode(done.stdout)
     if answer.failed and layers:
         pytest.skip(answer.failed)
-    assert 6 <= int(answer.stdout.split()[0]) <= 8  # the user may have begun another process meanwhile
+    assert (
+        6 <= int(answer.stdout.split()[0]) <= 8
+    )  # the user may have begun another process meanwhile
     assert ("root" in answer.stdout) == (not layers)
 
 

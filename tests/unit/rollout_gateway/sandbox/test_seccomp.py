@@ -1,4 +1,6 @@
-"""The system-call filter: its numbers against the kernel's headers, its decisions by running the program itself."""
+"""The system-call filter: its numbers against the kernel's headers, its decisions by running the
+program itself.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE = 0x00050000 | errno.EPERM
 
 
-def decide(program: list[seccomp.Instruction], number: int, first: int = 0, architecture: int = 0) -> int:
+def decide(
+    program: list[seccomp.Instruction], number: int, first: int = 0, architecture: int = 0
+) -> int:
     """What the filter returns for a call: classic BPF, the five instructions it uses."""
     data = {0: number, 4: architecture, 16: first & 0xFFFFFFFF}
     at, loaded = 0, 0
@@ -65,12 +69,18 @@ def test_every_call_gets_its_answer(machine: str, alone: bool, scoped: bool) -> 
     def answer(name: str, first: int = 0) -> int:
         return decide(program, numbers[name], first, ARCHITECTURES[machine])
 
-    refused = {name for name in numbers if name not in syscalls.WITH_CONDITIONS and answer(name) == REFUSE}
+    refused = {
+        name for name in numbers if name not in syscalls.WITH_CONDITIONS and answer(name) == REFUSE
+    }
     expected = {*syscalls.ALWAYS, *([] if alone else syscalls.SHARED_SYSTEM)}
     expected |= set() if alone or scoped else {*syscalls.SIGNALS}
     assert refused == expected & set(numbers)
     assert answer("clone3") == 0x00050000 | errno.ENOSYS
-    assert (answer("clone", 0x00050F00), answer("clone", 0x10000000), answer("clone", 0x20000011)) == (
+    assert (
+        answer("clone", 0x00050F00),
+        answer("clone", 0x10000000),
+        answer("clone", 0x20000011),
+    ) == (
         ALLOW,
         REFUSE,
         REFUSE,

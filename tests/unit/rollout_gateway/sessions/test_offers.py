@@ -1,4 +1,6 @@
-"""A task is led by one agent at a time until it has an outcome; faults of machines do not count as one."""
+"""A task is led by one agent at a time until it has an outcome; faults of machines do not count as
+one.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Desk:
 
     def lead(self, name: str, worker: int = 0) -> asyncio.Task[Session]:
         task = EpisodeTask(name, f"prompt of {name}", "answer")
-        return asyncio.create_task(self.offers.lead(task, Assignment("run", task_id=name), f"s-{name}", worker))
+        return asyncio.create_task(
+            self.offers.lead(task, Assignment("run", task_id=name), f"s-{name}", worker)
+        )
 
     async def claim(self, wait_s: float = WAIT_S) -> tuple[Session, EpisodeTask]:
         claimed = await self.offers.claim(wait_s)
@@ -98,7 +102,9 @@ async def test_a_completed_session_stays_the_offers_until_it_is_closed() -> None
 
 
 @pytest.mark.parametrize(("reason", "attempts"), [(FailReason.INFRA, 4), (FailReason.DATA, 2)])
-async def test_a_failed_attempt_is_offered_again_up_to_the_limit(reason: FailReason, attempts: int) -> None:
+async def test_a_failed_attempt_is_offered_again_up_to_the_limit(
+    reason: FailReason, attempts: int
+) -> None:
     desk = Desk()
     lead = desk.lead("t")
     keys = set()

@@ -1,4 +1,6 @@
-"""Agents' own groups close when full or at their deadline, wait bounded in bytes, and are taken once."""
+"""Agents' own groups close when full or at their deadline, wait bounded in bytes, and are taken
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from rollout_gateway.sessions.session import Grant, Session
 LONG_S = 3600.0
 
 
-def sibling(name: str, group: str = "g", size: int = 2, *, reward: float | None = 1.0, tokens: int = 2) -> Session:
+def sibling(
+    name: str, group: str = "g", size: int = 2, *, reward: float | None = 1.0, tokens: int = 2
+) -> Session:
     """One that has ended."""
     one = session(name, Assignment("run", group_id=group, group_size=size, open_group=True))
     said(one, None, range(tokens - 1), [9])
@@ -67,7 +71,9 @@ async def test_a_group_closes_at_the_deadline_as_it_is() -> None:
     assert await taken(groups) == ("g", ["a"], 1)
 
 
-async def test_the_deadline_counts_from_the_first_siblings_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_deadline_counts_from_the_first_siblings_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop = asyncio.get_running_loop()
     now = [loop.time()]
     monkeypatch.setattr(loop, "time", lambda: now[0])

@@ -36,7 +36,10 @@ def clock() -> Clock:
 
 
 def registered(clock: Callable[[], float], **config: float) -> Sessions:
-    return Sessions(SessionsConfig.model_validate({"timeout_s": 10.0, "implicit_timeout_s": 4.0, **config}), clock)
+    return Sessions(
+        SessionsConfig.model_validate({"timeout_s": 10.0, "implicit_timeout_s": 4.0, **config}),
+        clock,
+    )
 
 
 def ended(sessions: Sessions, session: Session, **how: FailReason) -> None:
@@ -45,7 +48,11 @@ def ended(sessions: Sessions, session: Session, **how: FailReason) -> None:
 
 
 def conversation(*texts: str) -> ChatRequest:
-    return ChatRequest(tuple(Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)))
+    return ChatRequest(
+        tuple(
+            Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)
+        )
+    )
 
 
 def spoken(sessions: Sessions, session: Session, *texts: str) -> None:
@@ -77,7 +84,11 @@ def test_an_ended_session_is_remembered_by_its_state(clock: Clock) -> None:
     assert sessions.owner(one.api_key) == one.session_id
     known = sessions.ended(one.session_id)
     assert known is not None
-    assert (known.state, known.reason, known.shown["reward"]) == (State.FAILED, FailReason.DATA, None)
+    assert (known.state, known.reason, known.shown["reward"]) == (
+        State.FAILED,
+        FailReason.DATA,
+        None,
+    )
     assert sessions.ended("nobody") is None
     for call in (lambda: sessions.get(one.session_id), lambda: sessions.by_key(one.api_key)):
         with pytest.raises(FailedPrecondition, match="has ended; seen: failed: data") as refused:
@@ -85,7 +96,9 @@ def test_an_ended_session_is_remembered_by_its_state(clock: Clock) -> None:
         assert refused.value.reason == "SESSION_ENDED"
 
 
-def test_ended_sessions_are_remembered_up_to_a_limit(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_sessions_are_remembered_up_to_a_limit(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(registry, "ENDED_REMEMBERED", 2)
     sessions = registered(clock)
     opened = [sessions.open(ABOUT) for _ in range(3)]
@@ -203,7 +216,10 @@ def test_generating_and_having_generated_are_signs_of_life(clock: Clock, about: 
 
 def test_a_session_may_ask_for_a_shorter_time_out_and_not_for_a_longer(clock: Clock) -> None:
     sessions = registered(clock)
-    long, short = sessions.open(Assignment("run", timeout_s=99)), sessions.open(Assignment("run", timeout_s=2))
+    long, short = (
+        sessions.open(Assignment("run", timeout_s=99)),
+        sessions.open(Assignment("run", timeout_s=2)),
+    )
     clock.now = 2.0
     assert sessions.expired() == [short]
     clock.now = 10.0

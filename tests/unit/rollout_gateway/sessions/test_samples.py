@@ -1,4 +1,6 @@
-"""A session's tokens are those of its turns, every generated one trained exactly once; rewards reach the right ones."""
+"""A session's tokens are those of its turns, every generated one trained exactly once; rewards
+reach the right ones.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,18 @@ def line(where: Session, count: int) -> list[Turn]:
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), discount=st.sampled_from([None, DISCOUNT]))
-def test_every_generated_token_is_trained_exactly_once(data: st.DataObject, discount: float | None) -> None:
+def test_every_generated_token_is_trained_exactly_once(
+    data: st.DataObject, discount: float | None
+) -> None:
     where = session(about=Assignment("run", turn_discount=discount))
     turns: list[Turn] = []
     marks = iter(range(1000, 9000))
     for _ in range(data.draw(st.integers(1, 8))):
         parent = data.draw(st.sampled_from([None, *turns]))
         prompt = data.draw(st.lists(st.integers(0, 9), max_size=3))
-        turns.append(said(where, parent, prompt, [next(marks) for _ in range(data.draw(st.integers(1, 3)))]))
+        turns.append(
+            said(where, parent, prompt, [next(marks) for _ in range(data.draw(st.integers(1, 3)))])
+        )
     trained: Counter[int] = Counter()
     for sample in where.trajectories():
         rows = list(zip(sample.token_ids, sample.loss_mask, sample.behavior_logprobs, strict=True))
@@ -52,7 +58,9 @@ def test_every_sample_is_a_path_of_the_tree(data: st.DataObject, discount: float
     where = session(about=Assignment("run", turn_discount=discount))
     turns: list[Turn] = []
     for index in range(data.draw(st.integers(1, 6))):
-        turns.append(said(where, data.draw(st.sampled_from([None, *turns])), [index], [100 + index]))
+        turns.append(
+            said(where, data.draw(st.sampled_from([None, *turns])), [index], [100 + index])
+        )
     paths = {tuple(one.token_ids) for one in turns}
     found = where.trajectories()
     assert {sample.token_ids for sample in found} <= paths
@@ -138,12 +146,16 @@ def test_returns_are_the_discounted_sums_of_what_follows(
         expected.append(sum(discount**k * value for k, value in later) if later else None)
     found = [sample.reward for sample in where.trajectories()]
     assert [value is None for value in found] == [value is None for value in expected]
-    assert [value or 0.0 for value in found] == pytest.approx([value or 0.0 for value in expected], abs=1e-12)
+    assert [value or 0.0 for value in found] == pytest.approx(
+        [value or 0.0 for value in expected], abs=1e-12
+    )
     scored = sum(value is not None for value in expected)
     assert {sample.branch_count for sample in where.trajectories()} == {max(scored, 1)}
 
 
-def test_with_a_discount_a_turn_of_two_branches_is_one_sample_with_the_return_of_the_first() -> None:
+def test_with_a_discount_a_turn_of_two_branches_is_one_sample_with_the_return_of_the_first() -> (
+    None
+):
     where = session(about=Assignment("run", turn_discount=0.5))
     root = said(where, None, [1], [2])
     left, right = said(where, root, [3], [4]), said(where, root, [5], [6])
@@ -158,11 +170,18 @@ def test_with_a_discount_a_turn_of_two_branches_is_one_sample_with_the_return_of
 
 
 def test_samples_say_what_they_answer() -> None:
-    about = Assignment("run", step=3, task_id="t", group_id="g", group_size=4, task_index=5, sample_index=2)
+    about = Assignment(
+        "run", step=3, task_id="t", group_id="g", group_size=4, task_index=5, sample_index=2
+    )
     where = session("name", about)
     one = said(where, None)
     (sample,) = where.trajectories()
-    assert (str(sample.key), sample.step, sample.task_id, sample.group_id) == ("name/0", 3, "t", "g")
+    assert (str(sample.key), sample.step, sample.task_id, sample.group_id) == (
+        "name/0",
+        3,
+        "t",
+        "g",
+    )
     assert (sample.group_size, sample.task_index, sample.sample_index) == (4, 5, 2)
     assert (sample.seed, sample.temperature, sample.finish_reason) == (one.seed, 1.0, "stop")
     assert restamped(sample, 9).step == 9

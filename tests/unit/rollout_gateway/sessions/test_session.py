@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_turns import SAMPLING, said, session, turn
 
-from paceline.errors import FailedPrecondition, InvalidInput, NotFound, ResourceExhausted, TrainabilityError
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidInput,
+    NotFound,
+    ResourceExhausted,
+    TrainabilityError,
+)
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
 from rollout_gateway.sessions.session import Grant
@@ -46,7 +52,11 @@ def test_the_same_reward_is_idempotent_and_another_is_refused() -> None:
     where.score(Grant(0.5))
     with pytest.raises(FailedPrecondition, match="another reward") as refused:
         where.score(Grant(0.6))
-    assert (refused.value.reason, refused.value.seen, refused.value.allowed) == ("REWARD_CONFLICT", "0.6", "0.5")
+    assert (refused.value.reason, refused.value.seen, refused.value.allowed) == (
+        "REWARD_CONFLICT",
+        "0.6",
+        "0.5",
+    )
     assert where.reward == 0.5
 
 
@@ -71,7 +81,9 @@ def test_a_turn_gets_its_own_reward() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(posts=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "one"])), max_size=12))
+@given(
+    posts=st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(["", "one"])), max_size=12)
+)
 def test_accumulated_rewards_add_up_once_per_key(posts: list[tuple[str, str]]) -> None:
     where = session()
     one = said(where, None, name="one")
@@ -175,7 +187,9 @@ def test_sampling_that_cannot_be_trained_is_named(change: dict[str, Any]) -> Non
     session(about=UNTRAINED).begin(sampling, 1)
 
 
-@pytest.mark.parametrize("change", [{"repetition_penalty": 0.0}, {"repetition_penalty": 1.0}, {"top_p": 1.0}])
+@pytest.mark.parametrize(
+    "change", [{"repetition_penalty": 0.0}, {"repetition_penalty": 1.0}, {"top_p": 1.0}]
+)
 def test_a_setting_that_is_off_can_be_trained(change: dict[str, Any]) -> None:
     session().begin(tpb.SamplingParams(temperature=1.0, max_tokens=8, **change), 1)
 

@@ -52,7 +52,9 @@ def test_the_deepest_known_message_is_extended() -> None:
         ChatRequest((USER, Message("assistant", "43"), USER)),
         ChatRequest((USER, Message("assistant", "42", reasoning="easy"), USER)),
         ChatRequest((Message("system", "Add."), USER, ANSWER, USER)),
-        ChatRequest((USER, ANSWER, USER), tools=({"type": "function", "function": {"name": "add"}},)),
+        ChatRequest(
+            (USER, ANSWER, USER), tools=({"type": "function", "function": {"name": "add"}},)
+        ),
     ],
     ids=["earlier message", "the answer", "its reasoning", "system prompt", "tools"],
 )
@@ -81,12 +83,17 @@ def test_a_prompt_extends_the_longest_tokens_it_begins_with(data: st.DataObject)
     for _ in range(data.draw(st.integers(1, 6))):
         parent = data.draw(st.sampled_from([None, *turns]))
         turns.append(turn(parent, data.draw(ids), data.draw(ids)))
-    prompt = [*data.draw(st.sampled_from(turns)).token_ids, *data.draw(st.lists(st.integers(0, 2), max_size=4))]
+    prompt = [
+        *data.draw(st.sampled_from(turns)).token_ids,
+        *data.draw(st.lists(st.integers(0, 2), max_size=4)),
+    ]
     found = grown(*turns).extended_by_tokens(prompt)
     assert found is not None
     one, rest = found
     assert [*one.token_ids, *rest] == prompt
-    lengths = [len(other.token_ids) for other in turns if prompt[: len(other.token_ids)] == other.token_ids]
+    lengths = [
+        len(other.token_ids) for other in turns if prompt[: len(other.token_ids)] == other.token_ids
+    ]
     assert len(one.token_ids) == max(lengths)
 
 

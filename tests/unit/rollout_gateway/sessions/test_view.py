@@ -9,7 +9,13 @@ from session_turns import said, session
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.session import Grant, Session
-from rollout_gateway.sessions.view import message_json, sample_to, samples_json, session_json, tree_json
+from rollout_gateway.sessions.view import (
+    message_json,
+    sample_to,
+    samples_json,
+    session_json,
+    tree_json,
+)
 
 
 def forked() -> Session:
@@ -39,14 +45,24 @@ def test_a_failed_session_says_whose_fault_it_was() -> None:
 def test_the_tree_names_parents_and_is_plain_json() -> None:
     shown = tree_json(forked())
     assert json.loads(json.dumps(shown, allow_nan=False)) == shown
-    assert [(turn["completion_id"], turn["parent"]) for turn in shown["tree"]] == [("a", None), ("b", "a"), ("c", "a")]
+    assert [(turn["completion_id"], turn["parent"]) for turn in shown["tree"]] == [
+        ("a", None),
+        ("b", "a"),
+        ("c", "a"),
+    ]
     assert [turn["reward"] for turn in shown["tree"]] == [None, 0.25, None]
     assert shown["tree"][0]["message"] == {
         "role": "assistant",
         "content": "hi",
-        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}],
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
+        ],
     }
-    assert message_json(Message("tool", "3", tool_call_id="1")) == {"role": "tool", "content": "3", "tool_call_id": "1"}
+    assert message_json(Message("tool", "3", tool_call_id="1")) == {
+        "role": "tool",
+        "content": "3",
+        "tool_call_id": "1",
+    }
 
 
 def test_the_samples_are_what_is_trained() -> None:

@@ -1,9 +1,10 @@
-"""Runs at the start of every Python process that has this folder on its path; it must cost next to nothing.
+"""Runs at the start of every Python process that has this folder on its path; it must cost next to
+nothing.
 
-Owns two things. The folder `sglang-cpu` of the environment joins the path: it holds a torchvision that SGLang imports,
-for image models only, and that nobody else may find. And torchvision gets an empty `_meta_registrations`, since its own
-fails on import where its compiled half, linked to CUDA, does not load. Another sitecustomize further down the path,
-which this one hides, is run as well.
+Owns two things. The folder `sglang-cpu` of the environment joins the path: it holds a torchvision
+that SGLang imports, for image models only, and that nobody else may find. And torchvision gets an
+empty `_meta_registrations`, since its own fails on import where its compiled half, linked to CUDA,
+does not load. Another sitecustomize further down the path, which this one hides, is run as well.
 """
 
 from __future__ import annotations
@@ -24,5 +25,7 @@ def _run_hidden(name: str = "sitecustomize") -> None:
 
 
 sys.path.append(str(Path(sys.prefix) / "sglang-cpu"))
-sys.modules.setdefault("torchvision._meta_registrations", ModuleType("torchvision._meta_registrations"))
+sys.modules.setdefault(
+    "torchvision._meta_registrations", ModuleType("torchvision._meta_registrations")
+)
 _run_hidden()

@@ -1,6 +1,8 @@
-"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): the table of hooks and its check.
+"""Our plugin inside SGLang's processes (entry-point group sglang.srt.plugins): the table of hooks
+and its check.
 
-SGLang logs and goes on when a hook cannot be applied; we do not: an engine without one of them is another engine.
+SGLang logs and goes on when a hook cannot be applied; we do not: an engine without one of them is
+another engine.
 """
 
 from __future__ import annotations
@@ -34,4 +36,6 @@ def check_hooks(targets: list[str]) -> None:
 
     missing = sorted(set(targets) - HookRegistry._patched)
     if missing or not targets:
-        raise InternalError("SGLang did not apply all hooks; is its version one we know?", seen=missing)
+        raise InternalError(
+            "SGLang did not apply all hooks; is its version one we know?", seen=missing
+        )

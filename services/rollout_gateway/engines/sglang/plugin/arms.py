@@ -1,11 +1,12 @@
-"""Arms of an SGLang engine: their names, their shapes, which one a round uses, what the bandit learns of it.
+"""Arms of an SGLang engine: their names, their shapes, which one a round uses, what the bandit
+learns of it.
 
-Owns the choice and its arithmetic; what a shape means to SGLang's workers is in rounds.py and runtimes.py. Imports
-neither torch nor SGLang.
+Owns the choice and its arithmetic; what a shape means to SGLang's workers is in rounds.py and
+runtimes.py. Imports neither torch nor SGLang.
 
-SGLang is launched with the smallest shape that covers all arms, because KV slots are reserved by it, and every round
-runs one of them: one shape for the whole batch. `off` is a tree of the root alone: nothing is drafted, the drafter's
-state keeps in step.
+SGLang is launched with the smallest shape that covers all arms, because KV slots are reserved by
+it, and every round runs one of them: one shape for the whole batch. `off` is a tree of the root
+alone: nothing is drafted, the drafter's state keeps in step.
 """
 
 from __future__ import annotations
@@ -74,14 +75,29 @@ def parse_arm(name: str) -> Arm:
         raise ConfigError("not an arm of SGLang", seen=name, allowed=allowed)
     shape = Shape(found.steps, found.topk, found.draft_tokens)
     if shape.steps < 1 or shape.topk < 1:
-        raise ConfigError("an arm that drafts needs a step and a child", seen=name, allowed="steps and topk from 1 on")
+        raise ConfigError(
+            "an arm that drafts needs a step and a child",
+            seen=name,
+            allowed="steps and topk from 1 on",
+        )
     if shape.topk == 1 and shape.draft_tokens != shape.steps + 1:
-        raise ConfigError("a chain has as many nodes as steps and root", seen=name, allowed=f"{shape.steps + 1} tokens")
+        raise ConfigError(
+            "a chain has as many nodes as steps and root",
+            seen=name,
+            allowed=f"{shape.steps + 1} tokens",
+        )
     if found.speculator == "ngram" and shape.topk != 1:
-        # SGLang's n-gram tree has no width: nodes alone bound it, so its depth is at most draft tokens - 1.
-        raise ConfigError("an ngram arm is a number of tokens", seen=name, allowed="topk 1, steps + 1 draft tokens")
+        # SGLang's n-gram tree has no width: nodes alone bound it, so its depth is at most draft
+        # tokens - 1.
+        raise ConfigError(
+            "an ngram arm is a number of tokens",
+            seen=name,
+            allowed="topk 1, steps + 1 draft tokens",
+        )
     if not 2 <= shape.draft_tokens <= shape.capacity:
-        raise ConfigError("no tree has so many nodes", seen=name, allowed=f"2 to {shape.capacity} draft tokens")
+        raise ConfigError(
+            "no tree has so many nodes", seen=name, allowed=f"2 to {shape.capacity} draft tokens"
+        )
     return Arm(name, found.speculator, shape)
 
 
@@ -89,10 +105,16 @@ def parse_arms(names: Sequence[str]) -> dict[str, Arm]:
     """Arms by name. Raises ConfigError when one SGLang process cannot serve them together."""
     arms = {name: parse_arm(name) for name in names}
     if not names or names[0] != OFF or len(arms) != len(names):
-        raise ConfigError("arms begin with off and none comes twice", seen=", ".join(names), allowed=f"{OFF}, ...")
+        raise ConfigError(
+            "arms begin with off and none comes twice", seen=", ".join(names), allowed=f"{OFF}, ..."
+        )
     speculators = sorted({arm.speculator for arm in arms.values() if arm.speculator})
     if len(speculators) > 1:
-        raise ConfigError("one SGLang engine serves one speculator", seen=", ".join(speculators), allowed="one of them")
+        raise ConfigError(
+            "one SGLang engine serves one speculator",
+            seen=", ".join(speculators),
+            allowed="one of them",
+        )
     return arms
 
 
@@ -140,14 +162,19 @@ class ArmChooser:
         self.forced = name
 
     def choose(
-        self, forced: str, tracked: Sequence[Tracked | None], drafter: int = 0, *, draining: bool = False
+        self,
+        forced: str,
+        tracked: Sequence[Tracked | None],
+        drafter: int = 0,
+        *,
+        draining: bool = False,
     ) -> RoundPlan:
         """The arm of the next round: `forced`, else what the requests ask for, else the bandit's.
 
-        tracked: the batch's requests, None for one that is not ours; drafter: the version that drafts; draining: no
-        request waits. While a request is in the batch whose drafter state stems from an older drafter, rounds teach
-        nothing and the bandit still chooses by what it knew of that drafter: it forgets with the first round that is
-        all new.
+        tracked: the batch's requests, None for one that is not ours; drafter: the version that
+        drafts; draining: no request waits. While a request is in the batch whose drafter state
+        stems from an older drafter, rounds teach nothing and the bandit still chooses by what it
+        knew of that drafter: it forgets with the first round that is all new.
         """
         fresh = all(one is None or one.drafter_version == drafter for one in tracked)
         if fresh and self._learned_era < self._era:
@@ -161,10 +188,11 @@ class ArmChooser:
         return RoundPlan(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
     def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
-        """Tell the bandit of a round: tokens of each row (0 for one that had ended before), seconds of draft,
-        verification and the drafter's catching up.
+        """Tell the bandit of a round: tokens of each row (0 for one that had ended before), seconds
+        of draft, verification and the drafter's catching up.
 
-        The first round of an arm in each batch-size group compiles and allocates; it says nothing of the next ones.
+        The first round of an arm in each batch-size group compiles and allocates; it says nothing
+        of the next ones.
         """
         if not plan.teaches or plan.era < self._era or plan.situation is None:
             return
@@ -175,7 +203,10 @@ class ArmChooser:
         self._bandit.observe(Outcome(plan.arm.name, plan.situation, taken, seconds, plan.explored))
 
     def forget(self, changed: Target) -> None:
-        """New weights serve. A new drafter is forgotten about later, see `choose`; a new policy at once."""
+        """New weights serve.
+
+        A new drafter is forgotten about later, see `choose`; a new policy at once.
+        """
         if changed is Target.DRAFTER:
             self._era += 1
         else:
@@ -199,7 +230,10 @@ class ArmChooser:
 
 
 def situation_of(tracked: Sequence[Tracked | None], *, draining: bool) -> Situation:
-    """What the bandit is told of a batch. A request that is not ours (SGLang's own warm-up) has no facts: id -1."""
+    """What the bandit is told of a batch.
+
+    A request that is not ours (SGLang's own warm-up) has no facts: id -1.
+    """
     rows = [
         RowFacts(one.request.request_id, len(one.sequence.tokens), one.sequence.token_limit)
         if one is not None
@@ -213,19 +247,23 @@ def situation_of(tracked: Sequence[Tracked | None], *, draining: bool) -> Situat
 def asked_arm(tracked: Sequence[Tracked | None]) -> str:
     """The arm that requests of a batch are forced to; empty when none is.
 
-    The batch has one shape, so the others go along; of requests that disagree none gets its arm and the round is off.
+    The batch has one shape, so the others go along; of requests that disagree none gets its arm and
+    the round is off.
     """
-    asked = {one.request.forced_arm for one in tracked if one is not None and one.request.forced_arm}
+    asked = {
+        one.request.forced_arm for one in tracked if one is not None and one.request.forced_arm
+    }
     return OFF if len(asked) > 1 else next(iter(asked), "")
 
 
 def first_nodes(
     drafts: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_], nodes: int, kept: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """The first `kept` nodes of trees of `nodes` each: drafts [B * nodes], mask [B * nodes * nodes], both flat.
+    """The first `kept` nodes of trees of `nodes` each: drafts [B * nodes], mask [B * nodes *
+    nodes], both flat.
 
-    Nodes come level by level and a row of the mask marks a node's ancestors, which have smaller indices, so that the
-    first nodes of a tree are a tree.
+    Nodes come level by level and a row of the mask marks a node's ancestors, which have smaller
+    indices, so that the first nodes of a tree are a tree.
     """
     tokens = drafts.reshape(-1, nodes)[:, :kept]
     ancestors = mask.reshape(-1, nodes, nodes)[:, :kept, :kept]
@@ -235,7 +273,8 @@ def first_nodes(
 def taken_tokens(accepted: int, output_tokens: int, finished_tokens: int | None) -> int:
     """Tokens of a row's round up to its end: accepted, less those that lie past the stop.
 
-    output_tokens: response tokens with this round's; finished_tokens: where the response ends, None while it goes on.
+    output_tokens: response tokens with this round's; finished_tokens: where the response ends, None
+    while it goes on.
     """
     past = output_tokens - finished_tokens if finished_tokens is not None else 0
     return max(accepted - max(past, 0), 0)

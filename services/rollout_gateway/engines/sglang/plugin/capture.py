@@ -1,8 +1,9 @@
 """Hidden rows of verified tokens inside SGLang's scheduler process. Owns the hooks around them.
 
-Every forward of the target stores its rows under the KV slots of its tokens; when a request ends, the rows of its whole
-sequence are read back through its slots, so that a prefix served from the cache loses none. Row i is the state at token
-i; the last token was never forwarded and has none. It owns neither the ring nor which requests are captured.
+Every forward of the target stores its rows under the KV slots of its tokens; when a request ends,
+the rows of its whole sequence are read back through its slots, so that a prefix served from the
+cache loses none. Row i is the state at token i; the last token was never forwarded and has none. It
+owns neither the ring nor which requests are captured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 _TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
-_ROWS = "paceline_rows"  # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
+# on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
+_ROWS = "paceline_rows"
 
 log = get_logger(__name__)
 
@@ -43,7 +45,9 @@ class CapturingPlugin(Protocol):
     def scheduler(self) -> Any: ...
     @property
     def rank(self) -> int:
-        """Tensor-parallel rank; hidden rows are the same in all of them, so rank 0 alone keeps them."""
+        """Tensor-parallel rank; hidden rows are the same in all of them, so rank 0 alone keeps
+        them.
+        """
         ...
 
     @property
@@ -64,25 +68,37 @@ class CapturingPlugin(Protocol):
 def start(plugin: CapturingPlugin) -> None:
     """Set up the rows of rank 0 once the scheduler has its KV pool.
 
-    Raises ConfigError when the model captures other layers than declared, or has no room for the rows.
+    Raises ConfigError when the model captures other layers than declared, or has no room for the
+    rows.
     """
     if plugin.rows is None:
         return
     model = plugin.scheduler.tp_worker.model_runner.model
     wanted, captured = list(plugin.rows.inner), list(getattr(model.model, "layers_to_capture", []))
     if wanted != captured:
-        raise ConfigError("SGLang captures other layers than the rows declare", seen=captured, allowed=wanted)
+        raise ConfigError(
+            "SGLang captures other layers than the rows declare", seen=captured, allowed=wanted
+        )
     if plugin.rank != 0 or plugin.ring is None:
         return
     pool = plugin.scheduler.token_to_kv_pool_allocator
     dtype, device = DTYPES[plugin.spec.features_dtype], torch.device(pool.device)
     plugin.slot_rows = SlotRows(pool.size + pool.page_size, plugin.rows.width, dtype, device)
     megabytes = round(plugin.slot_rows.nbytes / MB, 1)
-    log.info("hidden rows by KV slot", slots=pool.size, width=plugin.rows.width, dtype=str(dtype), megabytes=megabytes)
+    log.info(
+        "hidden rows by KV slot",
+        slots=pool.size,
+        width=plugin.rows.width,
+        dtype=str(dtype),
+        megabytes=megabytes,
+    )
 
 
 def set_capture(plugin: CapturingPlugin, enabled: bool) -> None:
-    """Capture on or off, on every rank. Raises MissingCapability in rank 0 when there is nowhere to write."""
+    """Capture on or off, on every rank.
+
+    Raises MissingCapability in rank 0 when there is nowhere to write.
+    """
     if enabled and (plugin.rows is None or (plugin.rank == 0 and plugin.slot_rows is None)):
         raise missing("sglang", Capability.CAPTURE)
     if enabled and not plugin.capture_enabled and plugin.slot_rows is not None:
@@ -94,7 +110,8 @@ def set_capture(plugin: CapturingPlugin, enabled: bool) -> None:
 
 
 def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
-    """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever requests ask for.
+    """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever
+    requests ask for.
 
     Fixed for the engine's life, because CUDA graphs are recorded with it.
     """
@@ -106,7 +123,9 @@ def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
 
 
 def model_loaded(plugin: CapturingPlugin, result: None, runner: Any) -> None:
-    """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates with."""
+    """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates
+    with.
+    """
     if runner.is_draft_worker or plugin.rows is None or not (layers := plugin.rows.inner):
         return
     runner.model.set_eagle3_layers_to_capture([layer - 1 for layer in layers])
@@ -124,31 +143,52 @@ def add_last(
     aux_hidden_states: Any = None,
     hidden_states_before_norm: Any = None,
 ) -> Any:
-    """AROUND LogitsProcessor.forward: the last state behind the inner ones, also inside a recorded CUDA graph."""
+    """AROUND LogitsProcessor.forward: the last state behind the inner ones, also inside a recorded
+    CUDA graph.
+    """
     if aux_hidden_states is not None and getattr(processor, _TARGET, False):
         if isinstance(aux_hidden_states, Tensor):
             aux_hidden_states = torch.cat((aux_hidden_states, hidden_states), dim=-1)
         else:
             aux_hidden_states = [*aux_hidden_states, hidden_states]
     return original(
-        processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, hidden_states_before_norm
+        processor,
+        input_ids,
+        hidden_states,
+        lm_head,
+        logits_metadata,
+        aux_hidden_states,
+        hidden_states_before_norm,
     )
 
 
 def forwarded(
-    plugin: CapturingPlugin, original: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    plugin: CapturingPlugin,
+    original: Callable[..., Any],
+    runner: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """AROUND ModelRunner.forward: rows of a prefill, a chunk of one, or a round without drafts."""
     if runner.is_draft_worker or plugin.rows is None:
         return original(runner, forward_batch, *args, **kwargs)
     # Taken before the call, which may pad them.
-    slots, tokens, positions = forward_batch.out_cache_loc, forward_batch.input_ids, forward_batch.positions
+    slots, tokens, positions = (
+        forward_batch.out_cache_loc,
+        forward_batch.input_ids,
+        forward_batch.positions,
+    )
     output = original(runner, forward_batch, *args, **kwargs)
     if plugin.rows.inner:
         _part_from_last(plugin.rows, output.logits_output)
     mode = forward_batch.forward_mode
     stored = plugin.slot_rows
-    if stored is None or not plugin.capture_enabled or not (mode.is_decode() or mode.is_extend_without_speculative()):
+    if (
+        stored is None
+        or not plugin.capture_enabled
+        or not (mode.is_decode() or mode.is_extend_without_speculative())
+    ):
         return output
     rows = _rows_of(output.logits_output)
     if rows is None or len(rows) != len(slots):
@@ -169,8 +209,9 @@ def verified(
 ) -> None:
     """Rows of the accepted nodes of every tree.
 
-    accept_index [B, D] global nodes of each path, accept_lens [B] how many count (the root is the first). SGLang moves
-    the KV of a path to the front of its request's block after this, so the row of step j belongs to slot j of it.
+    accept_index [B, D] global nodes of each path, accept_lens [B] how many count (the root is the
+    first). SGLang moves the KV of a path to the front of its request's block after this, so the row
+    of step j belongs to slot j of it.
     """
     stored = plugin.slot_rows
     if stored is None or not plugin.capture_enabled or batch.forward_mode.is_idle():
@@ -183,7 +224,9 @@ def verified(
         return
     depth = min(accept_index.shape[1], nodes)
     steps = torch.arange(depth, device=slots.device)
-    slots = torch.where(steps < accept_lens[:, None], slots[:, :depth], stored.unused_slot).flatten()
+    slots = torch.where(
+        steps < accept_lens[:, None], slots[:, :depth], stored.unused_slot
+    ).flatten()
     chosen = accept_index[:, :depth].clamp(min=0).flatten().long()
     tokens, positions = verify_input.draft_token.flatten()[chosen], verify_input.positions[chosen]
     stored.put(slots, tokens, positions, plugin.versions.policy, rows[chosen])
@@ -207,7 +250,8 @@ def _rows_of(logits_output: Any) -> Tensor | None:
 
 
 def released(plugin: CapturingPlugin, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
-    """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are still its own.
+    """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are
+    still its own.
 
     A retracted request comes here too; it will be computed anew, so nothing of it leaves.
     """
@@ -237,8 +281,12 @@ def drain(plugin: CapturingPlugin) -> None:
 
 
 def on_their_way(plugin: CapturingPlugin, request_id: int) -> bool:
-    """True while rows of this request are not in the ring yet: its last chunk must not be told before."""
-    return plugin.slot_rows is not None and any(one.request_id == request_id for one in plugin.slot_rows.leaving)
+    """True while rows of this request are not in the ring yet: its last chunk must not be told
+    before.
+    """
+    return plugin.slot_rows is not None and any(
+        one.request_id == request_id for one in plugin.slot_rows.leaving
+    )
 
 
 def _write(plugin: CapturingPlugin, leaving: Leaving) -> None:
@@ -257,7 +305,11 @@ def _write(plugin: CapturingPlugin, leaving: Leaving) -> None:
 
 
 HOOKS = (
-    ("sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode", "AROUND", full_rows),
+    (
+        "sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode",
+        "AROUND",
+        full_rows,
+    ),
     ("sglang.srt.model_executor.model_runner.ModelRunner.load_model", "AFTER", model_loaded),
     ("sglang.srt.layers.logits_processor.LogitsProcessor.forward", "AROUND", add_last),
     ("sglang.srt.model_executor.model_runner.ModelRunner.forward", "AROUND", forwarded),

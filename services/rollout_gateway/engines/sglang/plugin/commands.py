@@ -1,4 +1,7 @@
-"""What each command of the worker protocol means to one SGLang scheduler process. Every rank obeys; rank 0 answers."""
+"""What each command of the worker protocol means to one SGLang scheduler process.
+
+Every rank obeys; rank 0 answers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,15 @@ from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
-from rollout_gateway.engines.base import Capability, Chunk, Finish, MemoryTag, PauseMode, Target, missing
+from rollout_gateway.engines.base import (
+    Capability,
+    Chunk,
+    Finish,
+    MemoryTag,
+    PauseMode,
+    Target,
+    missing,
+)
 from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
@@ -20,7 +31,10 @@ if TYPE_CHECKING:
 
 
 def obey(plugin: Plugin, payload: bytes) -> None:
-    """One command, between two rounds. A refusal is answered; what SGLang itself raises ends the process."""
+    """One command, between two rounds.
+
+    A refusal is answered; what SGLang itself raises ends the process.
+    """
     command = pb.WorkerCommand.FromString(payload)
     try:
         event = _carry_out(plugin, command)
@@ -51,9 +65,13 @@ def _carry_out(plugin: Plugin, command: pb.WorkerCommand) -> pb.WorkerEvent | No
             plugin.weights.prepare(wire.target(prepare.target), prepare.version, Path(prepare.path))
         case "commit_weights":
             commit = command.commit_weights
-            commit_weights(plugin, wire.versions_from(commit.versions), wire.pause_mode(commit.mode))
+            commit_weights(
+                plugin, wire.versions_from(commit.versions), wire.pause_mode(commit.mode)
+            )
         case "abort_weights":
-            plugin.weights.forget(wire.target(command.abort_weights.target), command.abort_weights.version)
+            plugin.weights.forget(
+                wire.target(command.abort_weights.target), command.abort_weights.version
+            )
         case "set_speculation":
             plugin.arms.force(command.set_speculation.forced_arm)
         case "set_capture":
@@ -97,10 +115,17 @@ def enqueue(plugin: Plugin, message: pb.EngineRequest) -> None:
 
 
 def abort(plugin: Plugin, request_ids: frozenset[int] | None) -> None:
-    """End requests now (None: all). What SGLang still does for them in the running round is not told."""
+    """End requests now (None: all).
+
+    What SGLang still does for them in the running round is not told.
+    """
     from sglang.srt.managers.io_struct import AbortReq
 
-    chosen = [t for t in plugin.requests.values() if request_ids is None or t.request.request_id in request_ids]
+    chosen = [
+        t
+        for t in plugin.requests.values()
+        if request_ids is None or t.request.request_id in request_ids
+    ]
     for tracked in chosen:
         rid = rid_of(tracked.request.request_id)
         plugin.end(rid, Finish.ABORT)
@@ -125,7 +150,10 @@ def resume(plugin: Plugin) -> None:
 
 
 def commit_weights(plugin: Plugin, versions: VersionSet, mode: PauseMode) -> None:
-    """Serve a set from the next round on; see Engine.commit_weights. The mode concerns a change of the policy."""
+    """Serve a set from the next round on; see Engine.commit_weights.
+
+    The mode concerns a change of the policy.
+    """
     changes = plugin.weights.changes(versions)
     retract = Target.POLICY in changes and mode is PauseMode.RETRACT
     retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
@@ -146,7 +174,9 @@ def commit_weights(plugin: Plugin, versions: VersionSet, mode: PauseMode) -> Non
 
 
 def _relabel(plugin: Plugin) -> None:
-    """Version string of SGLang, and the prefix namespace of requests that still wait for their prefill."""
+    """Version string of SGLang, and the prefix namespace of requests that still wait for their
+    prefill.
+    """
     key = cache_key(plugin.versions)
     plugin.scheduler.record_weight_version_change(key)
     for req in plugin.scheduler.waiting_queue:
@@ -157,7 +187,10 @@ def _relabel(plugin: Plugin) -> None:
 
 
 def release_memory(plugin: Plugin, tags: Sequence[MemoryTag]) -> None:
-    """Give GPU memory back; see Engine.release_memory. Nothing runs: SGLang would fail otherwise."""
+    """Give GPU memory back; see Engine.release_memory.
+
+    Nothing runs: SGLang would fail otherwise.
+    """
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
     _check_memory(plugin)
@@ -174,7 +207,9 @@ def resume_memory(plugin: Plugin, tags: Sequence[MemoryTag]) -> None:
     updater = plugin.scheduler.weight_updater
     wanted = [str(tag) for tag in tags] or sorted(updater.offload_tags)
     if held := sorted(set(wanted) - set(updater.offload_tags)):
-        raise FailedPrecondition("this memory was not released", seen=held, allowed=sorted(updater.offload_tags))
+        raise FailedPrecondition(
+            "this memory was not released", seen=held, allowed=sorted(updater.offload_tags)
+        )
     updater.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=wanted))
 
 
@@ -182,7 +217,9 @@ def flush_cache(plugin: Plugin) -> None:
     """Forget cached prefixes."""
     _check_idle(plugin)
     if not plugin.scheduler.flush_cache(empty_cache=False):
-        raise FailedPrecondition("SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request")
+        raise FailedPrecondition(
+            "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
+        )
 
 
 def _check_idle(plugin: Plugin) -> None:

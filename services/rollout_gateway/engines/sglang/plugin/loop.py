@@ -1,4 +1,7 @@
-"""Hooks on SGLang's scheduler loop: start, commands in, finish rule, chunks out. Owns the order, no rule of its own."""
+"""Hooks on SGLang's scheduler loop: start, commands in, finish rule, chunks out.
+
+Owns the order, no rule of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +15,30 @@ from rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
 
 
 def received(plugin: Plugin, original: Callable[[Any], Any], receiver: Any) -> Any:
-    """AROUND SchedulerRequestReceiver._pull_raw_reqs: our commands join SGLang's own, which then reach every rank."""
+    """AROUND SchedulerRequestReceiver._pull_raw_reqs: our commands join SGLang's own, which then
+    reach every rank.
+    """
     if plugin.peer is None:
         return original(receiver)
     commands = plugin.between_rounds([receiver.recv_from_tokenizer, receiver.recv_from_rpc])
     return [*original(receiver), *commands]
 
 
-def processed(plugin: Plugin, original: Callable[[Any, Any], Any], scheduler: Any, recv_reqs: Sequence[Any]) -> Any:
-    """AROUND Scheduler.process_input_requests: commands (bytes) are ours, everything else is SGLang's."""
+def processed(
+    plugin: Plugin, original: Callable[[Any, Any], Any], scheduler: Any, recv_reqs: Sequence[Any]
+) -> Any:
+    """AROUND Scheduler.process_input_requests: commands (bytes) are ours, everything else is
+    SGLang's.
+    """
     for payload in recv_reqs:
         if isinstance(payload, bytes):
             obey(plugin, payload)
     return original(scheduler, [one for one in recv_reqs if not isinstance(one, bytes)])
 
 
-def forwarding(plugin: Plugin, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def forwarding(
+    plugin: Plugin, original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     """AROUND TpModelWorker.forward_batch_generation: whose rows the sampler is about to see."""
     if worker.is_draft_worker or batch is None:
         return original(worker, batch, *args, **kwargs)
@@ -38,8 +49,12 @@ def forwarding(plugin: Plugin, original: Callable[..., Any], worker: Any, batch:
         plugin.batch = None
 
 
-def finishing(plugin: Plugin, original: Callable[..., Any], req: Any, new_accepted_len: int = 1) -> None:
-    """AROUND Req.update_finish_state: where a request of ours ends is our rule, the same as in the embedded engine."""
+def finishing(
+    plugin: Plugin, original: Callable[..., Any], req: Any, new_accepted_len: int = 1
+) -> None:
+    """AROUND Req.update_finish_state: where a request of ours ends is our rule, the same as in the
+    embedded engine.
+    """
     tracked = plugin.requests.get(req.rid)
     if tracked is None or req.finished() or req.to_finish:
         original(req, new_accepted_len)
@@ -67,7 +82,9 @@ def streaming(
     skip_req: Any = None,
     is_idle_batch: bool = False,
 ) -> Any:
-    """AROUND _stream_output_generation: news of our requests go to the gateway, not to SGLang's detokenizer."""
+    """AROUND _stream_output_generation: news of our requests go to the gateway, not to SGLang's
+    detokenizer.
+    """
     for req in reqs:
         if req.rid.startswith(RID_PREFIX) and req is not skip_req:
             _stream_one(plugin, req)
@@ -90,7 +107,9 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
         plugin.end(req.rid)
     else:
         plugin.end(
-            req.rid, Finish.ERROR, f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}"
+            req.rid,
+            Finish.ERROR,
+            f"RESOURCE_EXHAUSTED: SGLang ended the request: {req.finished_reason.to_json()}",
         )
 
 

@@ -1,4 +1,7 @@
-"""The worker protocol inside SGLang's scheduler: commands in, events out. Rank 0 only; owns no engine state."""
+"""The worker protocol inside SGLang's scheduler: commands in, events out.
+
+Rank 0 only; owns no engine state.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +48,17 @@ class Peer:
         poller.poll(IDLE_MS)
 
     def send(self, event: pb.WorkerEvent) -> None:
-        """One event. Raises zmq.Again when the gateway has not taken anything for SEND_DEADLINE_MS."""
+        """One event.
+
+        Raises zmq.Again when the gateway has not taken anything for SEND_DEADLINE_MS.
+        """
         self._socket.send(event.SerializeToString())
 
     def flush(self, may_leave: Callable[[Chunk], bool]) -> None:
         """Send what has been collected; rows alone are told of when an eighth of the ring waits.
 
-        `may_leave` holds back the last chunk of a request whose rows are still on their way to the ring.
+        `may_leave` holds back the last chunk of a request whose rows are still on their way to the
+        ring.
         """
         ready = [chunk for chunk in self.chunks if may_leave(chunk)]
         unread = self._ring.rows_written - self._rows_told if self._ring else 0

@@ -1,4 +1,7 @@
-"""What one scheduler process of SGLang knows of us: the requests, the versions, the parts. Owns no rule of any part."""
+"""What one scheduler process of SGLang knows of us: the requests, the versions, the parts.
+
+Owns no rule of any part.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,15 @@ from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import wire
 from rollout_gateway.engines.admission import Admission
-from rollout_gateway.engines.base import Capability, Chunk, EngineInfo, Finish, Load, PrefixStats, RowLayout
+from rollout_gateway.engines.base import (
+    Capability,
+    Chunk,
+    EngineInfo,
+    Finish,
+    Load,
+    PrefixStats,
+    RowLayout,
+)
 from rollout_gateway.engines.device_peak import square_product_tflops
 from rollout_gateway.engines.penalties import Penalties
 from rollout_gateway.engines.ring import RowRing
@@ -43,7 +54,10 @@ _ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.REJECTED_ROWS, Capabi
 
 
 class Plugin:
-    """One per scheduler process. Made when SGLang loads its plugins, started when its event loop begins."""
+    """One per scheduler process.
+
+    Made when SGLang loads its plugins, started when its event loop begins.
+    """
 
     weights: PluginWeights
     admission: Admission
@@ -101,7 +115,8 @@ class Plugin:
             tuple(self.arms.arms),
             self._capabilities(),
             self.rows or RowLayout.last(config.hidden_size),
-            parallel.tp_size * square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
+            parallel.tp_size
+            * square_product_tflops(torch.device(scheduler.device), DTYPES[self.spec.dtype]),
         )
         if self.rank == 0:
             self.peer = Peer(os.environ[SOCKET_VARIABLE], self.ring)
@@ -117,23 +132,33 @@ class Plugin:
         return _ALWAYS | {capability for capability, present in extra.items() if present}
 
     def _ready(self) -> pb.WorkerReady:
-        return wire.ready_to(self.info, self.worker.worker_index, os.getpid(), self.versions, self.weights.head_hash)
+        return wire.ready_to(
+            self.info, self.worker.worker_index, os.getpid(), self.versions, self.weights.head_hash
+        )
 
     # ---- draws
 
     def draw(
-        self, reqs: Sequence[Any], logits: Tensor, positions: Tensor, token_ids: Tensor, parents: Tensor | None = None
+        self,
+        reqs: Sequence[Any],
+        logits: Tensor,
+        positions: Tensor,
+        token_ids: Tensor,
+        parents: Tensor | None = None,
     ) -> tuple[Draw, list[Tracked | None]]:
         """The tokens AT `positions` [B * N] from logits [B * N, V], and whose they are [B].
 
-        token_ids int64 [B, N] and parents: the nodes whose logits they are, see models.penalties.node_counts.
+        token_ids int64 [B, N] and parents: the nodes whose logits they are, see
+        models.penalties.node_counts.
         """
         tracked = [self.requests.get(req.rid) for req in reqs]
         sampling = [
             one.request.sampling if one is not None else foreign_sampling(req)
             for one, req in zip(tracked, reqs, strict=True)
         ]
-        params = self._table.params([req.rid for req in reqs], sampling, token_ids.shape[1], logits.device)
+        params = self._table.params(
+            [req.rid for req in reqs], sampling, token_ids.shape[1], logits.device
+        )
         adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
         return draw(logits, positions.long(), params, adjusted), tracked
 
@@ -145,14 +170,18 @@ class Plugin:
         token_ids: Tensor,
         parents: Tensor | None,
     ) -> Tensor | None:
-        """Logits after penalties and bias; None when no request asks, and then nothing waits for the device."""
+        """Logits after penalties and bias; None when no request asks, and then nothing waits for
+        the device.
+        """
         if not any(one is not None and one.request.sampling.adjusted for one in tracked):
             return None
         self.settle()  # a device that runs ahead has drawn tokens that no request holds yet
         firsts = positions.view(token_ids.shape)[:, 0].tolist()
         ahead = {row: one.ahead(firsts[row]) for row, one in enumerate(tracked) if one is not None}
         rows = [one.sequence if one is not None else None for one in tracked]
-        adjusted = self._penalties.adjust(rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead)
+        adjusted = self._penalties.adjust(
+            rows, logits.view(*token_ids.shape, -1), token_ids, parents, ahead=ahead
+        )
         return adjusted.view(logits.shape) if adjusted is not None else None
 
     def keep(self, pending: PendingDraws) -> None:

@@ -10,12 +10,17 @@ from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
 
 
 def cache_key(versions: VersionSet) -> str:
-    """Namespace of the prefix cache: keys and values of another policy or drafter are never reused."""
+    """Namespace of the prefix cache: keys and values of another policy or drafter are never
+    reused.
+    """
     return f"p{versions.policy}.d{versions.drafter}"
 
 
 def as_sglang_request(tracked: Tracked, versions: VersionSet) -> Any:
-    """TokenizedGenerateReqInput. Draws and stops are ours, so SGLang is told of neither; it keeps the token limit."""
+    """TokenizedGenerateReqInput.
+
+    Draws and stops are ours, so SGLang is told of neither; it keeps the token limit.
+    """
     from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
     from sglang.srt.sampling.sampling_params import SamplingParams
 

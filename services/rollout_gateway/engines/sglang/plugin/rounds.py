@@ -1,8 +1,10 @@
-"""A decode round of SGLang with the arm of our choice: hooks on its speculative workers and on its results.
+"""A decode round of SGLang with the arm of our choice: hooks on its speculative workers and on its
+results.
 
-Owns where the choice meets SGLang; the choice is in arms.py, what a shape needs in runtimes.py. Rank 0 chooses and the
-others follow. On a CPU a round's seconds are the wall clock around it. On a GPU two events on the forward stream
-bracket the round; they are read when SGLang has waited for the round's result anyway, so nothing waits for the device.
+Owns where the choice meets SGLang; the choice is in arms.py, what a shape needs in runtimes.py.
+Rank 0 chooses and the others follow. On a CPU a round's seconds are the wall clock around it. On a
+GPU two events on the forward stream bracket the round; they are read when SGLang has waited for the
+round's result anyway, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class Round:
 
 
 def prepare_eagle(plugin: Any, original: Any, worker: Any) -> None:
-    """AROUND EAGLEWorkerV2.init_cuda_graphs: makes what each arm needs beside the launch shape's own."""
+    """AROUND EAGLEWorkerV2.init_cuda_graphs: makes what each arm needs beside the launch shape's
+    own.
+    """
     original(worker)
     setattr(worker, RUNTIMES, eagle_runtimes(worker, plugin.arms))
 
@@ -72,11 +76,14 @@ def prepare_ngram(plugin: Any, original: Any, worker: Any) -> None:
     setattr(worker, RUNTIMES, ngram_runtimes(worker, plugin.arms))
 
 
-def eagle_round(plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """AROUND EAGLEWorkerV2.forward_batch_generation: draft, verify and catch up with the round's arm.
+def eagle_round(
+    plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """AROUND EAGLEWorkerV2.forward_batch_generation: draft, verify and catch up with the round's
+    arm.
 
-    With steps 0 SGLang verifies the root alone and lets the drafter read the token that came of it, as after any round;
-    so a round may draft again right after one that was off.
+    With steps 0 SGLang verifies the root alone and lets the drafter read the token that came of it,
+    as after any round; so a round may draft again right after one that was off.
     """
     if not batch.forward_mode.is_decode() or batch.is_extend_in_batch:
         return original(worker, batch, *args, **kwargs)
@@ -86,9 +93,11 @@ def eagle_round(plugin: Any, original: Any, worker: Any, batch: Any, *args: Any,
 
 
 def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result: Any) -> None:
-    """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the launch's width.
+    """AROUND EagleDraftWorker._draft_extend_for_decode: proposals for the next round at the
+    launch's width.
 
-    What a round leaves for the next is merged with what prefill leaves, and the next round may be wider than this one.
+    What a round leaves for the next is merged with what prefill leaves, and the next round may be
+    wider than this one.
     """
     topk, drafter.topk = drafter.topk, plugin.arms.maximum.topk
     try:
@@ -97,7 +106,9 @@ def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result:
         drafter.topk = topk
 
 
-def ngram_round(plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def ngram_round(
+    plugin: Any, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
     """AROUND NGRAMWorker.forward_batch_generation: look up and verify with the round's arm."""
     if not batch.forward_mode.is_decode():
         return original(worker, batch, *args, **kwargs)
@@ -119,7 +130,9 @@ def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
 
 
 def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
-    """AROUND NGRAMWorker._update_ngram_corpus: what it reads of the round before has the launch's width."""
+    """AROUND NGRAMWorker._update_ngram_corpus: what it reads of the round before has the launch's
+    width.
+    """
     kept, worker.draft_token_num = worker.draft_token_num, plugin.arms.maximum.draft_tokens
     try:
         original(worker, batch)
@@ -128,7 +141,9 @@ def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
 
 
 def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, batch: Any) -> Any:
-    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the accept lengths are on the host."""
+    """AROUND SchedulerBatchResultProcessor._resolve_spec_v2_tokens: the accept lengths are on the
+    host.
+    """
     going = [not (req.finished() or req.is_retracted) for req in batch.reqs]
     tokens = original(processor, result, batch)
     done: Round | None = getattr(result, ROUND, None)
@@ -139,11 +154,20 @@ def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, bat
 
 
 def row_advanced(
-    plugin: Any, original: Any, processor: Any, req: Any, batch: Any, result: Any, row: int, logits_output: Any
+    plugin: Any,
+    original: Any,
+    processor: Any,
+    req: Any,
+    batch: Any,
+    result: Any,
+    row: int,
+    logits_output: Any,
 ) -> None:
-    """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: counts the round for its request.
+    """AROUND SchedulerBatchResultProcessor._handle_finish_state_updated_req: counts the round for
+    its request.
 
-    Called for each row of a decode round, drafted or not, after its end is known and before anything is told of it.
+    Called for each row of a decode round, drafted or not, after its end is known and before
+    anything is told of it.
     """
     tracked = plugin.tracked(req.rid)
     if tracked is not None:
@@ -184,7 +208,9 @@ def _run(plan: RoundPlan, original: Any, worker: Any, batch: Any, *args: Any, **
 
 
 def _narrow(draft_input: Any, arm: Arm) -> None:
-    """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm keeps."""
+    """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm
+    keeps.
+    """
     topk = arm.shape.topk
     if arm.drafted and draft_input.topk_p.shape[1] > topk:
         draft_input.topk_p = draft_input.topk_p[:, :topk].contiguous()
@@ -192,7 +218,9 @@ def _narrow(draft_input: Any, arm: Arm) -> None:
 
 
 def _widen(draft_input: Any, width: int, launch: int) -> None:
-    """Accepted tokens [B * width] to rows of the launch's width, which is what merging batches expects."""
+    """Accepted tokens [B * width] to rows of the launch's width, which is what merging batches
+    expects.
+    """
     if width == launch:
         return
     tokens = draft_input.accept_tokens.view(-1, width)
@@ -203,7 +231,9 @@ def _widen(draft_input: Any, width: int, launch: int) -> None:
 
 _EAGLE = "sglang.srt.speculative.eagle_worker_v2"
 _NGRAM = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
-_RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_RESULTS = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 HOOKS = (
     (f"{_EAGLE}.EAGLEWorkerV2.init_cuda_graphs", "AROUND", prepare_eagle),
     (f"{_EAGLE}.EAGLEWorkerV2.forward_batch_generation", "AROUND", eagle_round),

@@ -1,8 +1,10 @@
-"""What SGLang's workers hold while a shape runs: one set of values per arm, made at start. Owns no choice of arm.
+"""What SGLang's workers hold while a shape runs: one set of values per arm, made at start. Owns no
+choice of arm.
 
-SGLang keeps a shape in attributes of its workers and model runners: numbers, attention backends, CUDA graphs. A set is
-made as SGLang's own switch of steps makes one (SpecRuntimeState), with topk set beside steps and draft tokens, and it
-is put in place and taken away around each decode round, so that prefill and the scheduler always see the launch shape.
+SGLang keeps a shape in attributes of its workers and model runners: numbers, attention backends,
+CUDA graphs. A set is made as SGLang's own switch of steps makes one (SpecRuntimeState), with topk
+set beside steps and draft tokens, and it is put in place and taken away around each decode round,
+so that prefill and the scheduler always see the launch shape.
 """
 
 from __future__ import annotations
@@ -58,16 +60,26 @@ class Runtimes:
 def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     """One set per arm for an EAGLEWorkerV2 whose own graphs exist.
 
-    Raises ConfigError when SGLang was launched with another shape or with settings that break a switch.
+    Raises ConfigError when SGLang was launched with another shape or with settings that break a
+    switch.
     """
     from sglang.srt.environ import envs
-    from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+    from sglang.srt.layers.moe.utils import (
+        speculative_moe_a2a_backend_context,
+        speculative_moe_backend_context,
+    )
 
     if envs.SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND.get():
-        raise ConfigError("off needs the drafter kept in step", seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1")
+        raise ConfigError(
+            "off needs the drafter kept in step", seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1"
+        )
     if worker.adaptive_controller is not None:
-        raise ConfigError("our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False)
-    launch_shape = Shape(worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens)
+        raise ConfigError(
+            "our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False
+        )
+    launch_shape = Shape(
+        worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
+    )
     _check_launch(launch_shape, arms)
     launch = Values.now(_eagle_slots(worker))
     sets = {}
@@ -105,7 +117,10 @@ def _eagle_slots(worker: Any) -> list[Slot]:
 
 
 def _target_slots(worker: Any) -> list[Slot]:
-    return [(worker._target_worker.model_runner, name) for name in ("attn_backend", "decode_cuda_graph_runner")]
+    return [
+        (worker._target_worker.model_runner, name)
+        for name in ("attn_backend", "decode_cuda_graph_runner")
+    ]
 
 
 def _shape_eagle(worker: Any, shape: Shape) -> None:
@@ -125,15 +140,24 @@ def _shape_eagle(worker: Any, shape: Shape) -> None:
     drafter.cuda_graph_runner_for_draft_extend = state.cuda_graph_runner_for_draft_extend
     drafter._rebuild_topk1_chain_buffers()
     runner = worker._target_worker.model_runner
-    runner.attn_backend, runner.decode_cuda_graph_runner = state.target_attn_backend, state.target_graph_runner
+    runner.attn_backend, runner.decode_cuda_graph_runner = (
+        state.target_attn_backend,
+        state.target_graph_runner,
+    )
 
 
 def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
-    """One set per arm for an NGRAMWorker. The corpus always gives trees of the launch's size, of which a round takes
-    the first nodes. Raises ConfigError when SGLang was launched with another number of draft tokens."""
+    """One set per arm for an NGRAMWorker. The corpus always gives trees of the launch's size, of
+    which a round takes the first nodes. Raises ConfigError when SGLang was launched with another
+    number of draft tokens.
+    """
     maximum, tokens = arms.maximum, worker.draft_token_num
     if tokens != maximum.draft_tokens:
-        raise ConfigError("SGLang's draft tokens are not the arms' maximum", seen=tokens, allowed=maximum.draft_tokens)
+        raise ConfigError(
+            "SGLang's draft tokens are not the arms' maximum",
+            seen=tokens,
+            allowed=maximum.draft_tokens,
+        )
     launch = Values.now(_ngram_slots(worker))
     sets = {}
     try:
@@ -149,9 +173,27 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
 
 def _ngram_slots(worker: Any) -> list[Slot]:
     numbers = ("draft_token_num", "speculative_num_draft_tokens")
-    buffers = ("draft_tokens", "retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling", "positions")
-    views = ("draft_tokens", "tree_mask", "retrieve_indexes", "retrieve_next_token", "retrieve_next_sibling")
-    names = (*numbers, *buffers, "tree_mask", *(f"{view}_batch" for view in views), "positions_batch")
+    buffers = (
+        "draft_tokens",
+        "retrieve_indexes",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "positions",
+    )
+    views = (
+        "draft_tokens",
+        "tree_mask",
+        "retrieve_indexes",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+    )
+    names = (
+        *numbers,
+        *buffers,
+        "tree_mask",
+        *(f"{view}_batch" for view in views),
+        "positions_batch",
+    )
     return [*((worker, name) for name in names), *_target_slots(worker)]
 
 
@@ -178,13 +220,17 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
 def _check_launch(launch: Shape, arms: ArmChooser) -> None:
     if launch != arms.maximum:
         raise ConfigError(
-            "SGLang was launched with a shape that is not the arms' maximum", seen=launch, allowed=arms.maximum
+            "SGLang was launched with a shape that is not the arms' maximum",
+            seen=launch,
+            allowed=arms.maximum,
         )
 
 
 @contextmanager
 def _published(**values: int) -> Iterator[None]:
-    """SGLang's settings with other values inside, which its backends and graphs read while they are made."""
+    """SGLang's settings with other values inside, which its backends and graphs read while they are
+    made.
+    """
     from sglang.srt.runtime_context import get_context, get_spec
 
     before = {name: getattr(get_spec(), name) for name in values}

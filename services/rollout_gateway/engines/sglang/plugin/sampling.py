@@ -1,8 +1,10 @@
-"""The draw of a token inside SGLang: our rule for every row, with and without drafts. Owns no SGLang state.
+"""The draw of a token inside SGLang: our rule for every row, with and without drafts. Owns no
+SGLang state.
 
-Everywhere x = argmax(logits / T + Gumbel(seed, absolute position)) as in paceline.models.sampling. Verification follows
-the child that equals x and ends where none does, so a tree of any shape and no tree at all give the same tokens. The
-draft tree does not depend on the draws, hence following it is exact whatever it holds.
+Everywhere x = argmax(logits / T + Gumbel(seed, absolute position)) as in paceline.models.sampling.
+Verification follows the child that equals x and ends where none does, so a tree of any shape and no
+tree at all give the same tokens. The draft tree does not depend on the draws, hence following it is
+exact whatever it holds.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ class Accepted:
 def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int) -> Accepted:
     """Follow, from the root, the child whose token equals the draw at its parent.
 
-    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the root); parents
-    [B, N]: see parents_of. depth: longest path allowed, the root included.
+    drawn, candidates [B, N]: the draw at each node and the token it stands for (column 0 is the
+    root); parents [B, N]: see parents_of. depth: longest path allowed, the root included.
     """
     path, drafts = follow(drawn, candidates, parents)
     lengths = (drafts + 1).clamp(max=depth)
@@ -47,8 +49,8 @@ def accepted_path(drawn: Tensor, candidates: Tensor, parents: Tensor, depth: int
 def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
     """Local parent of each node [B, N], -1 for the root and for nodes no child list holds.
 
-    next_token, next_sibling [B, N]: local node of the first child and of the next sibling, -1 for none. A parent has a
-    smaller index than its children.
+    next_token, next_sibling [B, N]: local node of the first child and of the next sibling, -1 for
+    none. A parent has a smaller index than its children.
     """
     batch, nodes = next_token.shape
     # One column more takes the writes of lists that have ended.
@@ -64,7 +66,9 @@ def parents_of(next_token: Tensor, next_sibling: Tensor) -> Tensor:
 
 
 def foreign_sampling(req: Any) -> Sampling:
-    """The sampling of a request that is not ours (SGLang's own health check): drawn by the same rule."""
+    """The sampling of a request that is not ours (SGLang's own health check): drawn by the same
+    rule.
+    """
     params = req.sampling_params
     seed = int.from_bytes(hashlib.sha256(req.rid.encode()).digest()[:8], "little") >> 1
     top_k = 0 if params.top_k >= 1 << 30 else params.top_k
@@ -80,7 +84,9 @@ class DrawTable:
         self._key: tuple[Any, ...] = ()
         self._params: DrawParams | None = None
 
-    def params(self, rids: Sequence[str], sampling: Sequence[Sampling], nodes: int, device: torch.device) -> DrawParams:
+    def params(
+        self, rids: Sequence[str], sampling: Sequence[Sampling], nodes: int, device: torch.device
+    ) -> DrawParams:
         """Rows of every request `nodes` times over."""
         key = (*rids, nodes)
         if self._params is None or key != self._key:
@@ -99,7 +105,10 @@ class DrawTable:
 
 @dataclass(slots=True)
 class PendingDraws:
-    """Draws of one round on their way to the host; settled once their copy has ended. B rows, D tokens at most."""
+    """Draws of one round on their way to the host; settled once their copy has ended.
+
+    B rows, D tokens at most.
+    """
 
     rows: list[Tracked | None]
     positions: Tensor  # [B] absolute position of the first drawn token
@@ -116,18 +125,27 @@ class PendingDraws:
         if self.copied is not None:
             self.copied.synchronize()
         columns = (self.positions, self.lengths, self.tokens, self.logprobs, self.gaps)
-        for row, (first, length, tokens, logprobs, gaps) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        for row, (first, length, tokens, logprobs, gaps) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
             tracked = self.rows[row]
             if tracked is None:
                 continue
             told = self.alternatives.get(row, [()] * length)
             for index in range(length):
-                drawn = Drawn(tokens[index], logprobs[index], gaps[index], self.version, told[index])
+                drawn = Drawn(
+                    tokens[index], logprobs[index], gaps[index], self.version, told[index]
+                )
                 tracked.record(first + index, drawn)
 
 
 def pending(
-    rows: list[Tracked | None], drawn: Draw, logits: Tensor, positions: Tensor, accepted: Accepted, version: int
+    rows: list[Tracked | None],
+    drawn: Draw,
+    logits: Tensor,
+    positions: Tensor,
+    accepted: Accepted,
+    version: int,
 ) -> PendingDraws:
     """Draws [B * N] along the accepted paths, copied to the host without waiting.
 
@@ -135,7 +153,10 @@ def pending(
     """
     batch = len(accepted.path)
     nodes = drawn.tokens.shape[0] // batch
-    flat = accepted.path.clamp(min=0) + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
+    flat = (
+        accepted.path.clamp(min=0)
+        + torch.arange(batch, device=accepted.path.device)[:, None] * nodes
+    )
     along = (drawn.tokens[flat], drawn.logprobs[flat], drawn.gaps[flat])
     parts: tuple[Tensor, ...] = (positions, accepted.lengths, *along)
     alternatives = _alternatives(rows, logits, flat, accepted.lengths)
@@ -182,14 +203,26 @@ def sample_hook(
     logits = logits_output.next_token_logits
     if batch is None or logits.shape[0] != len(batch.reqs) or return_logprob:
         return original(  # a draft model's own sampling, or a caller of SGLang's own API
-            sampler, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions
+            sampler,
+            logits_output,
+            sampling_info,
+            return_logprob,
+            top_logprobs_nums,
+            token_ids_logprobs,
+            positions,
         )
     ready = sampler._preprocess_logits(logits, sampling_info)
-    roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)  # the request's last token
+    roots = torch.zeros(
+        len(batch.reqs), 1, dtype=torch.int64, device=logits.device
+    )  # the request's last token
     drawn, tracked = plugin.draw(batch.reqs, ready, positions + 1, roots)
     lengths = torch.ones(len(tracked), dtype=torch.int64, device=logits.device)
-    accepted = Accepted(torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths)
-    plugin.keep(pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.versions.policy))
+    accepted = Accepted(
+        torch.zeros(len(tracked), 1, dtype=torch.int64, device=logits.device), lengths
+    )
+    plugin.keep(
+        pending(tracked, drawn, logits, positions.long() + 1, accepted, plugin.versions.policy)
+    )
     return drawn.tokens
 
 
@@ -202,7 +235,9 @@ def verify_hook(
     grammar_mask: Any = None,
     uno_target_max_top_k: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """AROUND eagle_sample: which nodes of each tree are accepted, and the token after each of them."""
+    """AROUND eagle_sample: which nodes of each tree are accepted, and the token after each of
+    them.
+    """
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, grammar_mask, uno_target_max_top_k)
     size, nodes = len(batch.reqs), verify_input.draft_token_num
@@ -214,13 +249,20 @@ def verify_hook(
     positions = verify_input.positions.long()
     candidates = verify_input.draft_token.view(size, nodes).long()
     parents = parents_of(
-        verify_input.retrieve_next_token.view(size, nodes), verify_input.retrieve_next_sibling.view(size, nodes)
+        verify_input.retrieve_next_token.view(size, nodes),
+        verify_input.retrieve_next_sibling.view(size, nodes),
     )
     drawn, tracked = plugin.draw(batch.reqs, logits, positions + 1, candidates, parents)
-    accepted = accepted_path(drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth)
+    accepted = accepted_path(
+        drawn.tokens.view(size, nodes), candidates, parents, verify_input.max_tree_depth
+    )
     predict, lengths, index = as_sglang(drawn.tokens, accepted, nodes)
     if plugin.tp_group is not None:
-        for part in (predict, lengths, index):  # ranks must take the same path even if a near-tie rounds differently
+        for part in (
+            predict,
+            lengths,
+            index,
+        ):  # ranks must take the same path even if a near-tie rounds differently
             plugin.tp_group.broadcast(part, src=0)
     first = positions.view(size, nodes)[:, 0] + 1
     plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.versions.policy))
@@ -229,7 +271,9 @@ def verify_hook(
 
 
 def as_sglang(tokens: Tensor, accepted: Accepted, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
-    """predict int32 [B * N], accepted tokens with the bonus int32 [B], global nodes of the path int32 [B, D]."""
+    """predict int32 [B * N], accepted tokens with the bonus int32 [B], global nodes of the path
+    int32 [B, D].
+    """
     offsets = torch.arange(len(accepted.path), device=tokens.device)[:, None] * nodes
     index = torch.where(accepted.path >= 0, accepted.path + offsets, -1)
     return tokens.int(), accepted.lengths.int(), index.int()

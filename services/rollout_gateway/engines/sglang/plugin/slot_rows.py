@@ -1,7 +1,8 @@
-"""Hidden rows by KV slot, on the engine's device. Owns the rows, their stamps and their way to the host.
+"""Hidden rows by KV slot, on the engine's device. Owns the rows, their stamps and their way to the
+host.
 
-Stamps (token, position, policy version) tell rows whose slot was filled by anything else. Which tokens are stored, and
-where the rows go, is capture.py's.
+Stamps (token, position, policy version) tell rows whose slot was filled by anything else. Which
+tokens are stored, and where the rows go, is capture.py's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from paceline.errors import ConfigError
 
 MB = 1 << 20
 LEAVING_BYTES = 256 * MB
-"""Rows on their way from a CUDA device to the host, at most; what is beyond leaves without its first rows."""
+"""Rows on their way from a CUDA device to the host, at most; what is beyond leaves without its
+first rows.
+"""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,7 +42,10 @@ class Gathered:
         return self.copied is None or bool(self.copied.query())
 
     def result(self) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_], npt.NDArray[np.int64]]:
-        """Rows as bytes [n, row bytes], whether their stamps fit [n], policy versions [n]. Only when `done`."""
+        """Rows as bytes [n, row bytes], whether their stamps fit [n], policy versions [n].
+
+        Only when `done`.
+        """
         token, position = (stamp.numpy() for stamp in self.valid_if)
         versions: npt.NDArray[np.int64] = self.versions.numpy()
         expected = self.first + np.arange(len(token))
@@ -61,10 +67,11 @@ class Leaving:
 
 
 class SlotRows:
-    """One row per KV slot on the engine's device. Bounded by the KV pool: nothing grows with requests.
+    """One row per KV slot on the engine's device. Bounded by the KV pool: nothing grows with
+    requests.
 
-    On CUDA no call waits for the device: rows are stored on the caller's stream and read on a stream of their own; the
-    two are ordered by events on the device. One thread.
+    On CUDA no call waits for the device: rows are stored on the caller's stream and read on a
+    stream of their own; the two are ordered by events on the device. One thread.
     """
 
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,11 +80,13 @@ class SlotRows:
         self.nbytes = (slots + 1) * (width * dtype.itemsize + 16)
         if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < self.nbytes:
             raise ConfigError(
-                "no room for the hidden rows of all KV slots; lower memory_fraction or turn capture off",
+                "no room for the hidden rows of all KV slots; lower memory_fraction or turn "
+                "capture off",
                 seen=f"{free // MB} MB free",
                 allowed=f"at least {self.nbytes // MB} MB",
             )
-        # One slot more takes the rows of rejected drafts: leaving them out would need their number on the host.
+        # One slot more takes the rows of rejected drafts: leaving them out would need their number
+        # on the host.
         self.hidden = torch.zeros(slots + 1, width, dtype=dtype, device=device)
         self.token = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
         self.position = torch.full((slots + 1,), -1, dtype=torch.int32, device=device)
@@ -94,8 +103,12 @@ class SlotRows:
         """Rows put here are never read."""
         return self.slots
 
-    def put(self, slots: Tensor, tokens: Tensor, positions: Tensor, version: int, hidden: Tensor) -> None:
-        """Store rows: slots, tokens, positions integer [n], hidden [n, width] of any float dtype."""
+    def put(
+        self, slots: Tensor, tokens: Tensor, positions: Tensor, version: int, hidden: Tensor
+    ) -> None:
+        """Store rows: slots, tokens, positions integer [n], hidden [n, width] of any float
+        dtype.
+        """
         self._before_write()
         index = slots.long()
         self.hidden.index_copy_(0, index, hidden.to(self.hidden.dtype))
@@ -117,9 +130,13 @@ class SlotRows:
         self._after_write()
 
     def gather(self, slots: Tensor, token_ids: npt.NDArray[np.int32], first: int = 0) -> Gathered:
-        """Rows of n neighbouring positions from `first` on: slots integer [n], token_ids [n] what they must be of."""
+        """Rows of n neighbouring positions from `first` on: slots integer [n], token_ids [n] what
+        they must be of.
+        """
         parts = (self.hidden, self.token, self.position, self.version)
-        index = slots.to(torch.int64, copy=True)  # the table of slots may change before they are read
+        index = slots.to(
+            torch.int64, copy=True
+        )  # the table of slots may change before they are read
         if not self._cuda:
             hidden, token, position, version = (part.index_select(0, index) for part in parts)
             return Gathered(hidden, (token, position), version, token_ids, first)

@@ -1,4 +1,7 @@
-"""One request inside SGLang as we see it: what was drawn for it and what was told. Owns no SGLang object."""
+"""One request inside SGLang as we see it: what was drawn for it and what was told.
+
+Owns no SGLang object.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,18 @@ class Drawn:
 
 @dataclass(eq=False, slots=True)
 class Tracked:
-    """A request of ours that has not ended. `sequence` holds what SGLang has taken, and decides when it ends."""
+    """A request of ours that has not ended.
+
+    `sequence` holds what SGLang has taken, and decides when it ends.
+    """
 
     sequence: RunningSequence
-    drafter_version: int  # serving when it was enqueued: drafts for it come from states of that drafter
-    draws: dict[int, Drawn] = field(default_factory=dict)  # response index -> draw, until SGLang takes it
+    drafter_version: (
+        int  # serving when it was enqueued: drafts for it come from states of that drafter
+    )
+    draws: dict[int, Drawn] = field(
+        default_factory=dict
+    )  # response index -> draw, until SGLang takes it
 
     @property
     def request(self) -> Request:
@@ -43,20 +53,29 @@ class Tracked:
         return self.sequence.request
 
     def record(self, position: int, drawn: Drawn) -> None:
-        """A draw for an absolute position. Positions already taken (a prefill that repeats them) are left out."""
+        """A draw for an absolute position.
+
+        Positions already taken (a prefill that repeats them) are left out.
+        """
         index = position - len(self.request.prompt)
         if index >= len(self.sequence.tokens):
             self.draws[index] = drawn
 
     def ahead(self, position: int) -> list[int]:
-        """Tokens drawn before an absolute position and not taken by SGLang yet; none for a draw that repeats one."""
-        return [self.draws[i].token for i in range(len(self.sequence.tokens), position - len(self.request.prompt))]
+        """Tokens drawn before an absolute position and not taken by SGLang yet; none for a draw
+        that repeats one.
+        """
+        return [
+            self.draws[i].token
+            for i in range(len(self.sequence.tokens), position - len(self.request.prompt))
+        ]
 
     def confirm(self, output_ids: Sequence[int], *, strict: bool) -> None:
-        """SGLang's response tokens from the first on; those after the end of the request are not taken.
+        """SGLang's response tokens from the first on; those after the end of the request are not
+        taken.
 
-        strict: raises InternalError when they are not our draws. Ranks that follow rank 0's choice are not strict: a
-        near-tie may have fallen otherwise there, and they tell nobody.
+        strict: raises InternalError when they are not our draws. Ranks that follow rank 0's choice
+        are not strict: a near-tie may have fallen otherwise there, and they tell nobody.
         """
         sequence = self.sequence
         for index in range(len(sequence.tokens), len(output_ids)):
@@ -75,7 +94,9 @@ class Tracked:
             sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.version)
             if sequence.finish is not None:
                 break
-        self.draws = {index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)}
+        self.draws = {
+            index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)
+        }
 
     @property
     def has_news(self) -> bool:

@@ -1,8 +1,10 @@
-"""New weights inside SGLang: checked against the served checkpoint, loaded between two rounds. Owns the serving set.
+"""New weights inside SGLang: checked against the served checkpoint, loaded between two rounds. Owns
+the serving set.
 
-Every tensor-parallel rank reads the spooled file itself (one page cache on one host) and SGLang's own loaders shard it.
-Names and shapes are compared with those of the checkpoint the engine was started from before anything is loaded,
-because SGLang ignores unknown names and dies of wrong shapes.
+Every tensor-parallel rank reads the spooled file itself (one page cache on one host) and SGLang's
+own loaders shard it. Names and shapes are compared with those of the checkpoint the engine was
+started from before anything is loaded, because SGLang ignores unknown names and dies of wrong
+shapes.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ from rollout_gateway.engines.sglang.spec import SGLangSpec
 PREPARED_AT_MOST = 2
 VOCABULARY = ("d2t", "t2d")
 """Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""
-HEAD_NAMES = ("lm_head.weight", "model.embed_tokens.weight")  # the second where the embeddings are tied
+HEAD_NAMES = (
+    "lm_head.weight",
+    "model.embed_tokens.weight",
+)  # the second where the embeddings are tied
 _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
@@ -49,9 +54,14 @@ class PluginWeights:
         if spec.drafter_dir:
             shapes = checkpoint_shapes(Path(spec.drafter_dir))
             left_out = (*self._shared, *VOCABULARY)
-            self._shapes[Target.DRAFTER] = {name: shape for name, shape in shapes.items() if name not in left_out}
+            self._shapes[Target.DRAFTER] = {
+                name: shape for name, shape in shapes.items() if name not in left_out
+            }
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
-        self._prepared: dict[Target, dict[int, dict[str, Tensor]]] = {Target.POLICY: {}, Target.DRAFTER: {}}
+        self._prepared: dict[Target, dict[int, dict[str, Tensor]]] = {
+            Target.POLICY: {},
+            Target.DRAFTER: {},
+        }
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
@@ -60,17 +70,26 @@ class PluginWeights:
         return Target.DRAFTER in self._shapes
 
     def prepare(self, target: Target, version: int, path: Path) -> None:
-        """Read and check a version. Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet."""
+        """Read and check a version.
+
+        Raises WeightsError, DataLoss or InvalidInput; nothing is loaded yet.
+        """
         if target not in self._shapes:
             raise missing("sglang", Capability.DRAFTER_UPDATE)
         tensors = read_tensors(path)
         expected = self._shapes[target]
         if target is Target.DRAFTER:
             self._check_vocabulary(tensors)
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in (*self._shared, *VOCABULARY)}
+            tensors = {
+                name: tensor
+                for name, tensor in tensors.items()
+                if name not in (*self._shared, *VOCABULARY)
+            }
             if "fc.bias" in expected and "fc.bias" not in tensors:
                 # SGLang's module has one and would keep the old values.
-                tensors["fc.bias"] = torch.zeros(expected["fc.bias"], dtype=tensors["fc.weight"].dtype)
+                tensors["fc.bias"] = torch.zeros(
+                    expected["fc.bias"], dtype=tensors["fc.weight"].dtype
+                )
         elif "lm_head.weight" not in expected:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
         check_tensors(tensors, expected)
@@ -80,12 +99,16 @@ class PluginWeights:
             prepared.pop(next(iter(prepared)))
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none keeps them."""
+        """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none
+        keeps them.
+        """
         for name in VOCABULARY:
             given, served = tensors.get(name), self._vocabulary.get(name)
             if given is not None and (served is None or not torch.equal(given, served)):
                 raise WeightsError(
-                    "the draft vocabulary is fixed for a run", seen=f"another {name}", allowed="the same"
+                    "the draft vocabulary is fixed for a run",
+                    seen=f"another {name}",
+                    allowed="the same",
                 )
 
     def forget(self, target: Target, version: int) -> None:
@@ -93,9 +116,16 @@ class PluginWeights:
         self._prepared[target].pop(version, None)
 
     def changes(self, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
-        """What a commit would load. Raises WeightsError when a part is not prepared or the set is older."""
+        """What a commit would load.
+
+        Raises WeightsError when a part is not prepared or the set is older.
+        """
         if versions.seq < self.versions.seq:
-            raise WeightsError("an older set may not follow a newer one", seen=versions.seq, allowed=self.versions.seq)
+            raise WeightsError(
+                "an older set may not follow a newer one",
+                seen=versions.seq,
+                allowed=self.versions.seq,
+            )
         parts = (
             (Target.POLICY, versions.policy, self.versions.policy),
             (Target.DRAFTER, versions.drafter, self.versions.drafter),
@@ -115,7 +145,10 @@ class PluginWeights:
         return found
 
     def commit(self, updater: Any, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
-        """Load the changed parts through SGLang's updater; returns them. See `changes` for what it raises."""
+        """Load the changed parts through SGLang's updater; returns them.
+
+        See `changes` for what it raises.
+        """
         changes = self.changes(versions)
         for target, tensors in changes.items():
             load(updater, _SELECTORS[target], tensors)
@@ -130,7 +163,8 @@ class PluginWeights:
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
     """begin, load and end on this rank's runners.
 
-    Raises RuntimeError with what SGLang says: weights may be half loaded, so the process has to end and start again.
+    Raises RuntimeError with what SGLang says: weights may be half loaded, so the process has to end
+    and start again.
     """
     import msgspec
     from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput, EndWeightUpdateReqInput
@@ -138,7 +172,9 @@ def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
     _check(updater.begin_weight_update(BeginWeightUpdateReqInput(selector=selector)), "begin")
     try:
         for _, runner in updater._select_runners(selector):
-            done, message = runner.weight_updater.update_weights_from_tensor(named_tensors=list(tensors.items()))
+            done, message = runner.weight_updater.update_weights_from_tensor(
+                named_tensors=list(tensors.items())
+            )
             if not done:
                 raise RuntimeError(f"SGLang refused the tensors: {message}")
         updater._session = msgspec.structs.replace(updater._session, loaded_weights=True)
@@ -166,4 +202,6 @@ def head_of(tensors: Mapping[str, Tensor]) -> Tensor:
     for name in HEAD_NAMES:
         if name in tensors:
             return tensors[name]
-    raise WeightsError("no language-model head among the tensors", seen=sorted(tensors)[:4], allowed=HEAD_NAMES)
+    raise WeightsError(
+        "no language-model head among the tensors", seen=sorted(tensors)[:4], allowed=HEAD_NAMES
+    )

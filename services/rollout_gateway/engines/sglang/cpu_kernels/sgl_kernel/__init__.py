@@ -1,7 +1,8 @@
 """The part of `sgl_kernel` that SGLang 0.5.21 calls on the CPU, in plain torch. Owns no state.
 
-SGLang finds most functions by import and the two attentions as `torch.ops.sgl_kernel.<name>`. `convert_weight_packed`
-must stay absent: its presence is how SGLang decides that the AMX kernels for every layer are there.
+SGLang finds most functions by import and the two attentions as `torch.ops.sgl_kernel.<name>`.
+`convert_weight_packed` must stay absent: its presence is how SGLang decides that the AMX kernels
+for every layer are there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from .cache import (
     fill_bonus_tokens_cpu,
     rotate_input_ids_cpu,
 )
-from .tree import build_draft_decode_metadata_cpu, build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
+from .tree import (
+    build_draft_decode_metadata_cpu,
+    build_tree_kernel_efficient_cpu,
+    verify_tree_greedy_cpu,
+)
 
 __version__ = "0.4.7+paceline.cpu"
 

@@ -1,7 +1,8 @@
-"""Attention of new tokens over a KV cache addressed by slots. Owns the arithmetic; the cache belongs to SGLang.
+"""Attention of new tokens over a KV cache addressed by slots. Owns the arithmetic; the cache
+belongs to SGLang.
 
-Letters: B requests, T new tokens of all requests together, Q new tokens of one request, L keys of one request (padded
-to the longest of a piece), H query heads, N key-value heads, D head size.
+Letters: B requests, T new tokens of all requests together, Q new tokens of one request, L keys of
+one request (padded to the longest of a piece), H query heads, N key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -39,12 +40,16 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """One new token per row: stores its key and value, then writes output [B, H, D]; seq_lens [B] count it.
+    """One new token per row: stores its key and value, then writes output [B, H, D]; seq_lens [B]
+    count it.
 
-    query [B, H, D]; key and value [B, N, D], or None when stored already; buffers [slots, N, D]; cache_slots [B];
-    req_to_token [table rows, positions]; attn_logits is scratch of the compiled kernel and stays untouched.
+    query [B, H, D]; key and value [B, N, D], or None when stored already; buffers [slots, N, D];
+    cache_slots [B]; req_to_token [table rows, positions]; attn_logits is scratch of the compiled
+    kernel and stays untouched.
     """
-    _check_covered(key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks)
+    _check_covered(
+        key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks
+    )
     if key is not None and value is not None:
         key_buffer[cache_slots] = key.to(key_buffer.dtype)
         value_buffer[cache_slots] = value.to(value_buffer.dtype)
@@ -54,7 +59,11 @@ def decode_attention_cpu(
         slots = _slots(req_to_token, req_pool_indices[piece], lens)
         visible = torch.arange(slots.shape[1]) < lens.unsqueeze(1)
         output[piece] = _attend(
-            query[piece].unsqueeze(1), key_buffer[slots], value_buffer[slots], visible.unsqueeze(1), scaling
+            query[piece].unsqueeze(1),
+            key_buffer[slots],
+            value_buffer[slots],
+            visible.unsqueeze(1),
+            scaling,
         ).squeeze(1)
 
 
@@ -82,13 +91,17 @@ def extend_attention_cpu(
     tree_mask: Tensor | None,
     is_causal: bool,
 ) -> None:
-    """Several new tokens per request (prefill, verification, the drafter's catching up); writes output [T, H, D].
+    """Several new tokens per request (prefill, verification, the drafter's catching up); writes
+    output [T, H, D].
 
-    query [T, H, D]; key and value [T, N, D], or None when they are to be read from the buffers; seq_lens [B] count the
-    new tokens; request b's tokens are rows extend_start_loc[b] onwards. tree_mask says which keys a query sees, flat,
-    request after request: query x query (all earlier tokens visible) or query x all keys.
+    query [T, H, D]; key and value [T, N, D], or None when they are to be read from the buffers;
+    seq_lens [B] count the new tokens; request b's tokens are rows extend_start_loc[b] onwards.
+    tree_mask says which keys a query sees, flat, request after request: query x query (all earlier
+    tokens visible) or query x all keys.
     """
-    _check_covered(key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks)
+    _check_covered(
+        key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks
+    )
     new_lens, starts = extend_seq_lens.long(), extend_start_loc.long()
     masks = None if tree_mask is None else _split_mask(tree_mask, new_lens, seq_lens)
     for piece in _pieces(new_lens, seq_lens):
@@ -111,10 +124,14 @@ def extend_attention_cpu(
         output[rows] = _attend(queries, keys, values, visible, scaling)[owner, offset]
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float) -> Tensor:
-    """softmax(q k^T * scaling) v over visible keys [B, Q, H, D]; keys and values [B, L, N, D], visible [B, Q, L].
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float
+) -> Tensor:
+    """softmax(q k^T * scaling) v over visible keys [B, Q, H, D]; keys and values [B, L, N, D],
+    visible [B, Q, L].
 
-    The H / N query heads that share a key-value head become further rows of one attention, which spares a copy of keys.
+    The H / N query heads that share a key-value head become further rows of one attention, which
+    spares a copy of keys.
     """
     batch, length, heads, size = queries.shape
     shared = heads // keys.shape[2]
@@ -126,16 +143,22 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scal
 
 
 def _slots(req_to_token: Tensor, table_rows: Tensor, lens: Tensor) -> Tensor:
-    """Slots [B, L] of every position; padding repeats the last one, so that no other request's values are ever read."""
+    """Slots [B, L] of every position; padding repeats the last one, so that no other request's
+    values are ever read.
+    """
     columns = torch.minimum(torch.arange(int(lens.max())), (lens - 1).unsqueeze(1))
     return req_to_token[table_rows.unsqueeze(1), columns].long()
 
 
 def _visible(width: int, lens: Tensor, news: Tensor, is_causal: bool) -> Tensor:
-    """[B, Q, L]: keys up to the query's own position, or all of the request's; padded queries see some."""
+    """[B, Q, L]: keys up to the query's own position, or all of the request's; padded queries see
+    some.
+    """
     position = (lens - news).unsqueeze(1) + torch.arange(int(news.max()))
     last = (
-        torch.minimum(position, (lens - 1).unsqueeze(1)) if is_causal else (lens - 1).unsqueeze(1).expand_as(position)
+        torch.minimum(position, (lens - 1).unsqueeze(1))
+        if is_causal
+        else (lens - 1).unsqueeze(1).expand_as(position)
     )
     return torch.arange(width) <= last.unsqueeze(2)
 
@@ -149,7 +172,10 @@ def _flat_positions(lens: Tensor) -> tuple[Tensor, Tensor]:
 def _split_mask(mask: Tensor, new_lens: Tensor, seq_lens: Tensor) -> list[Tensor]:
     """One [Q, Q] or [Q, L] mask per request; the size tells which form it is."""
     news, totals = new_lens.tolist(), seq_lens.tolist()
-    square, full = [(q, q) for q in news], [(q, total) for q, total in zip(news, totals, strict=True)]
+    square, full = (
+        [(q, q) for q in news],
+        [(q, total) for q, total in zip(news, totals, strict=True)],
+    )
     for shapes in (square, full):
         sizes = [rows * columns for rows, columns in shapes]
         if sum(sizes) == mask.numel():
@@ -160,7 +186,9 @@ def _split_mask(mask: Tensor, new_lens: Tensor, seq_lens: Tensor) -> list[Tensor
 
 
 def _pieces(new_lens: Tensor, seq_lens: Tensor) -> Iterator[Tensor]:
-    """Indices of requests to compute together: requests with no new token are left out, padding stays bounded."""
+    """Indices of requests to compute together: requests with no new token are left out, padding
+    stays bounded.
+    """
     order = torch.argsort(seq_lens, descending=True)
     order = order[new_lens[order] > 0]
     news, totals = new_lens[order].tolist(), seq_lens[order].tolist()
@@ -184,7 +212,10 @@ def _check_covered(
     sinks: Tensor | None,
 ) -> None:
     asked = {
-        "KV cache dtype": (key_buffer.dtype, key_buffer.dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        "KV cache dtype": (
+            key_buffer.dtype,
+            key_buffer.dtype in (torch.float32, torch.bfloat16, torch.float16),
+        ),
         "KV scales": ((key_scale, value_scale), key_scale == 1.0 and value_scale == 1.0),
         "logit cap": (logit_cap, not logit_cap),
         "cross attention": (is_cross_attention, not is_cross_attention),
@@ -194,4 +225,6 @@ def _check_covered(
     for what, (seen, covered) in asked.items():
         if not covered:
             message = f"the CPU stand-in for sgl_kernel does not cover this {what}"
-            raise InvalidInput(message, seen=seen, allowed="plain attention over an fp32, bf16 or fp16 cache")
+            raise InvalidInput(
+                message, seen=seen, allowed="plain attention over an fp32, bf16 or fp16 cache"
+            )

@@ -18,9 +18,11 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Writes positions [B * n] and links [B, n]; tree_mask is flat [B, n, n], true where column is row's ancestor.
+    """Writes positions [B * n] and links [B, n]; tree_mask is flat [B, n, n], true where column is
+    row's ancestor.
 
-    A node's parent is its latest ancestor; a node without any is a root of its own and has no sibling.
+    A node's parent is its latest ancestor; a node without any is a root of its own and has no
+    sibling.
     """
     nodes = draft_token_num
     mask = tree_mask[: batch_size * nodes * nodes].view(batch_size, nodes, nodes).bool()

@@ -1,8 +1,10 @@
-"""Draft trees: building them from scored candidates, verifying them greedily, addressing their KV while drafting.
+"""Draft trees: building them from scored candidates, verifying them greedily, addressing their KV
+while drafting.
 
-A tree of n nodes is node 0, the root (the last token emitted), and n - 1 drafts in breadth-first order. Links are local
-node numbers, -1 for none: `next_token` the first child, `next_sibling` the next child of the same parent.
-`retrive_index` holds the flat number over the batch, request * n + node.
+A tree of n nodes is node 0, the root (the last token emitted), and n - 1 drafts in breadth-first
+order. Links are local node numbers, -1 for none: `next_token` the first child, `next_sibling` the
+next child of the same parent. `retrive_index` holds the flat number over the batch, request * n +
+node.
 """
 
 from __future__ import annotations
@@ -16,11 +18,18 @@ FULL_MASK, QUERY_MASK = 0, 1
 
 
 def build_draft_decode_metadata_cpu(
-    req_to_token: Tensor, req_pool_indices: Tensor, seq_lens: Tensor, topk: int, num_steps: int, pool_len: int
+    req_to_token: Tensor,
+    req_pool_indices: Tensor,
+    seq_lens: Tensor,
+    topk: int,
+    num_steps: int,
+    pool_len: int,
 ) -> Tensor:
-    """A slot table [B * topk, width] of the draft branches: the request's own slots, then the branch's num_steps slots.
+    """A slot table [B * topk, width] of the draft branches: the request's own slots, then the
+    branch's num_steps slots.
 
-    Branch t's draft slots lie at positions seq_len + t * num_steps onwards of the request's row, at most pool_len.
+    Branch t's draft slots lie at positions seq_len + t * num_steps onwards of the request's row, at
+    most pool_len.
     """
     batch, width = len(seq_lens), int(seq_lens.max()) + num_steps if len(seq_lens) else 0
     lens = seq_lens.long().repeat_interleave(topk).unsqueeze(1)
@@ -47,11 +56,14 @@ def build_tree_kernel_efficient_cpu(
 ) -> None:
     """Writes mask, positions [B * n] and links [B, n] of each request's tree.
 
-    selected_index [B, n - 1]: the chosen candidates, ascending; candidate c is child of parent_list[c // topk], a
-    candidate number, or of the root when c // topk is 0. verified_seq_len [B] counts the tokens before the root.
+    selected_index [B, n - 1]: the chosen candidates, ascending; candidate c is child of
+    parent_list[c // topk], a candidate number, or of the root when c // topk is 0. verified_seq_len
+    [B] counts the tokens before the root.
     """
     if tree_mask_mode not in (FULL_MASK, QUERY_MASK):
-        raise InvalidInput("tree mask mode", seen=int(tree_mask_mode), allowed=[FULL_MASK, QUERY_MASK])
+        raise InvalidInput(
+            "tree mask mode", seen=int(tree_mask_mode), allowed=[FULL_MASK, QUERY_MASK]
+        )
     batch, nodes = len(verified_seq_len), draft_token_num
     parents = _parents(parent_list.view(batch, -1), selected_index, topk)
     seen = _ancestors(parents, depth)
@@ -69,7 +81,9 @@ def build_tree_kernel_efficient_cpu(
 
 
 def link_nodes(parents: Tensor, next_token: Tensor, next_sibling: Tensor) -> None:
-    """Writes first children and next siblings [B, n] of trees given by parents [B, n] (-1: none)."""
+    """Writes first children and next siblings [B, n] of trees given by parents [B, n] (-1:
+    none).
+    """
     nodes = parents.shape[1]
     number = torch.arange(nodes)
     none = torch.tensor(nodes)
@@ -93,9 +107,9 @@ def verify_tree_greedy_cpu(
 ) -> None:
     """From the root, follows the child equal to the target's own choice as long as there is one.
 
-    candidates and target_predict [B, n]; writes predicts [B * n] at accepted nodes (the target's choice after them),
-    accept_index [B, longest path] (flat node numbers, the root first; the rest keeps its -1) and accept_token_num [B]
-    (accepted drafts, without root and bonus).
+    candidates and target_predict [B, n]; writes predicts [B * n] at accepted nodes (the target's
+    choice after them), accept_index [B, longest path] (flat node numbers, the root first; the rest
+    keeps its -1) and accept_token_num [B] (accepted drafts, without root and bonus).
     """
     longest = accept_index.shape[1]
     tokens, chosen, flat = candidates.tolist(), target_predict.tolist(), retrive_index.tolist()
@@ -116,7 +130,9 @@ def verify_tree_greedy_cpu(
 
 
 def _parents(parent_list: Tensor, selected: Tensor, topk: int) -> Tensor:
-    """Parents [B, n] as node numbers; -1 for the root, and for a draft whose parent was not chosen."""
+    """Parents [B, n] as node numbers; -1 for the root, and for a draft whose parent was not
+    chosen.
+    """
     batch = len(selected)
     group = selected // topk
     padded = torch.cat([parent_list, parent_list.new_full((batch, 1), -1)], 1)
