@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls import Call, Piece, Plan
+from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.calls.planner import Planner
+from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.base import Capability
-from rollout_gateway.generation import Generation
-from rollout_gateway.planning import Planner
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.text import TextCodec
+from rollout_gateway.workers.generation import Generation
 
 T = TypeVar("T")
 LONGEST = 1 << 20

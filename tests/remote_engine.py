@@ -16,12 +16,12 @@ from typing import Any
 import zmq
 
 from paceline import errors
-from paceline.trajectory import SpeculationStats, VersionSet
+from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines import PROCESSES, WORKER, wire
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from rollout_gateway.engines import PROCESSES, WORKER
 from rollout_gateway.engines.base import (
-    ArmReport,
     Capability,
     Chunk,
     EngineInfo,
@@ -32,11 +32,10 @@ from rollout_gateway.engines.base import (
     PrefixStats,
     Request,
     RowSink,
-    Target,
 )
-from rollout_gateway.engines.evidence import Evidence
-from rollout_gateway.engines.ring import RowRing
-from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowRing
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 IDS = 1_000_000
 """Request ids of one RemoteEngine."""

@@ -26,7 +26,7 @@ from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
-CPU_KERNELS = Path(rollout_gateway.__file__).parent / "engines" / "sglang" / "cpu_kernels"
+CPU_KERNELS = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
 
 
 @dataclass

@@ -19,9 +19,9 @@ from paceline.speculators import (
     SpeculatorKind,
     SpeculatorSetup,
 )
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_checkpoint import ARCHITECTURES
-from paceline.speculators.eagle_drafter import EagleDrafter
+from paceline.speculators.eagle.checkpoint import ARCHITECTURES
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet
 
 
 class TwinNet(EagleNet):

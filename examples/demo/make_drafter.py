@@ -24,19 +24,20 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
-from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureBuffer
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.heads import load_policy_head
-from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.sample import FeatureSample
+from drafter_trainer.learn.heads import load_policy_head
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.buffer import FeatureBuffer
+from drafter_trainer.rows.sample import FeatureSample
 from paceline.config import load_config
 from paceline.models.config import read_config
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
 from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 HERE = Path(__file__).parent
 SIBLINGS, MAX_TOKENS, PROBES = 8, 224, 64

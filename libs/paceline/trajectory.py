@@ -9,6 +9,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import zip_longest
 
 from paceline.errors import InvalidInput
@@ -17,6 +18,13 @@ NEAR_TIE_GAP = 1e-5
 """A draw whose perturbed top-two gap is below this may flip with the batch composition (DESIGN
 2.2).
 """
+
+
+class Target(StrEnum):
+    """Which weights of a version set."""
+
+    POLICY = "policy"
+    DRAFTER = "drafter"
 
 
 @dataclass(frozen=True, slots=True, order=True)

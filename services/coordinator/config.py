@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from coordinator.state import Settings
+from coordinator.machine.state import Settings
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 

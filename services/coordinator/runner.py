@@ -16,21 +16,21 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry import context as otel_context
 from opentelemetry.trace import Span, set_span_in_context
 
-from coordinator import commands, events
-from coordinator.calls import Calls
-from coordinator.commands import Command
+from coordinator.calls.executor import Executor
+from coordinator.calls.groups import ClosedGroups
+from coordinator.calls.peers import Peers
+from coordinator.calls.rpc import Calls
+from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
-from coordinator.events import Event
-from coordinator.executor import Executor
-from coordinator.facts import facts_of
-from coordinator.groups import ClosedGroups
-from coordinator.journal import Journal, entry_of
-from coordinator.machine import step
-from coordinator.peers import Peers
-from coordinator.records import StepRecords
-from coordinator.state import MachineError, Phase, Service, State, Versions
+from coordinator.journal.facts import facts_of
+from coordinator.journal.journal import Journal, entry_of
+from coordinator.journal.records import StepRecords
+from coordinator.machine import commands, events
+from coordinator.machine.commands import Command
+from coordinator.machine.events import Event
+from coordinator.machine.state import MachineError, Phase, Service, State, Versions
+from coordinator.machine.step import step
 from coordinator.watch import AcceptanceWatch
-from coordinator.work import TaskSource
 from paceline.errors import InternalError
 from paceline.rpc import rpc_errors
 from paceline.telemetry import extract, get_logger, inject, tracer

@@ -11,12 +11,12 @@ from typing import Any
 
 import grpc
 
+from coordinator.calls.peers import Peers
 from coordinator.config import CoordinatorConfig
-from coordinator.facts import slot_statuses, version_set
-from coordinator.journal import Journal
-from coordinator.peers import Peers
+from coordinator.journal.facts import slot_statuses, version_set
+from coordinator.journal.journal import Journal
+from coordinator.machine.state import Phase
 from coordinator.runner import Runner
-from coordinator.state import Phase
 from paceline.errors import FailedPrecondition
 from paceline.events import FactPublisher
 from paceline.rpc import Server

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from drafter_trainer import messages as m
-from drafter_trainer.sample import FeatureSample, sample_from
+from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline import telemetry
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
-from paceline.local.ranks import RankLink
 from paceline.models.config import ModelConfig
+from paceline.ranks.group import RankLink
 from paceline.streams import Entry, Stream, decode_features
 from paceline.telemetry import extract, span
 

@@ -9,7 +9,7 @@ from drafter_trainer.messages import Judged
 from paceline.telemetry import meter
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
-    from drafter_trainer.learner import MicroResult
+    from drafter_trainer.learn.learner import MicroResult
 
 
 class TrainerMetrics:

@@ -17,24 +17,24 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer import messages as m
-from drafter_trainer import sharing
-from drafter_trainer.candidates import Candidates
-from drafter_trainer.checkpoint import (
+from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
+from drafter_trainer.gate.candidates import Candidates
+from drafter_trainer.learn import sharing
+from drafter_trainer.learn.checkpoint import (
     CheckpointWriter,
     newest_checkpoint,
     read_checkpoint,
     read_whole,
 )
-from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
-from drafter_trainer.heads import PolicyHead, PolicyHeads, load_policy_head
+from drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
+from drafter_trainer.learn.membership import Members, Membership
+from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink, activation_span
-from drafter_trainer.membership import Members, Membership
-from drafter_trainer.students import Students, initial_nets
 from drafter_trainer.trainer import DrafterTrainer
 from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
-from paceline.local.ranks import RankLink
 from paceline.models.config import read_config
+from paceline.ranks.group import RankLink
 from paceline.speculators import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 

@@ -16,8 +16,8 @@ from drafter_trainer import messages as m
 from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
 from paceline import telemetry
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
-from paceline.local.ranks import RankGroup, RankLost
-from paceline.local.watched_ranks import WatchedRanks
+from paceline.ranks.group import RankGroup, RankLost
+from paceline.ranks.watched import WatchedRanks
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000

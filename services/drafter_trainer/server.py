@@ -14,8 +14,8 @@ from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.gate.publish import Outcome, Promoter
 from drafter_trainer.metrics import LeaseMetrics
-from drafter_trainer.publish import Outcome, Promoter
 from drafter_trainer.ranks import DrafterRanks, Lease
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import EpochGuard, Server, channel

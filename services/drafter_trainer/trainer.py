@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drafter_trainer import messages as m
-from drafter_trainer import sharing
-from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureBuffer
-from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.heads import PolicyHeads
+from drafter_trainer.gate.candidates import Candidates
+from drafter_trainer.gate.gate import PublishGate
+from drafter_trainer.learn import sharing
+from drafter_trainer.learn.heads import PolicyHeads
+from drafter_trainer.learn.students import Students
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
 from drafter_trainer.metrics import TrainerMetrics
-from drafter_trainer.promotion import PublishGate
-from drafter_trainer.sample import FeatureSample
-from drafter_trainer.students import Students
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.buffer import FeatureBuffer
+from drafter_trainer.rows.sample import FeatureSample
 from paceline.telemetry import link_current, span
 
 FIRST_MICRO_BATCH_TOKENS = 128

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
-from paceline.local.ranks import RankLink
+from paceline.ranks.group import RankLink
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.trajectory import tokens_hash
 from policy_trainer.algorithms import Algorithm
-from policy_trainer.batch import TrainBatch, make_batch
-from policy_trainer.batcher import Batch, Batcher, Wanted
+from policy_trainer.batches.batch import TrainBatch, make_batch
+from policy_trainer.batches.batcher import Batch, Batcher, Wanted
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     Batched,

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from paceline import telemetry
 from paceline.errors import InternalError
-from paceline.local.ranks import RankLink
-from policy_trainer.checkpoint import Checkpoints
+from paceline.ranks.group import RankLink
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.desk import Desk
-from policy_trainer.learner import Learner
+from policy_trainer.learn.checkpoint import Checkpoints
+from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.model import load_policy
+from policy_trainer.learn.parallel import join_ranks, shard
 from policy_trainer.messages import Report, Save, Train, decode
-from policy_trainer.model import load_policy
-from policy_trainer.parallel import join_ranks, shard
 from policy_trainer.ranks import CONFIG_VARIABLE
 from policy_trainer.trainer import PolicyTrainer
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, InternalError, PacelineError, Unavailable
-from paceline.local.ranks import RankGroup
-from paceline.local.watched_ranks import WatchedRanks
+from paceline.ranks.group import RankGroup
+from paceline.ranks.watched import WatchedRanks
 from paceline.telemetry import get_logger
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (

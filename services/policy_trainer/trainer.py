@@ -14,18 +14,18 @@ from pathlib import Path
 
 from paceline.errors import WeightsError
 from paceline.telemetry import extract, span
-from policy_trainer.checkpoint import (
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.desk import Collected, Desk
+from policy_trainer.learn.checkpoint import (
     Checkpoints,
     Snapshot,
     policy_weights,
     restore_optimizer,
     take_snapshot,
 )
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.desk import Collected, Desk
-from policy_trainer.learner import Learner
+from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.parallel import broadcast_batch, broadcast_numbers
 from policy_trainer.messages import BatchFacts, Progress, Report, Save, Train
-from policy_trainer.parallel import broadcast_batch, broadcast_numbers
 
 _SPAN = "policy.optimizer_step"
 _NO_TRACE: Mapping[str, str] = {}

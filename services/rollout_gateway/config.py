@@ -305,7 +305,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
 
 
 def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:
-    from rollout_gateway.engines.script import read_script
+    from rollout_gateway.testing.scripted.script import read_script
 
     settings = read_script(Path(config.engine.script)) if config.engine.script else {}
     settings = {

@@ -24,27 +24,28 @@ from paceline.streams import connect
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway.agents import Agents
-from rollout_gateway.calls import Call, Plan
+from rollout_gateway.calls.call import Call, Plan
+from rollout_gateway.calls.checks import check_arm, check_request
+from rollout_gateway.calls.planner import Planner
+from rollout_gateway.calls.queue import FairQueue
+from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engines import ROW_LAYOUTS, wire
+from rollout_gateway.engines import ROW_LAYOUTS
 from rollout_gateway.engines.base import Capability, RowLayout, missing
-from rollout_gateway.engines.ring import RowArray
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.environments import Equipment
-from rollout_gateway.fair_queue import FairQueue
-from rollout_gateway.generation import Generation
-from rollout_gateway.ledger import Outbox
-from rollout_gateway.planning import Planner
-from rollout_gateway.publisher import ROW_DTYPES, FeaturePublisher, Origin
-from rollout_gateway.request_checks import check_arm, check_request
+from rollout_gateway.features.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.rewards import RewardRules
-from rollout_gateway.router import Router, RowShape
 from rollout_gateway.sandbox import Sandbox
+from rollout_gateway.sessions.agents import Agents
+from rollout_gateway.sessions.outbox import Outbox
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
-from rollout_gateway.text import TextCodec
-from rollout_gateway.weights import WorkerWeights
-from rollout_gateway.worker_process import WorkerProcess
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.router import Router, RowShape
+from rollout_gateway.workers.weights import WorkerWeights
 
 STOP_GRACE_S = 10.0
 SLOW_STARTERS = ("sglang",)

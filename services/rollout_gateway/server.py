@@ -15,10 +15,10 @@ from paceline.rpc import EpochGuard, Server, is_loopback
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
 from paceline.weights import SERVICE_NAME, WeightServicer, add_weight_service
+from rollout_gateway.api.grpc import RolloutServicer
+from rollout_gateway.api.http.app import build_app
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.http.app import build_app
-from rollout_gateway.servicer import RolloutServicer
 
 ROLLOUT_SERVICE = "paceline.v1.RolloutService"
 STOP_GRACE_S = 2.0

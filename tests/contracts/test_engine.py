@@ -16,7 +16,7 @@ from random_models import save_random
 from remote_engine import RemoteEngine, WorkerClient
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
-from paceline.trajectory import VersionSet, VersionSpan
+from paceline.trajectory import Target, VersionSet, VersionSpan
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -28,12 +28,12 @@ from rollout_gateway.engines.base import (
     Request,
     RowSink,
     Sampling,
-    Target,
 )
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
-from rollout_gateway.engines.script import ScriptedSpec
-from rollout_gateway.engines.scripted import build_scripted
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.testing.scripted.engine import build_scripted
+from rollout_gateway.testing.scripted.script import ScriptedSpec
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start" / "tokenizer.json"
 ROUNDS_AT_MOST = 500

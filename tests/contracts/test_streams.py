@@ -10,7 +10,8 @@ import pytest
 import redis.asyncio
 
 from paceline.errors import ResourceExhausted
-from paceline.streams import MemoryStream, RedisStream, Stream, run_key
+from paceline.streams import RedisStream, Stream, run_key
+from paceline.testing.memory_stream import MemoryStream
 
 
 @pytest.fixture(params=["memory", "redis"])

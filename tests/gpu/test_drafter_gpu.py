@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
-from drafter_trainer.batcher import pack
-from drafter_trainer.checkpoint import CheckpointWriter, read_checkpoint
 from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.membership import Membership, on_cpu
+from drafter_trainer.learn.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.learn.membership import Membership, on_cpu
+from drafter_trainer.rows.batcher import pack
 from paceline.models.config import ModelConfig
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]

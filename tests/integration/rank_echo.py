@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 
-from paceline.local.ranks import RankLink
+from paceline.ranks.group import RankLink
 
 NAMES = (
     "RANK",

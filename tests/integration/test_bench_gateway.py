@@ -13,13 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout_gateway.bench.gateway_report import turn_goals, turn_rows
-from rollout_gateway.bench.gateway_turns import TurnPlan, measure_turns
+from benchmarks.gateway.report import turn_goals, turn_rows
+from benchmarks.gateway.turns import TurnPlan, measure_turns
 
 COMMAND = [
     sys.executable,
     "-m",
-    "rollout_gateway.bench",
+    "benchmarks",
     "gateway",
     "--streams",
     "1,4",

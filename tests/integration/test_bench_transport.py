@@ -28,7 +28,7 @@ def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) ->
         str(tmp_path / "t.json"),
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "paceline.bench", *words],
+        [sys.executable, "-m", "benchmarks", *words],
         capture_output=True,
         text=True,
         timeout=60,

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
-from drafter_trainer.batcher import pack
-from drafter_trainer.buffer import FeatureBuffer
 from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.evaluate import chain_matches
-from drafter_trainer.gate import accepted_tokens
-from drafter_trainer.heads import load_policy_head
-from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.sample import sample_from
+from drafter_trainer.gate.evaluate import chain_matches
+from drafter_trainer.gate.judge import accepted_tokens
+from drafter_trainer.learn.heads import load_policy_head
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.buffer import FeatureBuffer
+from drafter_trainer.rows.sample import sample_from
 from paceline.models.config import read_config
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from integration.drafter_world import (
 )
 from safetensors.torch import load_file, save_file
 
-from drafter_trainer.checkpoint import STATE, newest_checkpoint
+from drafter_trainer.learn.checkpoint import STATE, newest_checkpoint
 from paceline.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -42,7 +42,7 @@ from paceline.errors import (
 from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import FeatureBatch, connect
 from paceline.tensors import from_numpy, head_hash
 from paceline.trajectory import VersionSet

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from paceline.errors import DeadlineExceeded
-from paceline.local.ranks import RankGroup, RankLost
+from paceline.ranks.group import RankGroup, RankLost
 
 HERE = Path(__file__).parent
 
@@ -96,7 +96,7 @@ async def test_a_rank_that_is_never_ready_fails_the_start_and_is_gone(tmp_path: 
 def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import asyncio, pathlib\n"
-        "from paceline.local.ranks import RankGroup\n"
+        "from paceline.ranks.group import RankGroup\n"
         "async def main():\n"
         f"    group = RankGroup('rank_echo', 1, 1, [], pathlib.Path({str(tmp_path)!r}))\n"
         "    await group.start(20.0)\n"

@@ -14,7 +14,8 @@ from random_models import FAMILIES, save_random
 
 from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.engines.base import Engine, Request, Sampling
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 ARMS = (
     "off",

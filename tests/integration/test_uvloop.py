@@ -14,7 +14,7 @@ import uvloop
 from paceline.errors import DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
 from paceline.local.ports import free_port
-from paceline.local.ranks import RankGroup, RankLost
+from paceline.ranks.group import RankGroup, RankLost
 from paceline.v1.coordinator_pb2 import Fact
 
 HERE = Path(__file__).parent

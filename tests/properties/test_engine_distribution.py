@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.base import Request, Sampling
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
 SEQUENCES = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)

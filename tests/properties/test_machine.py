@@ -8,9 +8,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator import commands, events
-from coordinator.machine import step
-from coordinator.state import (
+from coordinator.machine import commands, events
+from coordinator.machine.state import (
     Holder,
     Phase,
     Service,
@@ -20,6 +19,7 @@ from coordinator.state import (
     WorkerState,
     worker_slots,
 )
+from coordinator.machine.step import step
 
 LATE = (
     events.ShareDone,

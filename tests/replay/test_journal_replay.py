@@ -10,14 +10,14 @@ from typing import get_args
 import pytest
 import redis.asyncio
 
-from coordinator import commands, events
-from coordinator.codec import decode_event, encode_event
-from coordinator.events import Event
-from coordinator.groups import ClosedGroups
-from coordinator.journal import Journal, JournalEntry, entry_of
-from coordinator.machine import step
-from coordinator.records import StepRecords
-from coordinator.state import Evaluation, Phase, Service, Settings, State, Versions
+from coordinator.calls.groups import ClosedGroups
+from coordinator.journal.codec import decode_event, encode_event
+from coordinator.journal.journal import Journal, JournalEntry, entry_of
+from coordinator.journal.records import StepRecords
+from coordinator.machine import commands, events
+from coordinator.machine.events import Event
+from coordinator.machine.state import Evaluation, Phase, Service, Settings, State, Versions
+from coordinator.machine.step import step
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.streams import run_key
 

@@ -28,7 +28,8 @@ from paceline.trajectory import VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.base import Finish, Request, Sampling
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 pytestmark = pytest.mark.sglang
 ARMS = ("off", "eagle:1_1_2", "eagle:3_1_4", "eagle:2_2_5", "eagle:4_3_12")
@@ -229,7 +230,7 @@ def test_a_drafter_update_changes_how_much_is_accepted_and_no_token(
 
     tokens, trained = run()
     from paceline.models.config import read_config
-    from paceline.speculators.eagle import EagleNet
+    from paceline.speculators.eagle.net import EagleNet
 
     fresh = served.client.log_path.parent / "fresh"
     EagleNet(read_config(DEMO / "policy_trained"), seed=3).save(fresh)

@@ -24,9 +24,10 @@ from drafter_trainer.export import app
 from paceline.models.decoder import Block
 from paceline.speculators.base import DraftBatch
 from paceline.speculators.draft_tree import Beam
-from paceline.speculators.layer_drafter import LayerDrafter
+from paceline.speculators.layer.drafter import LayerDrafter
 from rollout_gateway.engines.base import Chunk, Request, Sampling
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"

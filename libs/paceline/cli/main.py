@@ -17,7 +17,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from paceline.errors import PacelineError
+import paceline
+from paceline.errors import NotFound, PacelineError
 from paceline.local.services import service as service_named
 
 app = typer.Typer(
@@ -50,26 +51,6 @@ class Service(StrEnum):
     POLICY_TRAINER = "policy-trainer"
     DRAFTER_TRAINER = "drafter-trainer"
 
-
-class Bench(StrEnum):
-    """What `bench` can run."""
-
-    TRANSPORT = "transport"
-    E2E = "e2e"
-    DRAFTER = "drafter"
-    ENGINE = "engine"
-    SGLANG = "sglang"
-    BANDIT = "bandit"
-    GATEWAY = "gateway"
-
-
-BENCH_MODULES = {
-    Bench.ENGINE: "rollout_gateway.bench",
-    Bench.SGLANG: "rollout_gateway.bench",
-    Bench.BANDIT: "rollout_gateway.bench",
-    Bench.GATEWAY: "rollout_gateway.bench",
-}
-"""Benches of one service; the others are paceline.bench's."""
 
 TOOLS = {
     "train-drafter": (
@@ -198,13 +179,22 @@ def status(
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(name: Bench, context: typer.Context) -> None:
+def bench(name: str, context: typer.Context) -> None:
     """Run a benchmark and print its table; --json FILE keeps it.
 
-    `paceline bench NAME --help` lists the options.
+    Benches are part of a checkout, not of the installed package. `paceline bench NAME --help`
+    lists the options, `paceline bench list` the names.
     """
-    module = BENCH_MODULES.get(name, "paceline.bench")
-    os.execv(sys.executable, [sys.executable, "-m", module, name.value, *context.args])  # noqa: S606
+    root = Path(paceline.__file__).resolve().parents[2]
+    if not (root / "benchmarks" / "__main__.py").is_file():
+        error = NotFound("no benches here", seen=root, allowed="a checkout: git clone, make setup")
+        console.print(f"[bold red]paceline:[/] {error}", highlight=False)
+        raise typer.Exit(2)
+    places = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, "-m", "benchmarks", *([] if name == "list" else [name])]
+    os.execve(  # noqa: S606
+        sys.executable, [*command, *context.args], os.environ | {"PYTHONPATH": places}
+    )
 
 
 def _add_tool(name: str, module: str, help_text: str) -> None:

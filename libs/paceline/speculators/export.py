@@ -19,13 +19,13 @@ from torch import Tensor
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture
 from paceline.models.loading import check_tensors
-from paceline.speculators.eagle3_checkpoint import ARCHITECTURE as EAGLE3
-from paceline.speculators.eagle_checkpoint import ARCHITECTURES as EAGLE
-from paceline.speculators.eagle_checkpoint import drafter_config, eagle_shapes, strip_shared
-from paceline.speculators.lstm import ARCHITECTURE as LSTM
-from paceline.speculators.lstm import GATES
-from paceline.speculators.mlp import ARCHITECTURE as MLP
+from paceline.speculators.eagle.checkpoint import ARCHITECTURES as EAGLE
+from paceline.speculators.eagle.checkpoint import drafter_config, eagle_shapes, strip_shared
+from paceline.speculators.eagle3.checkpoint import ARCHITECTURE as EAGLE3
 from paceline.speculators.net import check_fit
+from paceline.speculators.recurrent.lstm import ARCHITECTURE as LSTM
+from paceline.speculators.recurrent.lstm import GATES
+from paceline.speculators.recurrent.mlp import ARCHITECTURE as MLP
 
 Shapes = dict[str, tuple[int, ...]]
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -14,15 +14,15 @@ from pathlib import Path
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import ModelConfig, architecture, read_config_json
 from paceline.speculators.base import Speculator, SpeculatorSetup
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle3 import Eagle3Net
-from paceline.speculators.eagle3_drafter import Eagle3Drafter
-from paceline.speculators.eagle_drafter import EagleDrafter
-from paceline.speculators.lstm import LstmNet
-from paceline.speculators.mlp import MlpNet
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.eagle3.drafter import Eagle3Drafter
+from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.net import DraftNet
 from paceline.speculators.ngram import NgramSpeculator
-from paceline.speculators.recurrent_drafter import RecurrentDrafter
+from paceline.speculators.recurrent.drafter import RecurrentDrafter
+from paceline.speculators.recurrent.lstm import LstmNet
+from paceline.speculators.recurrent.mlp import MlpNet
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from paceline.streams.base import Depth, Entry, Stream
 from paceline.streams.connection import connect, run_key
 from paceline.streams.features import FeatureBatch, RejectedRows, decode_features, encode_features
 from paceline.streams.ledger import Ledger, LedgerCount
-from paceline.streams.memory import MemoryStream
 from paceline.streams.open_sessions import OpenSessions, api_key_hash
 from paceline.streams.redis_stream import RedisStream
 from paceline.streams.trajectories import decode_trajectory, encode_trajectory, trajectory_key
@@ -19,7 +18,6 @@ __all__ = [
     "FeatureBatch",
     "Ledger",
     "LedgerCount",
-    "MemoryStream",
     "OpenSessions",
     "RedisStream",
     "RejectedRows",

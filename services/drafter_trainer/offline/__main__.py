@@ -19,7 +19,7 @@ from rich.console import Console
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
 from drafter_trainer.offline.progress import Progress
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.ranks import RankGroup
+from paceline.ranks.group import RankGroup
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0

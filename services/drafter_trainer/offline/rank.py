@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.membership import on_cpu
+from drafter_trainer.learn.membership import on_cpu
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
 from drafter_trainer.offline.data import Sample, read_samples
 from drafter_trainer.offline.generation import answer_prompts, answers_file, write_answers
@@ -24,8 +24,8 @@ from drafter_trainer.offline.target import Target, load_causal_lm
 from drafter_trainer.offline.text import ModelText
 from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.errors import ConfigError, PacelineError
-from paceline.local.ranks import RankLink
 from paceline.models.config import ModelConfig, read_config
+from paceline.ranks.group import RankLink
 from paceline.speculators import DraftNet, trained_net
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from drafter_trainer.heads import PolicyHead, load_policy_head
+from drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from drafter_trainer.offline.plan import Document
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.loading import DTYPES

@@ -25,18 +25,18 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.checkpoint import (
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.gate.evaluate import chain_matches
+from drafter_trainer.gate.judge import accepted_tokens
+from drafter_trainer.learn.checkpoint import (
     STATE,
     CheckpointWriter,
     newest_checkpoint,
     read_checkpoint,
     read_whole,
 )
-from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.evaluate import chain_matches
-from drafter_trainer.gate import accepted_tokens
-from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.membership import Members
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.learn.membership import Members
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.data import Sample, fingerprint
 from drafter_trainer.offline.log import RunLog

@@ -29,9 +29,9 @@ import numpy.typing as npt
 
 from paceline.arm_names import read_arm, speculator_of
 from paceline.errors import ConfigError
+from paceline.trajectory import Target
 from rollout_gateway.bandits.base import RowFacts
-from rollout_gateway.engines.base import Target
-from rollout_gateway.engines.evidence import AcceptanceEvidence
+from rollout_gateway.bandits.evidence import AcceptanceEvidence
 
 FIRST_CHANCE = 0.6  # of the first draft of a drafter that nothing is known of
 GUESS_STRENGTH = 1.0  # trials that the position before is worth

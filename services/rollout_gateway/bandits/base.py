@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollout_gateway.engines.base import ArmReport, Target
-from rollout_gateway.engines.evidence import Evidence
+from paceline.trajectory import Target
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
 class BanditSettings(BaseModel):

@@ -30,6 +30,7 @@ from collections.abc import Sequence, Set
 import numpy as np
 import numpy.typing as npt
 
+from paceline.trajectory import Target
 from rollout_gateway.bandits.acceptance import Acceptance
 from rollout_gateway.bandits.base import (
     BanditSettings,
@@ -41,10 +42,9 @@ from rollout_gateway.bandits.base import (
     group_of,
 )
 from rollout_gateway.bandits.costs import CostTable
+from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.bandits.lengths import ResponseLengths
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
-from rollout_gateway.engines.base import Target
-from rollout_gateway.engines.evidence import Evidence
 
 LAST_POWER = 4.0
 RETEST_SHARE = 0.2

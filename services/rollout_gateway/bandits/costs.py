@@ -27,9 +27,9 @@ import numpy as np
 
 from paceline.arm_names import speculator_of
 from rollout_gateway.bandits.base import CostSample
+from rollout_gateway.bandits.evidence import CostEvidence
 from rollout_gateway.bandits.pace import CLIP, Measured, Pace
 from rollout_gateway.bandits.shape import Shape
-from rollout_gateway.engines.evidence import CostEvidence
 
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known

@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 
 from paceline.arm_names import speculator_of
 from paceline.telemetry import get_logger
+from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     BanditSettings,
     Choice,
@@ -39,8 +40,7 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.engines.base import ArmReport, Target
-from rollout_gateway.engines.evidence import Evidence
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 log = get_logger(__name__)
 

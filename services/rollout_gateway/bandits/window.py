@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     BanditSettings,
     Choice,
@@ -20,8 +21,7 @@ from rollout_gateway.bandits.base import (
     Situation,
     group_of,
 )
-from rollout_gateway.engines.base import ArmReport, Target
-from rollout_gateway.engines.evidence import Evidence
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
 class Round(NamedTuple):

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import MissingCapability
-from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
-from rollout_gateway.engines.evidence import Evidence
+from paceline.trajectory import SpeculationStats, Target, VersionSet, VersionSpan
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
 class Capability(StrEnum):
@@ -74,13 +74,6 @@ class PauseMode(StrEnum):
     IN_PLACE = "in_place"
     RETRACT = "retract"
     ABORT = "abort"
-
-
-class Target(StrEnum):
-    """Which weights."""
-
-    POLICY = "policy"
-    DRAFTER = "drafter"
 
 
 class MemoryTag(StrEnum):
@@ -166,19 +159,6 @@ class Chunk:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()  # [n][k] (token id, log-prob)
     time_to_first_token_s: float = 0.0
     matched_stop: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class ArmReport:
-    """Statistics of one arm in one batch-size group."""
-
-    arm: str
-    batch_group: int
-    pulls: int
-    explorations: int
-    mean_tokens_per_s: float
-    mean_accept_length: float
-    drafter_deaths: int = 0  # how often its drafter was found dead in this group
 
 
 @dataclass(slots=True)

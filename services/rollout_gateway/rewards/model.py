@@ -19,11 +19,11 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import ModelRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.child_process import ChildProcess
+from rollout_gateway.rewards.processes.handle import ChildProcess
 
 log = get_logger(__name__)
 
-MODULE = "rollout_gateway.rewards.model_child"
+MODULE = "rollout_gateway.rewards.processes.model_main"
 STOPPED = "the gateway's rewards have stopped"
 START_S = 600.0
 """Longest loading of a model."""

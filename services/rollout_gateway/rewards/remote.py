@@ -20,7 +20,7 @@ from paceline.telemetry import inject, span
 from rollout_gateway.config import RemoteRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.breaker import CircuitBreaker
-from rollout_gateway.rewards.episode_json import episode_to
+from rollout_gateway.rewards.processes.episode_json import episode_to
 
 FIRST_PAUSE_S = 0.1
 """Before the second attempt; doubles with every further one.

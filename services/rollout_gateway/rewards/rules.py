@@ -16,13 +16,13 @@ from paceline.telemetry import get_logger
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Prepares, RewardRule, Unscored
-from rollout_gateway.rewards.child_rule import ChildRule
-from rollout_gateway.rewards.children import Children
 from rollout_gateway.rewards.code_tests import CodeTests
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
 from rollout_gateway.rewards.metrics import RewardMetrics
 from rollout_gateway.rewards.model import ModelReward
+from rollout_gateway.rewards.processes.pool import Children
+from rollout_gateway.rewards.processes.rule import ChildRule
 from rollout_gateway.rewards.remote import RemoteReward
 from rollout_gateway.sandbox import Sandbox
 

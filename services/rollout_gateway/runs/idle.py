@@ -10,7 +10,7 @@ from collections import deque
 from types import TracebackType
 
 from rollout_gateway.background import background, cancel
-from rollout_gateway.router import Router
+from rollout_gateway.workers.router import Router
 
 
 class IdleWorkers:

@@ -15,15 +15,14 @@ from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls import FINISH_NAMES, Piece, Plan
+from rollout_gateway.calls.call import FINISH_NAMES, Piece, Plan
 from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.engines import wire
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, Turn
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.planning import Caller
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
-from rollout_gateway.sessions.session import Grant, Session
+from rollout_gateway.sessions.session import Caller, Grant, Session
 
 EXTERNAL = "external"
 """The environment in which agents from outside claim the tasks."""

@@ -19,7 +19,6 @@ from paceline.telemetry import span
 from paceline.trajectory import BranchKey
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engine_metrics import describe_rounds
 from rollout_gateway.environments import environment
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.open import OpenRuns
@@ -33,6 +32,7 @@ from rollout_gateway.runs.sample import (
 )
 from rollout_gateway.runs.totals import Totals
 from rollout_gateway.sessions.trainable import check_trainable
+from rollout_gateway.workers.metrics import describe_rounds
 
 MAX_SAMPLES = 65_536
 ANSWERS_REMEMBERED = 16_384

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.bandits.regret import regret
-from rollout_gateway.engines import wire
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.gateway import Gateway
+from rollout_gateway.workers.regret import regret
 
 
 class Totals:

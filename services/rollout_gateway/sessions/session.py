@@ -232,3 +232,15 @@ def ended_error(
     return FailedPrecondition(
         f"session {session_id} has ended", reason="SESSION_ENDED", seen=seen, allowed=State.OPEN
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks: the session of a key, or somebody without one."""
+
+    session: Session | None = None
+
+    @property
+    def queue_key(self) -> str:
+        """Requests of one key take turns with those of others."""
+        return "" if self.session is None else self.session.session_id

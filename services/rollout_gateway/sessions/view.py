@@ -8,7 +8,7 @@ from typing import Any
 from paceline.trajectory import Trajectory
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Message
-from rollout_gateway.engines import wire
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 

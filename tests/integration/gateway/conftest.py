@@ -22,9 +22,9 @@ from paceline.rpc import channel
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.server import running
-from rollout_gateway.text import TextCodec
 
 DEMO_TOKENIZER = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 EOS = 1

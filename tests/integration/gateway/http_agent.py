@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from paceline.v1 import rollout_pb2 as rpb
 from rollout_gateway.config import engine_settings
-from rollout_gateway.engines.script import ScriptedSpec
-from rollout_gateway.engines.script_replies import Script
+from rollout_gateway.testing.scripted.replies import Script
+from rollout_gateway.testing.scripted.script import ScriptedSpec
 
 SLOW = {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
 """For the script: a token every 10 ms."""

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout_gateway.http.bodies import MAX_BODY_BYTES
+from rollout_gateway.api.http.bodies import MAX_BODY_BYTES
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
     "/v1/completions",

@@ -14,8 +14,8 @@ import grpc
 import pytest
 from twin_kind import TwinNet
 
+from drafter_trainer.gate.publish import push_drafter
 from drafter_trainer.messages import Judged
-from drafter_trainer.publish import push_drafter
 from paceline.models.config import read_config
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb

@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from paceline.errors import WeightsError
 from paceline.models.config import read_config
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import RedisStream, decode_features, run_key
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet

@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from rollout_gateway.http.app import build_app
-from rollout_gateway.http.openapi import OPERATIONS, document
+from rollout_gateway.api.http.app import build_app
+from rollout_gateway.api.http.openapi import OPERATIONS, document
 
 CHECKS = [
     not_a_server_error,

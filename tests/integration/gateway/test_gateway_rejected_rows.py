@@ -14,7 +14,7 @@ import redis.asyncio
 from rejected_oracle import contexts_of_batch, last_states
 from transformers import AutoModelForCausalLM
 
-from drafter_trainer.sample import sample_from
+from drafter_trainer.rows.sample import sample_from
 from paceline.errors import MissingCapability
 from paceline.models.config import read_config
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key

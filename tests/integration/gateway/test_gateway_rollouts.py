@@ -20,7 +20,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
-from rollout_gateway.worker_process import WorkerProcess
+from rollout_gateway.workers.process import WorkerProcess
 
 
 async def generated(

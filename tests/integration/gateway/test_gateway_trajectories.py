@@ -16,7 +16,7 @@ from paceline.streams import Ledger, RedisStream, decode_features, decode_trajec
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.script import scripted_logprob, scripted_rows
+from rollout_gateway.testing.scripted.script import scripted_logprob, scripted_rows
 
 
 def redis_keys(url: str, run_id: str) -> dict[str, Any]:

@@ -14,15 +14,15 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter_trainer import sharing
-from drafter_trainer.batcher import pack
-from drafter_trainer.checkpoint import CheckpointWriter
 from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.heads import PolicyHead
-from drafter_trainer.learner import DrafterLearner
-from drafter_trainer.membership import Membership
+from drafter_trainer.learn import sharing
+from drafter_trainer.learn.checkpoint import CheckpointWriter
+from drafter_trainer.learn.heads import PolicyHead
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.learn.membership import Membership
+from drafter_trainer.rows.batcher import pack
 from paceline.speculators import PackedRow
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 
 STUDENT = 1  # any that is not the default
 ROWS = 6  # of an optimiser step

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from drafter_trainer import sharing
-from drafter_trainer.batcher import pack
-from drafter_trainer.membership import on_cpu
+from drafter_trainer.learn import sharing
+from drafter_trainer.learn.membership import on_cpu
+from drafter_trainer.rows.batcher import pack
 
 
 def main(samples: Path, out: Path) -> None:

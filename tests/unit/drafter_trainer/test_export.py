@@ -19,7 +19,7 @@ from drafter_trainer.export import app, export_checkpoint
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
 from paceline.speculators import read_drafter
-from paceline.speculators.eagle import EagleNet, EagleOptions
+from paceline.speculators.eagle.net import EagleNet, EagleOptions
 from paceline.speculators.export import Format
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3

@@ -9,7 +9,8 @@ import pytest
 from unit.drafter_trainer.samples import TARGET, batch
 
 from drafter_trainer.link import CONSUMER, GROUP, TrainerLink
-from paceline.streams import MemoryStream, encode_features
+from paceline.streams import encode_features
+from paceline.testing.memory_stream import MemoryStream
 
 
 class SilentParent:

@@ -11,7 +11,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from drafter_trainer import messages as m
 from drafter_trainer import metrics
-from drafter_trainer.learner import MicroResult
+from drafter_trainer.learn.learner import MicroResult
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drafter_trainer.membership import on_cpu
+from drafter_trainer.learn.membership import on_cpu
 from drafter_trainer.offline.data import Sample
 from drafter_trainer.offline.plan import Document
 from drafter_trainer.offline.target import Target, load_causal_lm

@@ -21,8 +21,8 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
 from paceline.speculators import SpeculatorKind, read_drafter
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_drafter import EagleDrafter
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
 from unit.drafter_trainer.sharded_step import ROWS
 
-from drafter_trainer.checkpoint import newest_checkpoint, read_checkpoint
 from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.learner import DrafterLearner
+from drafter_trainer.learn.checkpoint import newest_checkpoint, read_checkpoint
+from drafter_trainer.learn.learner import DrafterLearner
 from paceline.local.ports import free_port
-from paceline.speculators.eagle import EagleNet
+from paceline.speculators.eagle.net import EagleNet
 
 HERE = Path(__file__).parent
 ALONE = [(1, ROWS), (1, 2 * ROWS)]

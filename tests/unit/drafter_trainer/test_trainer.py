@@ -25,20 +25,21 @@ from unit.drafter_trainer.samples import (
 )
 
 from drafter_trainer import messages as m
-from drafter_trainer.candidates import Candidates
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.heads import PolicyHeads
+from drafter_trainer.gate.candidates import Candidates
+from drafter_trainer.learn.heads import PolicyHeads
+from drafter_trainer.learn.membership import on_cpu
+from drafter_trainer.learn.students import Students, initial_nets
 from drafter_trainer.link import TrainerLink
-from drafter_trainer.membership import on_cpu
-from drafter_trainer.students import Students, initial_nets
 from drafter_trainer.trainer import DrafterTrainer
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.speculators import SPECULATORS, SpeculatorKind, read_drafter
-from paceline.speculators.eagle import EagleNet
-from paceline.speculators.eagle_drafter import EagleDrafter
-from paceline.streams import FeatureBatch, MemoryStream, encode_features
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet
+from paceline.streams import FeatureBatch, encode_features
+from paceline.testing.memory_stream import MemoryStream
 
 EVERY = 4
 CONFIG = {

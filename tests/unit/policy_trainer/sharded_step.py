@@ -13,11 +13,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from paceline.trajectory import BranchKey, Trajectory
-from policy_trainer.batch import make_batch
+from policy_trainer.batches.batch import make_batch
 from policy_trainer.config import OptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learner import Learner
-from policy_trainer.model import load_policy
-from policy_trainer.parallel import broadcast_batch, gather_full, join_ranks, shard
+from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.model import load_policy
+from policy_trainer.learn.parallel import broadcast_batch, gather_full, join_ranks, shard
 
 
 def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from unit.speculators.eagle3_rows import document, packed, rough_net
 
 from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.heads import PolicyHead
-from drafter_trainer.learner import DrafterLearner
-from paceline.speculators.eagle3 import Eagle3Net
+from drafter_trainer.learn.heads import PolicyHead
+from drafter_trainer.learn.learner import DrafterLearner
+from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.packed import PackedRow
 
 ROWS = 4

@@ -19,7 +19,7 @@ from unit.speculators.eagle3_rows import packed, row_of
 from unit.speculators.eagle3_sharded_step import CONFIG, drafter, step_rows
 
 from paceline.local.ports import free_port
-from paceline.speculators.eagle3 import Eagle3Net, Eagle3Options
+from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
 
 DEEP = replace(TARGET, num_layers=4)

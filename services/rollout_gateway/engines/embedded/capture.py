@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.models.loading import DTYPES
 from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

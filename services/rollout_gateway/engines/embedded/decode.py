@@ -28,8 +28,8 @@ from rollout_gateway.engines.embedded.sampled import verify_drawn
 from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.penalties import Penalties
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.penalties import Penalties
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 class Decoder:

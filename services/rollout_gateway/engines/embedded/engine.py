@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.trajectory import VersionSet
-from rollout_gateway.engines.admission import Admission
+from paceline.trajectory import Target, VersionSet
+from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -26,7 +26,6 @@ from rollout_gateway.engines.base import (
     PauseMode,
     Request,
     RowLayout,
-    Target,
     missing,
 )
 from rollout_gateway.engines.embedded.capture import Capture
@@ -38,8 +37,8 @@ from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
 from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.evidence import Evidence
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.admission import Admission
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 _SOMETIMES = {
     Capability.CAPTURE,

@@ -29,8 +29,8 @@ from torch import Tensor
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.base import Capability, Finish, Sampling, missing
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.grammar_judge import GrammarJudge
-from rollout_gateway.engines.json_schema import (
+from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
+from rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
     build_matcher,
     check_json_schema,
@@ -38,7 +38,7 @@ from rollout_gateway.engines.json_schema import (
     load_tokenizer,
     refused,
 )
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -20,8 +20,8 @@ from paceline.speculators import (
     trained_net,
 )
 from rollout_gateway.engines.embedded.arms import Arm, parse_arm
+from rollout_gateway.engines.embedded.rows import WITHOUT_WEIGHTS, drafter_directory
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.embedded_rows import WITHOUT_WEIGHTS, drafter_directory
 
 NGRAM, NGRAM_ARM = "ngram", "ngram:4_1_5"
 CHAINS = {"eagle": (3, 5, 7), "eagle3": (3, 5, 7)}

@@ -19,7 +19,7 @@ from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.weights import EngineWeights
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 def leaders_of(

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_gateway.engines.base import PrefixStats
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 BLOCK = 16
 MIN_PREFIX = BLOCK

@@ -17,8 +17,9 @@ from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators import DraftBatch, Drafts, Speculator
+from paceline.trajectory import Target
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
-from rollout_gateway.engines.base import ArmReport, Target
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
@@ -27,8 +28,7 @@ from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
 from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.verify import Verdict
-from rollout_gateway.engines.evidence import Evidence
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.models.sampling import DrawParams, draw
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.tree_paths import follow
+from rollout_gateway.engines.requests.tree_paths import follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from paceline.errors import WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import Target
+from paceline.trajectory import Target, VersionSet
 from rollout_gateway.engines.embedded.drafters import DrafterVersion
 from rollout_gateway.engines.embedded.speculative import Speculation
 

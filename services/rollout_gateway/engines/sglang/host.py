@@ -23,14 +23,14 @@ import zmq
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import wire
 from rollout_gateway.engines.sglang import VERSIONS
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
-from rollout_gateway.engines.worker import die_with_parent
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.process import die_with_parent
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
-CPU_KERNELS = Path(__file__).parent / "cpu_kernels"
+CPU_KERNELS = Path(__file__).parents[2] / "testing" / "cpu_kernels"
 CONTEXT_MARGIN = 8
 """Positions SGLang keeps free beyond the longest request."""
 KV_MARGIN = 64
@@ -156,7 +156,7 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
 
     from paceline.models.config import read_config
     from paceline.models.loading import read_tensors
-    from paceline.speculators.eagle import EagleNet
+    from paceline.speculators.eagle.net import EagleNet
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:

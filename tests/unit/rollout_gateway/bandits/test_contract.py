@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.arm_names import speculator_of
+from paceline.trajectory import Target
 from rollout_gateway.bandits import BANDITS, Bandit, BanditSettings, Outcome, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.engines.base import Target
 
 GROUPS = (1, 5)
 ARMS = ("off", "a:7_1_8", "b:7_1_8", "a:3_1_4", "b:3_1_4")

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
+from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings, CostSample, Outcome, RowFacts, Situation
 from rollout_gateway.bandits.acceptance import POLICY_TRIALS, Acceptance, family_and_steps
 from rollout_gateway.bandits.cost_model import CostModel
-from rollout_gateway.engines.base import Target
-from rollout_gateway.engines.evidence import combine
+from rollout_gateway.bandits.evidence import combine
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
 STEPS = {"off": 0, "eagle:3_1_4": 3, "eagle:5_1_6": 5, "eagle:7_1_8": 7, "ngram:4_1_5": 4}

@@ -11,9 +11,9 @@ import pytest
 from bandit_rounds import batch_of, round_of
 from structlog.testing import capture_logs
 
+from paceline.trajectory import Target
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
 from rollout_gateway.bandits.watchdog import Pulse
-from rollout_gateway.engines.base import Target
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 EAGLE = ("eagle:3_1_4", "eagle:5_1_6")

@@ -16,20 +16,13 @@ from twin_kind import DeepDrafter, DeepNet, TwinNet
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
 from paceline.speculators import SPECULATORS
-from paceline.speculators.eagle import EagleNet
-from paceline.trajectory import NEAR_TIE_GAP, VersionSet
+from paceline.speculators.eagle.net import EagleNet
+from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 from rollout_gateway.bandits import BANDITS
-from rollout_gateway.engines.base import (
-    Capability,
-    Engine,
-    PauseMode,
-    Request,
-    RowLayout,
-    Sampling,
-    Target,
-)
-from rollout_gateway.engines.embedded import EmbeddedSpec, build_embedded
+from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, RowLayout, Sampling
+from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 TWIN, DEEP = "twin_kind:KIND", "twin_kind:DEEP"
 EAGLE_ARMS, TWIN_ARMS = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}, {"twin:3_1_4", "twin:5_1_6"}

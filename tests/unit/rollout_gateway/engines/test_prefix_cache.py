@@ -20,7 +20,7 @@ from rollout_gateway.engines.embedded.prefix_cache import (
     PrefixIndex,
     block_keys,
 )
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 RUNNING, RETAINED, CAPACITY = 3, 3, 128
 Tokens = tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 def sequence(number: int, length: int = 10) -> RunningSequence:

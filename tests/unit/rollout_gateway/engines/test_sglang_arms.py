@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from rollout_gateway.engines.base import Request, Sampling, Target
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.base import Request, Sampling
+from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sglang.plugin.arms import (
     OFF,
     ROOT,

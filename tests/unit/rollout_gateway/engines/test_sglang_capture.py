@@ -16,11 +16,11 @@ from torch import Tensor
 from paceline.errors import ConfigError, MissingCapability
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import Request, RowLayout, Sampling
-from rollout_gateway.engines.ring import RowArray, RowRing
 from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.slot_rows import Gathered, Leaving, SlotRows
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.worker.ring import RowArray, RowRing
 
 CPU = torch.device("cpu")
 WIDTH = 4

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.errors import WeightsError
-from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import Target
+from paceline.trajectory import Target, VersionSet
 from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from paceline.errors import InternalError
-from rollout_gateway.engines.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 
 def register() -> None:

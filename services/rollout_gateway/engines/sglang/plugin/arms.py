@@ -19,10 +19,10 @@ import numpy.typing as npt
 
 from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError, InvalidInput
+from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.engines.base import ArmReport, Target
-from rollout_gateway.engines.evidence import Evidence
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 SPECULATORS = ("eagle", "eagle3", "ngram")

@@ -10,21 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from paceline.errors import FailedPrecondition, InvalidInput, PacelineError
-from paceline.trajectory import VersionSet
+from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import wire
-from rollout_gateway.engines.base import (
-    Capability,
-    Chunk,
-    Finish,
-    MemoryTag,
-    PauseMode,
-    Target,
-    missing,
-)
+from rollout_gateway.engines.base import Capability, Chunk, Finish, MemoryTag, PauseMode, missing
 from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
+from rollout_gateway.engines.worker import wire
 
 if TYPE_CHECKING:
     from rollout_gateway.engines.sglang.plugin.process import Plugin

@@ -11,9 +11,9 @@ from typing import Any
 import zmq
 
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import wire
 from rollout_gateway.engines.base import Chunk
-from rollout_gateway.engines.ring import RowRing
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowRing
 
 SEND_DEADLINE_MS = 30_000
 IDLE_MS = 1000

@@ -19,8 +19,6 @@ from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import wire
-from rollout_gateway.engines.admission import Admission
 from rollout_gateway.engines.base import (
     Capability,
     Chunk,
@@ -30,9 +28,9 @@ from rollout_gateway.engines.base import (
     PrefixStats,
     RowLayout,
 )
-from rollout_gateway.engines.device_peak import square_product_tflops
-from rollout_gateway.engines.penalties import Penalties
-from rollout_gateway.engines.ring import RowRing
+from rollout_gateway.engines.requests.admission import Admission
+from rollout_gateway.engines.requests.device_peak import square_product_tflops
+from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.plugin.peer import Peer
@@ -42,7 +40,9 @@ from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.spec import SOCKET_VARIABLE, WorkerSpec
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowRing
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
 
 _SOMETIMES = {
     Capability.CAPTURE,

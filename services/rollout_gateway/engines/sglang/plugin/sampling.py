@@ -19,8 +19,8 @@ from torch import Tensor
 
 from paceline.models.sampling import Draw, DrawParams, top_alternatives
 from rollout_gateway.engines.base import Sampling
+from rollout_gateway.engines.requests.tree_paths import follow
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
-from rollout_gateway.engines.tree_paths import follow
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import InternalError
 from rollout_gateway.engines.base import Chunk, Finish, Request
-from rollout_gateway.engines.sequence import RunningSequence
+from rollout_gateway.engines.requests.sequence import RunningSequence
 
 RID_PREFIX = "paceline-"
 Alternatives = tuple[tuple[int, float], ...]

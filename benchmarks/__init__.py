@@ -1,0 +1,1 @@
+"""Benches of Paceline; `paceline bench NAME` runs one from a checkout."""

@@ -1,0 +1,1 @@
+"""Bandits over recorded and simulated rounds."""

@@ -1,0 +1,237 @@
+"""Replays a trace to a chooser of arms: who decodes, what each arm would be given, what a round
+costs. Owns the clock.
+
+Every chooser meets the same luck: whether the draft for a token is right depends on the request,
+the token and its position in the chain, not on who drafts; a round's noise depends on its number.
+Time is counted without the noise.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.bandit.traces import Step, Trace
+from paceline.arm_names import speculator_of
+from paceline.trajectory import Target
+from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation
+
+OUTLIER = 5.0
+NOISE_ROUNDS = 1 << 14
+PROMPT_TOKENS = 16
+POSITIONS = 16
+
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+
+
+class Chooser(Protocol):
+    """What plays a trace."""
+
+    def choose(self, moment: Moment) -> str:
+        """The arm of the next round."""
+        ...
+
+    def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
+        """What it gave."""
+        ...
+
+    def changed(self, target: Target) -> None:
+        """New weights serve."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One step of a trace, with its luck drawn."""
+
+    lengths: Counts  # [N] response tokens
+    runs: Mapping[str, Counts]  # by speculator: [N, T] right drafts in a row from each token on
+    chances: Mapping[str, Floats]  # by speculator: [N, 1 + K] true E[tokens] with 0 .. K drafts
+    seconds: Mapping[str, float]  # by arm: factor on the table
+
+
+@dataclass(slots=True)
+class Moment:
+    """Where a replay stands before a round."""
+
+    world: World
+    rollout: Rollout
+    rows: Counts  # [B] requests that decode
+    generated: Counts  # [B] tokens each has
+    situation: Situation
+
+    def expected(self, arm: str) -> Floats:
+        """True E[tokens] [B] of a round."""
+        tokens = self.rollout.chances.get(speculator_of(arm))
+        return (
+            tokens[self.rows, self.world.steps[arm]]
+            if tokens is not None
+            else np.ones(len(self.rows))
+        )
+
+    def cost(self, arm: str, rows: int) -> float:
+        """True seconds of a round of so many rows."""
+        return self.world.cost(arm, rows) * self.rollout.seconds.get(arm, 1.0)
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a chooser made of a trace."""
+
+    seconds: float = 0.0
+    rounds: int = 0
+    choices_s: list[float] = field(default_factory=list)  # time of each choice
+    lessons_s: list[float] = field(default_factory=list)  # time of each observation
+
+
+class World:
+    """A trace under one seed."""
+
+    def __init__(self, trace: Trace, seed: int) -> None:
+        self.trace = trace
+        self.steps = {arm: int(arm.partition(":")[2].partition("_")[0] or 0) for arm in trace.arms}
+        source = np.random.default_rng([trace.seed, seed])
+        self._noise = np.exp(trace.noise * source.standard_normal(NOISE_ROUNDS))
+        self._noise[source.random(NOISE_ROUNDS) < trace.outliers] *= OUTLIER
+        self.rollouts = [_rolled(step, self.steps, source) for step in trace.steps]
+        self._costs: dict[tuple[str, int], float] = {}
+
+    def cost(self, arm: str, rows: int) -> float:
+        """Seconds of a round by the table."""
+        key = (arm, rows)
+        if key not in self._costs:
+            table = self.trace.costs_ms[arm]
+            self._costs[key] = float(np.interp(rows, list(table), list(table.values()))) / 1000
+        return self._costs[key]
+
+    def primer(self, seed: int) -> list[CostSample]:
+        """What an engine would measure at its start: three noisy rounds of each arm at a few batch
+        sizes.
+        """
+        source = np.random.default_rng([self.trace.seed, seed, 7])
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= self.trace.max_batch]
+        return [
+            CostSample(
+                arm, size, PROMPT_TOKENS, self.cost(arm, size) * math.exp(self.trace.noise * draw)
+            )
+            for arm in self.trace.arms
+            for size in sizes
+            for draw in source.standard_normal(3)
+        ]
+
+    def play(self, chooser: Chooser) -> Replay:
+        """All steps in order."""
+        replay, first = Replay(), 0
+        for step, rollout in zip(self.trace.steps, self.rollouts, strict=True):
+            if step.changed:
+                chooser.changed(Target(step.changed))
+            self._roll(rollout, chooser, replay, first)
+            first += len(rollout.lengths)
+        return replay
+
+    def _roll(self, rollout: Rollout, chooser: Chooser, replay: Replay, first: int) -> None:
+        trace, waiting = self.trace, min(self.trace.max_batch, len(rollout.lengths))
+        rows, generated = np.arange(waiting), np.zeros(waiting, dtype=np.int64)
+        while len(rows):
+            situation = Situation(
+                [
+                    RowFacts(first + row, done, trace.limit)
+                    for row, done in zip(rows.tolist(), generated.tolist(), strict=True)
+                ],
+                PROMPT_TOKENS + int(generated.max()),
+                draining=waiting == len(rollout.lengths),
+            )
+            moment = Moment(self, rollout, rows, generated, situation)
+            began = time.perf_counter()
+            arm = chooser.choose(moment)
+            replay.choices_s.append(time.perf_counter() - began)
+            taken = self._taken(moment, arm)
+            seconds = moment.cost(arm, len(rows))
+            noise = float(self._noise[replay.rounds % NOISE_ROUNDS])
+            replay.seconds += seconds
+            replay.rounds += 1
+            lesson = taken.tolist()
+            began = time.perf_counter()
+            chooser.observe(moment, arm, lesson, seconds * noise)
+            replay.lessons_s.append(time.perf_counter() - began)
+            going = generated + taken < rollout.lengths[rows]
+            rows, generated = rows[going], (generated + taken)[going]
+            room = min(trace.max_batch - len(rows), len(rollout.lengths) - waiting)
+            if room:
+                rows = np.concatenate((rows, np.arange(waiting, waiting + room)))
+                generated = np.concatenate((generated, np.zeros(room, dtype=np.int64)))
+                waiting += room
+
+    def _taken(self, moment: Moment, arm: str) -> Counts:
+        """Tokens [B] of a round, up to each response's end."""
+        runs = moment.rollout.runs.get(speculator_of(arm))
+        if runs is None:
+            return np.ones(len(moment.rows), dtype=np.int64)
+        accepted = np.minimum(runs[moment.rows, moment.generated], self.steps[arm])
+        left: Counts = moment.rollout.lengths[moment.rows] - moment.generated
+        taken: Counts = np.minimum(accepted + 1, left)
+        return taken
+
+
+def outcome_of(
+    moment: Moment, arm: str, taken: Sequence[int], seconds: float, *, explored: bool
+) -> Outcome:
+    """As the engine would tell it."""
+    return Outcome(arm, moment.situation, taken, seconds, explored)
+
+
+def _rolled(step: Step, steps: Mapping[str, int], source: np.random.Generator) -> Rollout:
+    lengths = np.array(step.lengths)
+    runs, chances = {}, {}
+    for name, recorded in step.runs.items():
+        runs[name] = np.zeros((len(lengths), lengths.max() + 1), dtype=np.int64)
+        for row, digits in enumerate(recorded):
+            runs[name][row, : len(digits)] = [int(one) for one in digits]
+        chances[name] = _means(runs[name], lengths)
+    for name, drafter in step.drafters.items():
+        shift = drafter.spread * source.standard_normal(len(lengths))
+        if drafter.kinds:
+            shift = shift + np.resize(drafter.kinds, len(lengths))
+        positions = np.clip(drafter.positions, 1e-9, 1 - 1e-9)
+        each = 1 / (1 + np.exp(-(np.log(positions / (1 - positions)) + shift[:, None])))
+        luck = source.random((len(lengths), int(lengths.max()) + POSITIONS))
+        runs[name] = _runs(luck, each, int(lengths.max()) + 1)
+        chances[name] = np.concatenate(
+            (np.ones((len(lengths), 1)), 1 + each.cumprod(axis=1).cumsum(axis=1)), axis=1
+        )
+    return Rollout(lengths, runs, chances, step.seconds)
+
+
+def _runs(luck: Floats, chances: Floats, tokens: int) -> Counts:
+    """Right drafts in a row [N, tokens]: the draft for token t at position p is right when luck[t]
+    < chances[p].
+    """
+    runs, alive = (
+        np.zeros((len(luck), tokens), dtype=np.int64),
+        np.ones((len(luck), tokens), dtype=bool),
+    )
+    for position in range(chances.shape[1]):
+        alive &= luck[:, position : position + tokens] < chances[:, position, None]
+        runs += alive
+    return runs
+
+
+def _means(runs: Counts, lengths: Counts) -> Floats:
+    """Recorded mean tokens [N, 1 + K] of rounds from every token of a response."""
+    longest = int(runs.max())
+    return np.array(
+        [
+            [
+                1 + np.minimum(row[:length], steps).mean()
+                for steps in range(max(longest, POSITIONS) + 1)
+            ]
+            for row, length in zip(runs, lengths, strict=True)
+        ]
+    )

@@ -1,0 +1,287 @@
+"""What co-training a drafter is worth: five demo runs over the same tasks, which change their kind
+in the middle.
+
+No speculation, n-grams, a frozen drafter warmed up on the first tasks, a drafter trained after each
+policy step while everybody waits, and one trained on released slots. Owns the tasks, the arms and
+what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import demo_runs
+from benchmarks.demo_runs import Run, at_least, demo_script, say
+from benchmarks.paired import paired_ratio
+from benchmarks.result import BenchResult, Goal, Row
+from paceline.tasks import Task, read_tasks, write_tasks
+
+ARMS = ("harvested", "serial", "frozen", "ngram", "none")
+"""In the order in which they run: the others get as much training as the harvested drafter had."""
+
+WAIT_GOAL, RECOVERY_STEPS, RECOVERED, PACKING_GOAL = 0.03, 5, 0.95, 2.0
+ROLLOUTS = ("--rollouts", "1024")
+"""Samples that drafters of a fixed policy learn from."""
+SETTLED = 5
+"""Probes before the shift whose mean is the acceptance to come back to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixes:
+    """Files of the tasks before and after the shift."""
+
+    first: Path
+    first_heldout: Path
+    second: Path
+    second_heldout: Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--steps", type=int, default=60, help="RL steps of a run")
+    parser.add_argument(
+        "--shift-at", type=int, default=0, help="first step of the second task mix; 0: the middle"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="16 steps")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/bench-drafter"), help="folder of the runs"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings of all runs"
+    )
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """All runs, one after the other; those that are finished are kept."""
+    steps = 16 if options.quick else options.steps
+    shift = options.shift_at or steps // 2
+    out = options.out.absolute()
+    mixes = write_mixes(out)
+    runs: dict[str, Run] = {}
+    for arm in ARMS:
+        runs[arm] = await _run_arm(
+            out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs
+        )
+        say(f"{arm}: {runs[arm].summary['wall_s']:.0f} s")
+    scratch = await _from_scratch(out, options.seed, runs["harvested"], mixes)
+    packing = await _packing(out)
+    return BenchResult(
+        f"drafters, {steps} steps, other tasks from step {shift} on",
+        [_row(arm, one, shift) for arm, one in runs.items()],
+        goals(runs, shift, scratch, packing),
+    )
+
+
+def write_mixes(out: Path) -> Mixes:
+    """The demo's tasks in two mixes: prompts that ask for subtractions, then prompts that ask for
+    remainders.
+
+    A prompt that begins the answer's first step fixes its style, so that a drafter of the first mix
+    knows nothing of the second while the policy knows both.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    folder = demo_script("tasks_train.jsonl").parent
+    mixes = Mixes(
+        *(out / f"{name}.jsonl" for name in ("first", "first_heldout", "second", "second_heldout"))
+    )
+    for sign, train, heldout in (
+        ("-", mixes.first, mixes.first_heldout),
+        ("%", mixes.second, mixes.second_heldout),
+    ):
+        for source, written in (("tasks_train.jsonl", train), ("tasks_heldout.jsonl", heldout)):
+            write_tasks(written, [_signed(task, sign) for task in read_tasks(folder / source)])
+    return mixes
+
+
+def _signed(task: Task, sign: str) -> Task:
+    return Task(f"{task.task_id}{sign}", task.prompt + sign, task.answer, task.metadata)
+
+
+def _settings(mixes: Mixes, shift: int) -> list[str]:
+    return [
+        f"coordinator.tasks_path={mixes.first}",
+        f"coordinator.heldout_path={mixes.first_heldout}",
+        f"coordinator.later.from_step={shift}",
+        f"coordinator.later.tasks_path={mixes.second}",
+        f"coordinator.later.heldout_path={mixes.second_heldout}",
+        "coordinator.evaluation.every=0",
+        "coordinator.evaluation.heldout_prompts=128",
+        "coordinator.evaluation.probe_every=1",
+        "coordinator.evaluation.probe_prompts=48",
+        # a shift is answered within a few RL steps or not at all
+        "drafter_trainer.gate.interval_steps=10",
+    ]
+
+
+async def _run_arm(
+    out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, Run]
+) -> Run:
+    untrained = ["coordinator.drafter_enabled=false", "policy_trainer.push_head=false"]
+    match arm:
+        case "serial":
+            most = max(1, round(before["harvested"].summary["drafter_steps_per_rl_step"]))
+            settings = [
+                *settings,
+                "coordinator.drafter_schedule=serial",
+                f"coordinator.max_drafter_steps={most}",
+            ]
+        case "ngram":
+            arms = 'gateway.speculation.arms=["off", "ngram:4_1_5"]'
+            probe = "coordinator.evaluation.probe_arm=ngram:4_1_5"
+            settings = [*settings, *untrained, "gateway.drafter=ngram", arms, probe]
+        case "none":
+            settings = [*settings, "coordinator.evaluation.probe_prompts=0"]
+
+    async def flags() -> list[str]:
+        if arm == "frozen":
+            tasks = [
+                "--tasks",
+                str(out / "first.jsonl"),
+                "--heldout",
+                str(out / "first_heldout.jsonl"),
+            ]
+            made = await demo_runs.trained_drafter(
+                out / "drafter-warm", seed, before["harvested"], *tasks, *ROLLOUTS
+            )
+            return ["--frozen-drafter", str(made)]
+        return ["--no-speculation"] if arm == "none" else []
+
+    return await demo_runs.finished_run(out, seed, arm, steps, flags, settings)
+
+
+async def _from_scratch(out: Path, seed: int, harvested: Run, mixes: Mixes) -> float:
+    """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
+    alone.
+    """
+    directory, policy, made = (
+        out / f"harvested-{seed}" / f"demo-{seed}-1",
+        out / "last-policy",
+        out / "drafter-scratch",
+    )
+    if not (policy / "model.safetensors").is_file():
+        script = demo_script("export_policy.py")
+        await demo_runs.child(
+            [sys.executable, str(script), "--run", str(directory), "--out", str(policy)]
+        )
+    tasks = [
+        "--tasks",
+        str(mixes.second),
+        "--heldout",
+        str(mixes.second_heldout),
+        "--model",
+        str(policy),
+    ]
+    await demo_runs.trained_drafter(made, seed, harvested, *tasks, *ROLLOUTS)
+    return float(json.loads((made / "probe.json").read_text(encoding="utf-8"))["accept_length"])
+
+
+async def _packing(out: Path) -> float:
+    """Samples/s of packed rows over padded ones, measured by the drafter trainer's own bench."""
+    result = out / "packing.json"
+    if not result.is_file():
+        await demo_runs.child([sys.executable, "-m", "benchmarks.packing", "--json", str(result)])
+    return float(json.loads(result.read_text(encoding="utf-8"))["ratio"])
+
+
+def recovery(one: Run, shift: int) -> tuple[float, float, int | None]:
+    """Acceptance before the shift, the lowest after it, and the steps until it is back at 95 %;
+    None: never.
+
+    A probe of step s is made when s has ended, with the tasks of s.
+    """
+    before = [value for step, value in one.probes if step < shift][-SETTLED:]
+    after = [(step - shift + 1, value) for step, value in one.probes if step >= shift]
+    level = statistics.fmean(before)
+    back = next((steps for steps, value in after if value >= RECOVERED * level), None)
+    return level, min(value for _, value in after), back
+
+
+def goals(runs: dict[str, Run], shift: int, scratch: float, packing: float) -> list[Goal]:
+    """What the five runs were made to show."""
+    ours = runs["harvested"]
+    back = recovery(ours, shift)[2]
+    steps = float("inf") if back is None else float(back)
+    last = settled(ours)
+    return [
+        at_least(
+            "step time not spent waiting for the harvested drafter",
+            1 - WAIT_GOAL,
+            1 - _wait_share(ours),
+        ),
+        Goal(
+            "steps back to 95 % of the acceptance before the shift",
+            RECOVERY_STEPS,
+            steps,
+            steps <= RECOVERY_STEPS,
+        ),
+        *(
+            _ratio_goal(f"tokens/s, harvested / {other}", ours.rates, runs[other].rates)
+            for other in ("none", "ngram", "frozen", "serial")
+        ),
+        _ratio_goal(
+            "step seconds, serial / harvested", _step_seconds(runs["serial"]), _step_seconds(ours)
+        ),
+        at_least(
+            "acceptance at the end, harvested from cold / frozen warm",
+            1.0,
+            last / settled(runs["frozen"]),
+        ),
+        at_least(
+            "acceptance at the end, harvested / from scratch on the last policy",
+            1.0,
+            last / scratch,
+        ),
+        at_least("packed / padded samples per second", PACKING_GOAL, packing),
+    ]
+
+
+def settled(one: Run) -> float:
+    """Mean acceptance length of the last probes."""
+    return statistics.fmean(value for _, value in one.probes[-SETTLED:])
+
+
+def _ratio_goal(name: str, over: Sequence[float], under: Sequence[float]) -> Goal:
+    ratio = paired_ratio(over, under)
+    return Goal(f"{name} {ratio}", 1.0, ratio.value, ratio.value >= 1.0 if ratio.resolved else None)
+
+
+def _step_seconds(one: Run) -> list[float]:
+    return [float(step["step_s"]) for step in one.steps]
+
+
+def _means(one: Run) -> list[float]:
+    values = [value for _, value in one.probes]
+    return [
+        statistics.fmean(values[first : first + SETTLED])
+        for first in range(0, len(values), SETTLED)
+    ]
+
+
+def _wait_share(one: Run) -> float:
+    return float(one.summary["preempt_wait_share"])
+
+
+def _row(arm: str, one: Run, shift: int) -> Row:
+    before, lowest, back = recovery(one, shift) if one.probes else (None, None, None)
+    return {
+        "arm": arm,
+        "tokens/s": statistics.median(one.rates),
+        "step s": statistics.median(_step_seconds(one)),
+        "E[len] before": before,
+        "lowest after": lowest,
+        "steps to 95 %": "never" if back is None and one.probes else back,
+        "E[len] last": settled(one) if one.probes else None,
+        "drafter slot-s/step": statistics.fmean(
+            float(step.get("drafter_slot_s", 0.0)) for step in one.steps
+        ),
+        "drafter steps/step": one.summary["drafter_steps_per_rl_step"],
+        "wait %": 100 * _wait_share(one),
+        f"E[len], means of {SETTLED} steps": " ".join(f"{value:.1f}" for value in _means(one)),
+    }

@@ -1,0 +1,1 @@
+"""The embedded engine beside the plain loop and transformers."""

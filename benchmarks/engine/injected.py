@@ -1,0 +1,183 @@
+"""A model of random weights and a speculator that knows its answers: speculation with a chosen
+acceptance.
+
+Owns both. The speculator drafts at no cost, so what is measured is verification alone: the most
+that any drafter of this acceptance could give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+
+from paceline.errors import MissingCapability
+from paceline.models.config import parse_config
+from paceline.models.decoder import DecoderWeights
+from paceline.models.loading import model_shapes
+from paceline.speculators import (
+    SPECULATORS,
+    CaptureSpec,
+    DraftBatch,
+    Drafts,
+    DraftShape,
+    Speculator,
+    SpeculatorKind,
+    SpeculatorSetup,
+)
+from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+
+RANDOM_56M: Mapping[str, int] = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 8192,
+}
+"""55.6M parameters with an untied head."""
+RANDOM_TINY: Mapping[str, int] = {
+    **RANDOM_56M,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+}
+
+WEIGHT_STD = 0.02
+NAME = "ngram"  # the arms' speculator whose place is taken
+
+
+def write_random_model(directory: Path, sizes: Mapping[str, int], seed: int) -> int:
+    """A Llama checkpoint with weights N(0, 0.02^2) and norms of one; returns its number of
+    parameters.
+    """
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "eos_token_id": 1,
+        **sizes,
+    }
+    (directory / "config.json").write_text(json.dumps(raw))
+    source = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(shape)
+        if len(shape) == 1
+        else torch.randn(shape, generator=source) * WEIGHT_STD
+        for name, shape in model_shapes(parse_config(raw)).items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+NOTHING = np.empty(0, dtype=np.int64)
+
+
+class KnownTokens:
+    """Speculator (speculators/base.py) that proposes each next token right with a given
+    probability, else wrong.
+    """
+
+    name = NAME
+    trainable = False
+    capture = CaptureSpec(last=False)
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        self._vocab = setup.target.config.vocab_size
+        self._width = 0
+        self._proposals: dict[tuple[int, ...], npt.NDArray[np.int64]] = {}
+
+    def know(
+        self, answers: Mapping[tuple[int, ...], Sequence[int]], acceptance: float, seed: int
+    ) -> None:
+        """Propose for these prompts, all different and of one length, their answers: each token
+        with `acceptance`.
+        """
+        draws = np.random.default_rng(seed)
+        self._width = len(next(iter(answers)))
+        self._proposals = {}
+        for prompt, tokens in answers.items():
+            right = np.asarray(tokens, dtype=np.int64)
+            wrong = (right + 1) % self._vocab
+            self._proposals[prompt] = np.where(draws.random(len(right)) < acceptance, right, wrong)
+
+    def catch_up(self, batch: DraftBatch) -> None:
+        """Keeps nothing per slot."""
+
+    def propose(self, batch: DraftBatch, shape: DraftShape) -> Drafts:
+        """A chain; -1 behind the end of an answer, and for a prompt that is not known."""
+        steps = shape.steps
+        drafts = np.full((len(batch.slots), steps), -1, dtype=np.int64)
+        known = batch.token_ids.cpu().numpy()
+        for row, (slot, n) in enumerate(zip(batch.slots, batch.lengths, strict=True)):
+            proposal = self._proposals.get(tuple(known[slot, : self._width].tolist()), NOTHING)
+            found = proposal[n - self._width : n - self._width + steps]
+            drafts[row, : len(found)] = found
+        tokens = torch.from_numpy(drafts).to(batch.token_ids.device)
+        return Drafts(tokens, torch.ones(tokens.shape, device=tokens.device))
+
+    def ended(self, batch: DraftBatch) -> None:
+        """Learns nothing."""
+
+    def flush(self) -> None:
+        """Learns nothing."""
+
+    def free(self, slot: int) -> None:
+        """Keeps nothing per slot."""
+
+    def move(self, source: int, destination: int, length: int) -> None:
+        """Keeps nothing per slot."""
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Reads no weights."""
+
+    def load_state(self, directory: Path) -> object:
+        """Raises MissingCapability: there is nothing to train."""
+        raise MissingCapability("known tokens have no weights to swap", seen=directory)
+
+    def commit_state(self, state: object) -> None:
+        """Raises MissingCapability: there is nothing to train."""
+        raise MissingCapability("known tokens have no weights to swap")
+
+
+def build_injected(spec: EmbeddedSpec) -> tuple[Engine, KnownTokens]:
+    """An engine whose n-gram arms draft with KnownTokens. Raises what build_embedded raises."""
+    made: list[KnownTokens] = []
+
+    def make(setup: SpeculatorSetup) -> KnownTokens:
+        made.append(KnownTokens(setup))
+        return made[-1]
+
+    with _in_place_of_ngram(make):
+        engine = build_embedded(spec)
+    return engine, made[0]
+
+
+@contextmanager
+def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterator[None]:
+    """While an engine is built, the table of speculators names another one; the engine itself is
+    untouched.
+    """
+    usual = SPECULATORS[NAME]
+    SPECULATORS[NAME] = SpeculatorKind(make)
+    try:
+        yield
+    finally:
+        SPECULATORS[NAME] = usual
+
+
+def expected_accept_length(acceptance: float, steps: int) -> float:
+    """Mean tokens of a round with `steps` drafts, each right with `acceptance` (Leviathan et al.
+
+    2023, equation 1).
+    """
+    return sum(acceptance**i for i in range(steps + 1))

@@ -1,0 +1,234 @@
+"""Runs of an engine in this process, timed from the first round to the last, and runs that take
+turns.
+
+Owns requests, runs, pairs and what differs between two runs; not which models or arms are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.paired import Ratio, paired_ratio
+from paceline.errors import InvalidInput
+from paceline.trajectory import NEAR_TIE_GAP
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one run: waves of `batch` at once, the next one when the last request of a wave
+    has ended.
+    """
+
+    requests: tuple[Request, ...]
+    batch: int
+
+    @property
+    def waves(self) -> list[tuple[Request, ...]]:
+        """The requests of each wave."""
+        return [self.requests[i : i + self.batch] for i in range(0, len(self.requests), self.batch)]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one request got, its stop token included."""
+
+    tokens: tuple[int, ...]
+    smallest_gap: float = float("inf")  # perturbed top-two gap; infinite where it is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One workload from the first to the last token, prompts included in the seconds."""
+
+    seconds: float
+    answers: tuple[Answer, ...]  # in the order of the requests
+    rounds: int = 0
+    accept_length: float | None = (
+        None  # tokens per drafted round of a sequence; None when nothing was drafted
+    )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+Way = Callable[[], Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Flips:
+    """How two runs with the same seeds differ."""
+
+    sequences: int
+    flipped: int  # sequences with other tokens
+    near_ties: int  # of those, with a draw whose top two lay closer than NEAR_TIE_GAP
+    tokens: int
+    behind: int  # tokens from a sequence's first difference on
+
+    def __add__(self, other: Flips) -> Flips:
+        """Both comparisons together."""
+        return Flips(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def unexplained(self) -> int:
+        """Sequences that differ without a near-tie."""
+        return self.flipped - self.near_ties
+
+
+def held_out_prompts(demo: Path, count: int) -> list[tuple[int, ...]]:
+    """Token ids of the demo's first held-out prompts."""
+    codec = TextCodec(demo / "policy_trained")
+    with (demo / "tasks_heldout.jsonl").open(encoding="utf-8") as lines:
+        return [
+            codec.encode(json.loads(line)["prompt"])
+            for line, _ in zip(lines, range(count), strict=False)
+        ]
+
+
+def workload(
+    prompts: Sequence[tuple[int, ...]],
+    batch: int,
+    max_tokens: int,
+    *,
+    greedy: bool = False,
+    ignore_eos: bool = False,
+) -> Workload:
+    """One request per prompt; a request's number is its seed."""
+    temperature = 0.0 if greedy else 1.0
+    return Workload(
+        tuple(
+            Request(
+                i,
+                prompt,
+                Sampling(
+                    seed=i, max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos
+                ),
+            )
+            for i, prompt in enumerate(prompts)
+        ),
+        batch,
+    )
+
+
+def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -> Workload:
+    """Waves of requests whose responses are about equally long, so that a batch stays full almost
+    to its end.
+
+    lengths: response tokens of the pool's requests. The waves stand at even quantiles of length, (w
+    + 1/2) / waves; requests keep their numbers and seeds. Raises InvalidInput when the pool is too
+    small.
+    """
+    if batch * waves > len(lengths):
+        raise InvalidInput(
+            "the pool is too small for these waves",
+            seen=batch * waves,
+            allowed=f"<= {len(lengths)}",
+        )
+    ascending = [
+        request
+        for _, request in sorted(zip(lengths, pool.requests, strict=True), key=lambda pair: pair[0])
+    ]
+    share = len(ascending) / waves
+    starts = [int(share * wave + (share - batch) / 2) for wave in range(waves)]
+    return Workload(
+        tuple(request for start in starts for request in ascending[start : start + batch]), batch
+    )
+
+
+def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
+    """All waves with one arm; "" lets the engine's bandit choose."""
+    torch.set_num_threads(threads)
+    engine.force_arm(arm)
+    # runs repeat requests: none may be drafted or prefilled from the run before
+    engine.flush_cache()
+    ended: dict[int, Chunk] = {}
+    rounds = 0
+    began = time.perf_counter()
+    for wave in work.waves:
+        for request in wave:
+            engine.enqueue(request)
+        while engine.has_work:
+            ended |= {chunk.request_id: chunk for chunk in engine.step()}
+            rounds += 1
+    seconds = time.perf_counter() - began
+    chunks = [ended[request.request_id] for request in work.requests]
+    drafted = sum(chunk.speculation.drafted_rounds for chunk in chunks)
+    gained = sum(chunk.speculation.drafted_round_tokens for chunk in chunks)
+    answers = tuple(Answer(chunk.token_ids, chunk.smallest_gap) for chunk in chunks)
+    return Run(seconds, answers, rounds, gained / drafted if drafted else None)
+
+
+async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str, list[Run]]:
+    """Every way once per pair; the first to run changes from pair to pair.
+
+    One more pair before them warms up.
+    """
+    names = list(ways)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for number in range(pairs + 1):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            one = ways[name]()
+            if number:
+                runs[name].append(one)
+            await asyncio.sleep(0)  # a run blocks the loop: here Ctrl-C gets through
+    say(
+        f"{what}: "
+        + ", ".join(f"{name} {median_rate(several):,.0f}" for name, several in runs.items())
+        + " tokens/s"
+    )
+    return runs
+
+
+def median_rate(runs: Sequence[Run]) -> float:
+    """Tokens per second."""
+    return statistics.median(one.rate for one in runs)
+
+
+def rate_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
+    """Tokens per second of ours over theirs, pair by pair."""
+    return paired_ratio([one.rate for one in ours], [one.rate for one in theirs])
+
+
+def flips(reference: Sequence[Answer], other: Sequence[Answer]) -> Flips:
+    """Compares answers to the same requests."""
+    pairs = [
+        (one, two) for one, two in zip(reference, other, strict=True) if one.tokens != two.tokens
+    ]
+    return Flips(
+        sequences=len(reference),
+        flipped=len(pairs),
+        near_ties=sum(min(one.smallest_gap, two.smallest_gap) < NEAR_TIE_GAP for one, two in pairs),
+        tokens=sum(len(answer.tokens) for answer in reference),
+        behind=sum(len(one.tokens) - _equal_tokens(one.tokens, two.tokens) for one, two in pairs),
+    )
+
+
+def _equal_tokens(one: Sequence[int], two: Sequence[int]) -> int:
+    """Tokens before the first difference."""
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b),
+        min(len(one), len(two)),
+    )
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    sys.stderr.write(f"bench: {text}\n")

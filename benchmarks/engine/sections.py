@@ -1,0 +1,314 @@
+"""Sections of the embedded engine's bench on the demo's policies: arms and bandits, drafters of
+little use, rollouts.
+
+Each section returns rows and goals. Owns which runs stand beside each other; how a run is made is
+engine_runs.py's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial, reduce
+from operator import add
+from pathlib import Path
+
+from benchmarks.engine.runs import (
+    Run,
+    Way,
+    Workload,
+    decode,
+    even_waves,
+    flips,
+    held_out_prompts,
+    median_rate,
+    rate_ratio,
+    take_turns,
+    workload,
+)
+from benchmarks.paired import Ratio
+from benchmarks.result import Goal, Row
+from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+
+OFF = "off"
+ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "eagle:4_2_8", "ngram:4_1_5")
+"""Fixed arms that are compared, and what bandits choose from besides off."""
+
+WAVES = {1: 8, 4: 3, 8: 2, 16: 2}
+"""Waves of a run by batch size; other sizes take one."""
+POOL, QUICK_POOL = 256, 8
+"""Held-out prompts from which waves are taken."""
+
+SPEEDUP_GOALS = {1: 2.2, 4: 2.3, 8: 2.2}
+PROTOTYPE_RATES = {1: 379.0, 4: 1060.0, 8: 1534.0}
+"""Tokens/s without drafts that a prototype reached with this model, one thread, fp32."""
+NEVER_BELOW, BEST_ARM_GOAL, ROLLOUT_GOAL = 0.97, 0.95, 1.8
+ROLLOUT = 64
+FEWEST_PAIRS = 3
+"""A goal is judged from this many pairs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured."""
+
+    demo: Path
+    threads: int = 1
+    pairs: int = 9
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32)
+    bandits: tuple[str, ...] = (BanditSettings().kind,)  # the first one's goals are judged
+    max_tokens: int = 200
+    quick: bool = False
+
+    @property
+    def few(self) -> int:
+        """Pairs of rows that have no goal."""
+        return min(self.pairs, max(FEWEST_PAIRS, self.pairs // 3))
+
+    def batches_of(self, wanted: Sequence[int]) -> list[int]:
+        """Those of the wanted sizes that are measured; all sizes when there is none."""
+        return [batch for batch in wanted if batch in self.batches] or list(self.batches)
+
+    def work(
+        self,
+        batch: int,
+        *,
+        policy: str = "policy_trained",
+        greedy: bool = False,
+        waves: int | None = None,
+    ) -> Workload:
+        """Even waves for a policy of the demo (engine_runs.even_waves); waves None: those of
+        WAVES.
+        """
+        count, waves = (QUICK_POOL, 1) if self.quick else (POOL, waves or WAVES.get(batch, 1))
+        pool, lengths = measured_pool(self.demo, policy, count, self.max_tokens, greedy)
+        return even_waves(pool, lengths, batch, waves)
+
+    def at_once(self, count: int) -> Workload:
+        """The first held-out prompts in one wave, however long their responses."""
+        return workload(held_out_prompts(self.demo, count), count, self.max_tokens)
+
+    def spec(self, policy: str, **changes: object) -> EmbeddedSpec:
+        """A policy of the demo, or a directory, under the trained drafter, fp32, all ARMS."""
+        settings: dict[str, object] = {
+            "model_dir": str(self.demo / policy),
+            "drafter": str(self.demo / "drafter_trained"),
+            "threads": self.threads,
+            "max_batch": max(self.batches),
+            "max_sequence_tokens": 256,
+            "arms": ARMS,
+        }
+        return EmbeddedSpec.model_validate(settings | changes)
+
+    def engine(self, policy: str, **changes: object) -> Engine:
+        """Raises what build_embedded raises."""
+        return build_embedded(self.spec(policy, **changes))
+
+    def bandit_engines(self, policy: str, **changes: object) -> dict[str, Engine]:
+        """One engine per kind, so that a bandit learns from its own rounds alone, not from those of
+        forced arms.
+        """
+        return {
+            f"bandit {kind}": self.engine(policy, bandit=BanditSettings(kind=kind), **changes)
+            for kind in self.bandits
+        }
+
+
+@cache
+def measured_pool(
+    demo: Path, policy: str, count: int, max_tokens: int, greedy: bool
+) -> tuple[Workload, tuple[int, ...]]:
+    """The first held-out prompts and how many tokens each gets; without drafts, fp32."""
+    batch = min(count, 64)
+    spec = EmbeddedSpec.model_validate(
+        {"model_dir": str(demo / policy), "drafter": "off", "max_batch": batch}
+    )
+    pool = workload(held_out_prompts(demo, count), batch, max_tokens, greedy=greedy)
+    answers = decode(build_embedded(spec), pool, OFF, 1).answers
+    return pool, tuple(len(answer.tokens) for answer in answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What one section has to say."""
+
+    rows: list[Row]
+    goals: list[Goal]
+
+
+def at_least(name: str, goal: float, ratio: Ratio) -> Goal:
+    """A goal on a ratio; open when the pairs are too few or do not resolve it."""
+    met = ratio.value >= goal if ratio.resolved and ratio.pairs >= FEWEST_PAIRS else None
+    return Goal(f"{name} {ratio}", goal, ratio.value, met)
+
+
+def speed_rows(
+    section: str, batch: int, runs: Mapping[str, Sequence[Run]], base: str = OFF
+) -> list[Row]:
+    """One row per way, each over the base in the same pairs."""
+    rows: list[Row] = []
+    for name, several in runs.items():
+        reference = runs[base][0].answers
+        differing = reduce(add, (flips(reference, one.answers) for one in several))
+        lengths = [one.accept_length for one in several if one.accept_length is not None]
+        rows.append(
+            {
+                "section": section,
+                "batch": batch,
+                "way": name,
+                "tokens/s": median_rate(several),
+                f"over {base}": "" if name == base else str(rate_ratio(several, runs[base])),
+                "acceptance length": statistics.median(lengths) if lengths else None,
+                "sequences": differing.sequences,
+                "flipped": differing.flipped,
+                "near-ties": differing.near_ties,
+            }
+        )
+    return rows
+
+
+def equality_goal(section: str, rows: Sequence[Row]) -> Goal:
+    """fp32: same seeds, same tokens, but for near-ties."""
+    compared = sum(int(row["sequences"] or 0) for row in rows)
+    wrong = sum(int(row["flipped"] or 0) - int(row["near-ties"] or 0) for row in rows)
+    share = 1 - wrong / compared
+    return Goal(
+        f"{section}: sequences with equal tokens (near-ties left out)", 1.0, share, wrong == 0
+    )
+
+
+def forced(
+    engine: Engine, work: Workload, threads: int, arms: Sequence[str] = (OFF, *ARMS)
+) -> dict[str, Way]:
+    """A way per arm."""
+    return {arm: partial(decode, engine, work, arm, threads) for arm in arms}
+
+
+def chosen(engines: Mapping[str, Engine], work: Workload, threads: int) -> dict[str, Way]:
+    """A way per bandit."""
+    return {name: partial(decode, engine, work, "", threads) for name, engine in engines.items()}
+
+
+async def arms_and_bandits(plan: Plan) -> Findings:
+    """The trained policy at every batch size."""
+    engine, bandits = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
+    judged = next(iter(bandits))
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for batch in plan.batches:
+        work = plan.work(batch)
+        ways = forced(engine, work, plan.threads) | chosen(bandits, work, plan.threads)
+        runs = await take_turns(ways, plan.pairs, f"policy_trained, batch {batch}")
+        rows += speed_rows("policy_trained, fp32", batch, runs)
+        speedup = rate_ratio(runs[judged], runs[OFF])
+        if batch in PROTOTYPE_RATES and plan.threads == 1:
+            rate, floor = median_rate(runs[OFF]), PROTOTYPE_RATES[batch]
+            met = rate >= floor if plan.pairs >= FEWEST_PAIRS else None
+            goals.append(
+                Goal(f"batch {batch}: tokens/s without drafts (prototype's rate)", floor, rate, met)
+            )
+        goals.append(
+            at_least(f"batch {batch}: bandit / off", SPEEDUP_GOALS.get(batch, NEVER_BELOW), speedup)
+        )
+        best = max((OFF, *ARMS), key=lambda arm: median_rate(runs[arm]))
+        ratio = rate_ratio(runs[judged], runs[best])
+        goals.append(
+            at_least(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio)
+        )
+    return Findings(rows, [*goals, equality_goal("policy_trained", rows)])
+
+
+async def drafters_of_little_use(plan: Plan) -> Findings:
+    """The start policy with its trained drafter and with one of random weights: what speculation
+    costs at worst.
+    """
+    engine = plan.engine("policy_start", drafter="off", arms=())
+    bandit = BanditSettings(kind=plan.bandits[0])
+    alive = {"bandit, trained drafter": plan.engine("policy_start", bandit=bandit)}
+    dead = {"bandit, dead drafter": plan.engine("policy_start", drafter="eagle", bandit=bandit)}
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for batch in plan.batches:
+        work = plan.work(batch, policy="policy_start")
+        ways = forced(engine, work, plan.threads, (OFF,)) | chosen(alive | dead, work, plan.threads)
+        runs = await take_turns(ways, plan.pairs, f"policy_start, batch {batch}")
+        rows += speed_rows("policy_start, fp32", batch, runs)
+        for name in (*alive, *dead):
+            goals.append(
+                at_least(
+                    f"policy_start, batch {batch}: {name} / off",
+                    NEVER_BELOW,
+                    rate_ratio(runs[name], runs[OFF]),
+                )
+            )
+    return Findings(rows, [*goals, equality_goal("policy_start", rows)])
+
+
+async def rollouts(plan: Plan) -> Findings:
+    """Requests of very different length at once, from the first to the end of the last."""
+    several = 4 if plan.quick else ROLLOUT
+    engine = plan.engine("policy_trained", max_batch=several)
+    bandits = plan.bandit_engines("policy_trained", max_batch=several)
+    judged = next(iter(bandits))
+    distinct = plan.at_once(several)
+    arms = forced(engine, distinct, plan.threads)
+    runs = await take_turns(
+        arms | chosen(bandits, distinct, plan.threads), plan.pairs, f"rollout, {several} prompts"
+    )
+    rows = rollout_rows(f"rollout of {several} prompts, fp32", runs)
+    goal = at_least(
+        f"rollout of {several} prompts: bandit / off",
+        ROLLOUT_GOAL,
+        rate_ratio(runs[judged], runs[OFF]),
+    )
+    grouped = grouped_work(distinct, runs[OFF][0], max(2, several // 8))
+    ways = forced(engine, grouped, plan.threads, (OFF,)) | chosen(bandits, grouped, plan.threads)
+    runs = await take_turns(ways, plan.few, "rollout, groups of samples")
+    rows += rollout_rows("rollout of groups of samples, fp32", runs)
+    return Findings(rows, [goal, equality_goal("rollouts", rows)])
+
+
+def rollout_rows(section: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+    """speed_rows with the seconds and how long the tail is."""
+    answers = runs[OFF][0].answers
+    lengths = sorted(len(answer.tokens) for answer in answers)
+    shown = f"{lengths[len(lengths) // 2]} / {lengths[len(lengths) * 9 // 10]} / {lengths[-1]}"
+    rows = speed_rows(section, len(answers), runs)
+    tokens = runs[OFF][0].tokens
+    return [
+        {**row, "s": tokens / float(row["tokens/s"] or 1), "length median / p90 / max": shown}
+        for row in rows
+    ]
+
+
+def grouped_work(work: Workload, run: Run, groups: int) -> Workload:
+    """As many requests, but `groups` prompts with equally many samples: every n-th by length, the
+    longest included.
+    """
+    by_length = sorted(range(len(run.answers)), key=lambda i: len(run.answers[i].tokens))
+    size = len(by_length) // groups
+    prompts = [work.requests[i].prompt for i in by_length[size - 1 :: size]]
+    repeated = [prompt for prompt in prompts for _ in range(size)]
+    return workload(repeated, len(repeated), work.requests[0].sampling.max_tokens)
+
+
+async def more_threads(plan: Plan) -> Findings:
+    """Two threads beside one."""
+    engine, bandit = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
+    rows: list[Row] = []
+    for batch in plan.batches_of((1, 8, 32)):
+        work = plan.work(batch)
+        ways: dict[str, Way] = {}
+        for threads in (1, 2):
+            suffix = "" if threads == 1 else ", 2 threads"
+            both = forced(engine, work, threads, (OFF,)) | chosen(
+                dict([*bandit.items()][:1]), work, threads
+            )
+            ways |= {name + suffix: way for name, way in both.items()}
+        runs = await take_turns(ways, plan.few, f"threads, batch {batch}")
+        rows += speed_rows("1 and 2 threads, fp32", batch, runs)
+    return Findings(rows, [])

@@ -1,0 +1,242 @@
+"""What the gateway's bench measures: our gateway and LiteLLM's proxy, each a process.
+
+Owns their start and end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.demo_runs import say
+from benchmarks.gateway.script import MAX_BATCH, MODEL
+from paceline.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
+from paceline.local.ports import free_port
+from paceline.local.processes import child_environment, last_lines
+
+OURS, LITELLM = "gateway", "LiteLLM"
+START_DEADLINE_S = 120.0
+INSTALL_DEADLINE_S = 900.0
+STOP_GRACE_S = 10.0
+LOOK_EVERY_S = 0.05
+SESSIONS_OPEN = 1_000_000
+DYING_EXEC = (
+    "import os, sys; from paceline.local.processes import die_with_parent; "
+    "die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Becomes another program that ends with the bench, even when the bench is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """A front that serves.
+
+    `pid` is the process whose CPU and memory count; its backend is another one.
+    """
+
+    name: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """Base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+
+@asynccontextmanager
+async def gateway(
+    folder: Path, model: Path, script: Path, settings: Sequence[str]
+) -> AsyncIterator[Front]:
+    """Our gateway with one scripted engine worker; further settings as on the command line."""
+    own = {
+        "model": str(model),
+        "engine.kind": "scripted",
+        "engine.script": str(script),
+        "engine.workers": 1,
+        "engine.max_batch": MAX_BATCH,
+        "run.dir": str(folder),
+        "sessions.limit": SESSIONS_OPEN,
+    }
+    async with gateway_with(folder, OURS, own, settings) as front:
+        yield front
+
+
+@asynccontextmanager
+async def gateway_with(
+    folder: Path, name: str, own: Mapping[str, Any], settings: Sequence[str]
+) -> AsyncIterator[Front]:
+    """Our gateway with the bench's own settings, addresses aside; further ones as on the command
+    line, the last holds.
+
+    The log is called `name` and lies in the folder.
+    """
+    port = free_port()
+    own = {**own, "addresses.gateway": "127.0.0.1:0", "addresses.http": f"127.0.0.1:{port}"}
+    words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
+    command = [sys.executable, "-m", "rollout_gateway", *words, *settings]
+    async with _serving(name, command, port, "/health", folder) as front:
+        yield front
+
+
+@asynccontextmanager
+async def litellm(folder: Path, python: Path, backend_port: int) -> AsyncIterator[Front]:
+    """LiteLLM's proxy before an OpenAI-compatible backend: one worker, no database, no keys, no
+    retries.
+    """
+    port = free_port()
+    to = {
+        "model": f"openai/{MODEL}",
+        "api_base": f"http://127.0.0.1:{backend_port}/v1",
+        "api_key": "none",
+    }
+    config = {
+        "model_list": [{"model_name": MODEL, "litellm_params": to}],
+        "litellm_settings": {"num_retries": 0, "telemetry": False},
+    }
+    path = folder / "litellm.json"  # YAML holds JSON
+    path.write_text(json.dumps(config))
+    command = [
+        str(python.with_name("litellm")),
+        "--config",
+        str(path),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
+    command = [sys.executable, "-c", DYING_EXEC, str(python), *command]
+    environment = {
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_MODE": "PRODUCTION",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # no download
+        # on loopback; ours has no token either
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+    }
+    async with _serving(LITELLM, command, port, "/health/liveliness", folder, environment) as front:
+        yield front
+
+
+@asynccontextmanager
+async def _serving(
+    name: str,
+    command: Sequence[str],
+    port: int,
+    health: str,
+    folder: Path,
+    extra: Mapping[str, str] | None = None,
+) -> AsyncIterator[Front]:
+    """The process until the end of the block.
+
+    Raises Unavailable with its last words when it does not come up.
+    """
+    log = folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=child_environment(dict(extra or {})),
+            start_new_session=True,  # Ctrl-C reaches the bench alone, which then ends its children
+        )
+    try:
+        await _until_healthy(name, process, f"http://127.0.0.1:{port}{health}", log)
+        yield Front(name, port, process.pid)
+    finally:
+        await _end(process)
+
+
+async def _until_healthy(
+    name: str, process: asyncio.subprocess.Process, url: str, log: Path
+) -> None:
+    deadline = time.monotonic() + START_DEADLINE_S
+    async with httpx.AsyncClient(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            if process.returncode is not None:
+                raise Unavailable(
+                    f"{name} ended before it served: {last_lines(log)}", seen=process.returncode
+                )
+            try:
+                if (await client.get(url)).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet; another program's server gives no event
+            await asyncio.sleep(LOOK_EVERY_S)
+    raise DeadlineExceeded(
+        f"{name} does not serve: {last_lines(log)}", allowed=f"{START_DEADLINE_S} s"
+    )
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+    try:
+        async with asyncio.timeout(STOP_GRACE_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+async def litellm_python(given: Path | None) -> Path:
+    """The interpreter that has LiteLLM: the given one, or that of a venv of its own, made the first
+    time.
+
+    Raises NotFound for a given one without LiteLLM, FailedPrecondition when the installation fails.
+    """
+    if given is not None:
+        if not given.with_name("litellm").is_file():
+            raise NotFound(
+                "no litellm beside this interpreter",
+                seen=given,
+                allowed='pip install "litellm[proxy]"',
+            )
+        return given
+    folder = cache_folder() / "litellm"
+    python = folder / "bin" / "python"
+    if not python.with_name("litellm").is_file():
+        say(f"installing LiteLLM into {folder}, once")
+        await _command(sys.executable, "-m", "venv", str(folder))
+        await _command(str(python), "-m", "pip", "install", "--quiet", "litellm[proxy]")
+    return python
+
+
+def cache_folder() -> Path:
+    """Where things outlive a bench."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+async def _command(*command: str) -> None:
+    process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(INSTALL_DEADLINE_S):
+            code = await process.wait()
+    except TimeoutError as error:
+        raise DeadlineExceeded(
+            f"{' '.join(command)} takes too long", allowed=f"{INSTALL_DEADLINE_S} s"
+        ) from error
+    finally:
+        await _end(process)
+    if code:
+        raise FailedPrecondition(f"{' '.join(command)} failed", seen=code)
+
+
+async def version_of_litellm(python: Path) -> str:
+    """The installed version."""
+    code = "from importlib.metadata import version; print(version('litellm'))"
+    process = await asyncio.create_subprocess_exec(
+        str(python), "-c", code, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await process.communicate()
+    return output.decode().strip()

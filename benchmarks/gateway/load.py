@@ -1,0 +1,232 @@
+"""The load of the gateway's bench, a process of its own: streamed chat completions over HTTP/1.1
+with keep-alive.
+
+Owns arrivals, connections to reuse and the check of what came. A heavy client would measure itself,
+hence a connection of its own (gateway_connection.py). One JSON line on standard input asks for a
+run (see Order), one on standard output answers it (see summary).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import resource
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvloop
+
+from benchmarks.gateway.connection import Connection, Stream, contents
+
+LINE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What to do: `streams` closed loops, or arrivals at `rate` per second, or one request under
+    each of `keys`.
+    """
+
+    port: int
+    model: str
+    texts: Sequence[str]  # of the script; a request's seed picks
+    paces_s: Sequence[
+        float
+    ]  # what the backend's rounds take for each text; what comes later is late
+    # a closed loop waits for a random part of this, so that requests do not come in step with
+    # rounds
+    think_s: float
+    max_tokens: int
+    streams: int = 1
+    seconds: float = 1.0
+    rate: float = 0.0
+    keys: Sequence[str] = ()
+    first_seed: int = 0  # of the first request; prompts of one front must not come twice
+
+
+@dataclass
+class Tally:
+    """What is kept of a run."""
+
+    first_s: list[float] = field(default_factory=list)
+    whole_s: list[float] = field(default_factory=list)
+    late_s: list[float] = field(default_factory=list)  # the end, after what the rounds took
+    right: int = 0
+    wrong: int = 0  # other text than the script's: tokens lost, twice or changed
+    failed: int = 0
+    chunks: int = 0
+    example: str = ""  # of what went wrong
+
+    def take(self, stream: Stream, order: Order) -> None:
+        """Check one stream that has ended."""
+        if stream.error or stream.status != 200:
+            self.failed += 1
+            self.example = stream.error or f"{stream.status}: {stream.body[:300]!r}"
+            return
+        pieces = list(contents(stream.body))
+        which = stream.seed % len(order.texts)
+        text, expected = "".join(pieces), order.texts[which]
+        self.right += text == expected
+        if text != expected:
+            self.wrong += 1
+            self.example = f"seed {stream.seed}: {len(text)} characters for {len(expected)}"
+        self.chunks += len(pieces)
+        self.first_s.append(stream.first_s - stream.due_s)
+        self.whole_s.append(stream.end_s - stream.due_s)
+        self.late_s.append(self.whole_s[-1] - order.paces_s[which])
+
+
+class Load:
+    """One run of an order."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._seeds = itertools.count(order.first_seed)
+        self._think = random.Random(order.first_seed)
+        self._idle: list[Connection] = []
+        self.tally = Tally()
+
+    async def run(self) -> dict[str, Any]:
+        """Do it; gives the summary."""
+        order = self._order
+        began, cpu = time.perf_counter(), cpu_s()
+        if order.keys:
+            await self._each_key()
+        elif order.rate:
+            await self._arrivals(began)
+        else:
+            await asyncio.gather(
+                *(self._closed_loop(began + order.seconds) for _ in range(order.streams))
+            )
+        seconds = time.perf_counter() - began
+        for connection in self._idle:
+            connection.close()
+        return summary(self.tally, seconds, cpu_s() - cpu)
+
+    async def _closed_loop(self, until_s: float) -> None:
+        """The next request when the last one has ended."""
+        while time.perf_counter() < until_s:
+            await asyncio.sleep(self._think.uniform(0, self._order.think_s))
+            await self._one(time.perf_counter())
+
+    async def _arrivals(self, began: float) -> None:
+        """Poisson arrivals; a request's time runs from when it was due, whatever kept it."""
+        draw = random.Random(self._order.first_seed)
+        tasks: set[asyncio.Task[None]] = set()
+        due = began
+        async with asyncio.TaskGroup() as group:
+            while (due := due + draw.expovariate(self._order.rate)) < began + self._order.seconds:
+                await asyncio.sleep(max(due - time.perf_counter(), 0))
+                task = group.create_task(self._one(due))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+
+    async def _each_key(self) -> None:
+        """One request under each key, `streams` at a time."""
+        left = iter(self._order.keys)
+
+        async def some() -> None:
+            for key in left:
+                await self._one(time.perf_counter(), key)
+
+        await asyncio.gather(*(some() for _ in range(self._order.streams)))
+
+    async def _one(self, due_s: float, key: str = "none") -> None:
+        stream = Stream(next(self._seeds), due_s)
+        try:
+            connection = await self._connection()
+            await connection.ask(self._request(stream.seed, key), stream)
+        except OSError as error:
+            stream.error = f"cannot connect: {error}"
+        else:
+            if connection.usable:
+                self._idle.append(connection)
+        self.tally.take(stream, self._order)
+
+    async def _connection(self) -> Connection:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.usable:
+                return connection
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(Connection, "127.0.0.1", self._order.port)
+        return connection
+
+    def _request(self, seed: int, key: str) -> bytes:
+        order = self._order
+        body = json.dumps(
+            {
+                "model": order.model,
+                "messages": [{"role": "user", "content": f"bench {seed}"}],
+                "stream": True,
+                "seed": seed,
+                "max_tokens": order.max_tokens,
+            }
+        ).encode()
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: "
+            "application/json\r\n"
+            f"authorization: Bearer {key}\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        return head.encode() + body
+
+
+def summary(tally: Tally, seconds: float, cpu: float) -> dict[str, Any]:
+    """Figures of a run; latencies in milliseconds, None without any."""
+    ended = tally.right + tally.wrong
+    return {
+        "requests": ended + tally.failed,
+        "right": tally.right,
+        "wrong": tally.wrong,
+        "failed": tally.failed,
+        "example": tally.example,
+        "seconds": seconds,
+        "requests_per_s": ended / seconds,
+        "chunks_per_request": tally.chunks / ended if ended else 0.0,
+        "first_p50_ms": percentile_ms(tally.first_s, 50),
+        "first_p99_ms": percentile_ms(tally.first_s, 99),
+        "whole_p50_ms": percentile_ms(tally.whole_s, 50),
+        "whole_p99_ms": percentile_ms(tally.whole_s, 99),
+        "late_p50_ms": percentile_ms(tally.late_s, 50),
+        "late_p99_ms": percentile_ms(tally.late_s, 99),
+        "load_cpu_share": cpu / seconds,
+    }
+
+
+def percentile_ms(values_s: Sequence[float], percent: int) -> float | None:
+    """A percentile of seconds, in milliseconds."""
+    if len(values_s) < 2:
+        return 1e3 * values_s[0] if values_s else None
+    return 1e3 * statistics.quantiles(values_s, n=100, method="inclusive")[percent - 1]
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+async def serve() -> None:
+    """Answer orders until standard input closes."""
+    reader = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    while line := await reader.readline():
+        answer = await Load(Order(**json.loads(line))).run()
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # it may reach the whole group; closed input ends this process
+    uvloop.run(serve())

@@ -1,0 +1,239 @@
+"""The gateway's front door beside LiteLLM's: streamed chat completions over HTTP before the same
+scripted responses.
+
+Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same
+tokens at the same pace and are called directly as well, which is what a front's latency is compared
+with. Load, fronts and backends are processes of their own; CPU time is that of the front alone.
+Then sessions held open, and turns of agents that find their prefix in the cache. Owns the options
+and the order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.demo_runs import say
+from benchmarks.gateway import fronts as fronts
+from benchmarks.gateway.direct import direct_worker
+from benchmarks.gateway.load import Order
+from benchmarks.gateway.measure import Contender, Level, Measurement, Run
+from benchmarks.gateway.report import (
+    goals,
+    latency_rows,
+    session_row,
+    turn_goals,
+    turn_rows,
+    work_rows,
+)
+from benchmarks.gateway.script import MAX_BATCH, Pace, engine_settings, write_model
+from benchmarks.gateway.sessions import Held, hold_sessions
+from benchmarks.gateway.turns import TurnPlan, TurnRun, measure_turns
+from benchmarks.processes import child
+from benchmarks.result import BenchResult, Row
+from paceline.errors import InvalidInput
+
+LOAD, BACKEND = "benchmarks.gateway.load", "benchmarks.gateway.backend"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the options ask for."""
+
+    levels: tuple[Level, ...]
+    pace: Pace
+    seconds: float
+    repeats: int
+    sessions: int
+    hold_s: float
+    litellm: Path | None  # interpreter; None: not beside
+    settings: tuple[str, ...]
+    turns: TurnPlan | None
+
+    @property
+    def engine(self) -> dict[str, Any]:
+        """Settings of the scripted engine."""
+        return engine_settings(self.pace)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument(
+        "--streams", default="1,16,128", help="closed loops at once, one table row each"
+    )
+    parser.add_argument(
+        "--rate", type=float, default=20.0, help="arrivals a second of the open loop; 0: none"
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="of one run")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs of each kind; medians are shown"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="of a response")
+    parser.add_argument(
+        "--tokens-per-round", type=int, default=4, help="tokens of a streamed chunk"
+    )
+    parser.add_argument(
+        "--round-ms", type=float, default=10.0, help="time of a round of the backends; 0: none"
+    )
+    parser.add_argument("--sessions", type=int, default=1000, help="sessions held open; 0: none")
+    parser.add_argument(
+        "--hold-s", type=float, default=60.0, help="seconds for which they are held"
+    )
+    parser.add_argument("--turns", type=int, default=6, help="turns of a growing dialogue; 0: none")
+    parser.add_argument("--dialogues", type=int, default=8, help="such dialogues at once")
+    parser.add_argument(
+        "--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn"
+    )
+    parser.add_argument(
+        "--litellm",
+        action="store_true",
+        help="beside LiteLLM's proxy, installed into the cache once",
+    )
+    parser.add_argument(
+        "--litellm-python", type=Path, help="beside the LiteLLM of this interpreter"
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our gateway"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one short run of each, 50 sessions, 2 dialogues: shows the form",
+    )
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """Start all, measure, stop all. Raises InvalidInput for options, NotFound outside a clone."""
+    plan = await plan_of(options)
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as name:
+        folder = Path(name)
+        model, script = write_model(folder, plan.engine)
+        async with child(LOAD) as load:
+            measurement = Measurement(load, plan.pace, plan.seconds)
+            async with _contenders(plan, measurement, folder, model, script) as contenders:
+                await measurement.warm(contenders)
+                for number in range(plan.repeats):
+                    say(f"repeat {number + 1} of {plan.repeats}")
+                    await measurement.repeat(contenders, plan.levels)
+            held = await _held(plan, measurement, folder, model, script)
+        turns: Mapping[str, Sequence[TurnRun]] = (
+            await measure_turns(plan.turns, folder) if plan.turns else {}
+        )
+    rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
+    rows += [session_row(held)] if held else []
+    rows += turn_rows(turns)
+    pace = plan.pace
+    title = (
+        f"the front door, {pace.tokens} tokens, {pace.tokens_per_round} every "
+        f"{1e3 * pace.round_s:g} ms"
+    )
+    result = BenchResult(title, rows, [*goals(contenders, plan.levels, held), *turn_goals(turns)])
+    if plan.litellm is None:
+        return result
+    version = await fronts.version_of_litellm(plan.litellm)
+    return dataclasses.replace(result, versions={**result.versions, "litellm": version})
+
+
+@asynccontextmanager
+async def _contenders(
+    plan: Plan, measurement: Measurement, folder: Path, model: Path, script: Path
+) -> AsyncIterator[list[Contender]]:
+    """The fronts, each with its own backend; all serve inside the block."""
+    async with AsyncExitStack() as stack:
+        ours = await stack.enter_async_context(fronts.gateway(folder, model, script, plan.settings))
+        worker = await stack.enter_async_context(direct_worker(folder, model, plan.engine))
+        found = [Contender(ours, worker.run)]
+        if plan.litellm is not None:
+            backend = await stack.enter_async_context(child(BACKEND, json.dumps(asdict(plan.pace))))
+            port = int((await backend.answer())["port"])
+            theirs = await stack.enter_async_context(fronts.litellm(folder, plan.litellm, port))
+
+            async def direct(order: Order) -> Run:
+                return await measurement.ask(port, order)
+
+            found.append(Contender(theirs, direct))
+        yield found
+
+
+async def _held(
+    plan: Plan, measurement: Measurement, folder: Path, model: Path, script: Path
+) -> Held | None:
+    """Sessions held open in a gateway that has done nothing else."""
+    if not plan.sessions:
+        return None
+    say(f"{plan.sessions} sessions, held for {plan.hold_s:g} s")
+    async with fronts.gateway(folder, model, script, plan.settings) as front:
+        return await hold_sessions(front, measurement, plan.sessions, plan.hold_s)
+
+
+async def plan_of(options: argparse.Namespace) -> Plan:
+    """Raises InvalidInput naming the option, and what litellm_python raises."""
+    numbers: Mapping[str, float] = {
+        "--seconds": options.seconds,
+        "--repeats": options.repeats,
+        "--tokens": options.tokens,
+        "--tokens-per-round": options.tokens_per_round,
+    }
+    for name, value in numbers.items():
+        if value <= 0:
+            raise InvalidInput(f"{name} is too small", seen=value, allowed="> 0")
+    for name in ("rate", "round_ms", "sessions", "hold_s"):
+        if getattr(options, name) < 0:
+            raise InvalidInput(
+                f"--{name.replace('_', '-')} is negative",
+                seen=getattr(options, name),
+                allowed=">= 0",
+            )
+    wanted = options.litellm or options.litellm_python is not None
+    levels = [Level(count) for count in stream_counts(options.streams)]
+    plan = Plan(
+        levels=(*levels, Level(rate=options.rate)) if options.rate else tuple(levels),
+        pace=Pace(options.tokens, options.tokens_per_round, options.round_ms / 1e3),
+        seconds=options.seconds,
+        repeats=options.repeats,
+        sessions=options.sessions,
+        hold_s=options.hold_s,
+        litellm=await fronts.litellm_python(options.litellm_python) if wanted else None,
+        settings=tuple(options.set),
+        turns=_turn_plan(options),
+    )
+    return dataclasses.replace(plan, **_quick(plan)) if options.quick else plan
+
+
+def _quick(plan: Plan) -> dict[str, Any]:
+    sessions = min(plan.sessions, 50)
+    turns = plan.turns and dataclasses.replace(
+        plan.turns, dialogues=min(plan.turns.dialogues, 2), repeats=1
+    )
+    return {
+        "seconds": 1.0,
+        "repeats": 1,
+        "sessions": sessions,
+        "hold_s": min(plan.hold_s, 1.0),
+        "turns": turns,
+    }
+
+
+def _turn_plan(options: argparse.Namespace) -> TurnPlan | None:
+    if not options.turns:
+        return None
+    return TurnPlan(
+        options.turns, options.dialogues, options.turn_tokens, options.repeats, tuple(options.set)
+    )
+
+
+def stream_counts(text: str) -> tuple[int, ...]:
+    """Ascending counts of a comma-separated list. Raises InvalidInput."""
+    parts = text.split(",")
+    if not all(part.isdecimal() and 0 < int(part) <= MAX_BATCH for part in parts):
+        raise InvalidInput(
+            "--streams takes counts", seen=text, allowed=f"1 to {MAX_BATCH}, e.g. 1,16,128"
+        )
+    return tuple(sorted({int(part) for part in parts}))

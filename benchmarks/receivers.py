@@ -1,0 +1,134 @@
+"""The far ends of the transport bench: `python -m benchmarks.receivers weights|tcp|redis ARGS`.
+Measures nothing.
+
+Each prints one JSON line when ready and one per request; it ends when its standard input closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from paceline.config import SecurityConfig
+from paceline.errors import DataLoss
+from paceline.rpc import EpochGuard, Server, set_malloc_thresholds
+from paceline.streams import RedisStream, connect, decode_features
+from paceline.trajectory import VersionSet
+from paceline.weights import SERVICE_NAME, Spool, WeightServicer, add_weight_service
+from paceline.weights.assembly import allocate
+
+CHUNK_HEAD = struct.Struct("<QII")
+"""Raw copy: offset, length and CRC-32 of a chunk."""
+TOTAL = struct.Struct("<Q")
+"""Raw copy: bytes that follow; 8 zero bytes end the connection."""
+GROUP = "bench"
+
+
+class NoWorkers:
+    """Hooks of a receiver without workers."""
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Nothing to load."""
+
+    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+        """Nothing to serve."""
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Nothing to forget."""
+
+
+def tell(**facts: Any) -> None:
+    """One line to the bench."""
+    print(json.dumps(facts), flush=True)
+
+
+async def receive_weights() -> None:
+    """A gRPC server with WeightService over a spool in a temporary directory, as the gateway
+    has.
+    """
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        server = Server("127.0.0.1:0", SecurityConfig())
+        servicer = WeightServicer(Spool(Path(directory)), EpochGuard(), NoWorkers())
+        server.add(add_weight_service, servicer, SERVICE_NAME)
+        tell(port=await server.start())
+        await asyncio.to_thread(sys.stdin.read)
+        await server.stop(1)
+
+
+def receive_tcp() -> None:
+    """Raw copy: each chunk goes into its place in one buffer and is checked there; one byte answers
+    the last one.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        tell(port=listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        head = memoryview(bytearray(CHUNK_HEAD.size))
+        while total := TOTAL.unpack(_fill(connection, head[: TOTAL.size]))[0]:
+            buffer = allocate(total)
+            left = total
+            while left:
+                offset, length, crc = CHUNK_HEAD.unpack(_fill(connection, head))
+                if zlib.crc32(_fill(connection, buffer[offset : offset + length])) != crc:
+                    raise DataLoss("a chunk of the raw copy is corrupt", seen=offset)
+                left -= length
+            connection.sendall(b"\x01")
+
+
+def _fill(connection: socket.socket, view: memoryview) -> memoryview:
+    done = 0
+    while done < len(view):
+        read = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
+        if not read:
+            raise SystemExit(0)
+        done += read
+    return view
+
+
+async def receive_redis(url: str) -> None:
+    """Reads, checks and acknowledges as many entries as each line on standard input asks for."""
+    client = connect(url)
+    tell(ready=True)
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        request = json.loads(line)
+        stream = RedisStream(client, request["key"])
+        left = request["entries"]
+        while left:
+            entries = await stream.read(GROUP, "reader", request["count"], block_s=10)
+            for entry in entries:
+                if zlib.crc32(entry.payload) != int(entry.fields["crc32"]):
+                    raise DataLoss("an entry is corrupt", seen=entry.id)
+                decode_features(entry.fields, entry.payload)
+            await stream.ack(GROUP, [entry.id for entry in entries], delete=True)
+            left -= len(entries)
+        await stream.close()
+        tell(done=True)
+    await client.aclose()
+
+
+def main(argv: list[str]) -> None:
+    """Becomes the receiver named."""
+    set_malloc_thresholds()
+    match argv:
+        case ["tcp"]:
+            receive_tcp()
+        case ["weights"]:
+            uvloop.run(receive_weights())
+        case ["redis", url]:
+            uvloop.run(receive_redis(url))
+        case _:
+            raise SystemExit(f"no such receiver: {argv}; weights, tcp or redis URL")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

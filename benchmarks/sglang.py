@@ -1,0 +1,220 @@
+"""The SGLang engine beside the embedded one: start, tokens/s, acceptance length, what capture
+costs.
+
+Both serve the demo's trained policy and drafter with workers of one thread: one that captures every
+request's hidden rows and one started without any capture; all but one are idle. Runs interleave; a
+pair's two runs are neighbours in time and have equal prompts and seeds, hence equal tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+import paceline
+from benchmarks.paired import Ratio, paired_ratio
+from benchmarks.result import BenchResult, Goal, Row
+from paceline.errors import NotFound
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines.worker.ring import RowArray, RowRing
+from rollout_gateway.engines.worker.spec import WorkerSpec
+from rollout_gateway.workers.process import WorkerProcess
+
+KINDS = ("embedded", "sglang")
+CAPTURE_GOAL = 0.95
+ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6")
+QUESTIONS = ("48:36=", "91:35=", "17:5=", "84:60=", "99:12=", "7:3=", "64:40=", "51:34=")
+HIDDEN = 128
+READY_S, RUN_S = 180.0, 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One batch of requests from the first to the last token."""
+
+    seconds: float
+    tokens: int
+    accept_length: float
+    hashes: tuple[tuple[int, ...], ...]
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class BenchWorker:
+    """One worker process, driven request batch by request batch; without a ring it captures
+    nothing, ever.
+    """
+
+    def __init__(self, kind: str, folder: Path, *, captures: bool) -> None:
+        self.captures = captures
+        self.start_s = 0.0
+        path = folder / f"{kind}.ring"
+        ring = RowRing.create(path, 1 << 14, 2 * HIDDEN) if captures else None
+        spec = WorkerSpec(
+            worker_index=0, kind=kind, ring_path=str(path) if ring else "", engine=settings(kind)
+        )
+        self._process = WorkerProcess(spec, ring, folder, self._on_tokens)
+        self._next = 0
+        self._done: dict[int, pb.TokenChunk] = {}
+        self._wanted: set[int] = set()
+        self._all_done = asyncio.Event()
+
+    async def start(self, context: zmq.asyncio.Context) -> None:
+        """Raises what WorkerProcess.start raises."""
+        began = time.perf_counter()
+        await self._process.start(context, READY_S)
+        self.start_s = time.perf_counter() - began
+
+    async def stop(self) -> None:
+        """End the process."""
+        await self._process.stop()
+
+    def _on_tokens(self, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        for chunk in tokens.chunks:
+            self._done[chunk.request_id] = chunk
+        if self._wanted <= self._done.keys():
+            self._all_done.set()
+
+    async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> Run:
+        """All prompts at once; `arm` empty lets the bandit choose."""
+        await self._process.ask(
+            pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S
+        )
+        numbers = range(self._next, self._next + len(prompts))
+        self._next = numbers.stop
+        requests = [
+            pb.EngineRequest(
+                request_id=number,
+                prompt_token_ids=prompt,
+                sampling=tpb.SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=index),
+                capture=self.captures,
+            )
+            for index, (number, prompt) in enumerate(zip(numbers, prompts, strict=True))
+        ]
+        self._wanted = set(numbers)
+        self._all_done.clear()
+        began = time.perf_counter()
+        self._process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
+        await asyncio.wait_for(self._all_done.wait(), RUN_S)
+        seconds = time.perf_counter() - began
+        chunks = [self._done.pop(number) for number in numbers]
+        rounds = sum(chunk.speculation.drafted_rounds for chunk in chunks)
+        drafted = sum(chunk.speculation.drafted_round_tokens for chunk in chunks)
+        tokens = tuple(tuple(chunk.token_ids) for chunk in chunks)
+        return Run(seconds, sum(map(len, tokens)), drafted / rounds if rounds else 1.0, tokens)
+
+
+def settings(kind: str) -> dict[str, Any]:
+    """The same model, drafter and limits for both engines."""
+    demo = demo_folder()
+    return {
+        "model_dir": str(demo / "policy_trained"),
+        "drafter": str(demo / "drafter_trained"),
+        "dtype": "float32",
+        "threads": 1,
+        "max_batch": 64,
+        "max_sequence_tokens": 256,
+        "arms": list(ARMS),
+        **({"device": "cpu"} if kind == "sglang" else {}),
+    }
+
+
+def demo_folder() -> Path:
+    """Raises NotFound outside a clone."""
+    folder = Path(paceline.__file__).resolve().parents[2] / "examples" / "demo"
+    if not (folder / "policy_trained").is_dir():
+        raise NotFound("this bench needs a clone of the repository", seen=folder)
+    return folder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--pairs", type=int, default=15, help="pairs of runs of each comparison")
+    parser.add_argument("--batch", type=int, default=16, help="requests at once")
+    parser.add_argument("--max-tokens", type=int, default=96, help="response tokens at most")
+    parser.add_argument("--quick", action="store_true", help="3 pairs, batch 8")
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """Start both, measure, stop both."""
+    pairs, batch = (3, 8) if options.quick else (options.pairs, options.batch)
+    codec = TextCodec(demo_folder() / "policy_trained")
+    prompts = [codec.encode(QUESTIONS[i % len(QUESTIONS)]) for i in range(batch)]
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-")))
+        context = zmq.asyncio.Context()
+        stack.callback(context.destroy, linger=0)
+        workers = {
+            (kind, captures): BenchWorker(kind, folder, captures=captures)
+            for kind in KINDS
+            for captures in (False, True)
+        }
+        for worker in workers.values():
+            stack.push_async_callback(worker.stop)
+            await worker.start(context)
+        return await _compare(workers, prompts, pairs, options.max_tokens)
+
+
+async def _compare(
+    workers: Mapping[tuple[str, bool], BenchWorker],
+    prompts: Sequence[Sequence[int]],
+    pairs: int,
+    max_tokens: int,
+) -> BenchResult:
+    ways = {"off": "off", "bandit": ""}
+    runs: dict[tuple[str, str, bool], list[Run]] = {}
+    for number in range(pairs + 1):  # the first warms up
+        for name, arm in ways.items():
+            for (kind, captures), worker in workers.items():
+                one = await worker.run(prompts, arm, max_tokens)
+                if number:
+                    runs.setdefault((kind, name, captures), []).append(one)
+    rows = [_row(kind, name, workers[kind, True].start_s, runs) for kind in KINDS for name in ways]
+    equal = len({one.hashes for several in runs.values() for one in several}) == 1
+    goals = [Goal("tokens of both engines, all arms, equal (1: yes)", 1.0, float(equal), equal)]
+    for name in ways:
+        cost = _ratio(runs["sglang", name, True], runs["sglang", name, False])
+        met = cost.value >= CAPTURE_GOAL if cost.resolved else None
+        goals.append(
+            Goal(
+                f"sglang {name}: tokens/s with capture / without {cost}",
+                CAPTURE_GOAL,
+                cost.value,
+                met,
+            )
+        )
+    return BenchResult("SGLang beside the embedded engine, one thread each, CPU, fp32", rows, goals)
+
+
+def _row(
+    kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[Run]]
+) -> Row:
+    plain, captured = runs[kind, name, False], runs[kind, name, True]
+    return {
+        "engine": kind,
+        "arms": name,
+        "start s": start_s,
+        "tokens/s": statistics.median(one.rate for one in plain),
+        "acceptance length": statistics.median(one.accept_length for one in plain),
+        "tokens/s with capture": statistics.median(one.rate for one in captured),
+        "capture / none": str(_ratio(captured, plain)),
+    }
+
+
+def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
+    return paired_ratio([one.rate for one in ours], [one.rate for one in theirs])

@@ -1,0 +1,281 @@
+"""Weights over gRPC and hidden-state batches through Redis, each against a raw TCP copy of the same
+bytes.
+
+Owns what is compared; the far ends are processes of their own (receivers). Runs interleave (ours,
+raw, ours, raw), and a pair's two runs are neighbours in time. Both sides check the CRC-32 of every
+chunk of 1 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import sys
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.paired import Ratio, paired_ratio
+from benchmarks.processes import Meter, child
+from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
+from benchmarks.result import BenchResult, Goal, Row
+from paceline.config import SecurityConfig
+from paceline.rpc import channel, set_malloc_thresholds
+from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
+from paceline.tensors import NamedTensor, from_numpy
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import abort_version, build_manifest, push_weights
+
+MIB = 1 << 20
+PUSH_GOAL, REDIS_GOAL = 0.4, 0.15
+CONTEXT = CommandContext(run_id="bench", epoch=1)
+RECEIVERS = "benchmarks.receivers"
+WARM_PAIRS = 1
+READ_COUNT = 4
+"""Entries a reader takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One transfer; seconds, and MiB for the peak of each process."""
+
+    wall_s: float
+    cpu_s: float
+    sender_peak_mib: float
+    far_peak_mib: float  # receiver, and the Redis server where there is one
+    spool_s: float = 0.0
+    fan_out_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How many pairs to run before each look at the interval, and how many looks at most."""
+
+    pairs: int
+    looks: int
+
+
+Transfer = Callable[[], Awaitable[tuple[float, float, float]]]
+"""Does one transfer; returns its wall seconds, spool seconds and fan-out seconds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of this bench."""
+    parser.add_argument("--mib", type=int, default=128, help="MiB of one transfer")
+    parser.add_argument(
+        "--pairs", type=int, default=41, help="pairs between two looks at the interval"
+    )
+    parser.add_argument(
+        "--looks",
+        type=int,
+        default=4,
+        help="looks at most; the first that resolves the ratio ends it",
+    )
+    parser.add_argument("--quick", action="store_true", help="64 MiB, 3 pairs, one look")
+
+
+async def run(options: argparse.Namespace) -> BenchResult:
+    """Both comparisons."""
+    set_malloc_thresholds()
+    mib, pairs, looks = (64, 3, 1) if options.quick else (options.mib, options.pairs, options.looks)
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    # gRPC does not like to see processes started beside its threads, so its comparison comes last.
+    for name, goal, compare in (
+        ("redis", REDIS_GOAL, _compare_redis),
+        ("weight push", PUSH_GOAL, _compare_push),
+    ):
+        ours, raw, ratio = await compare(mib, Plan(pairs, looks))
+        rows += [_row(name, mib, ours, str(ratio)), _row(f"raw TCP ({name})", mib, raw, "")]
+        goals.append(Goal(f"{name} / raw TCP copy", goal, ratio.value, _met(ratio, goal)))
+    return BenchResult(f"transport, {mib} MiB", rows, goals)
+
+
+async def _compare_push(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Ratio]:
+    tensors = _weights(mib)
+    async with AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(child(RECEIVERS, "weights"))
+        port = (await receiver.answer())["port"]
+        raw = await _raw_copy(stack, [tensor.view for tensor in tensors])
+        to = await stack.enter_async_context(channel(f"127.0.0.1:{port}", SecurityConfig()))
+        manifest = build_manifest(WEIGHT_TARGET_POLICY, 1, tensors)
+
+        async def push() -> tuple[float, float, float]:
+            report = await push_weights(to, manifest, tensors, CONTEXT)
+            return report.transfer_s, report.spool_s, report.fan_out_s
+
+        async def forget() -> None:
+            await abort_version(to, CONTEXT, WEIGHT_TARGET_POLICY, 1)
+
+        return await _interleave(plan, (push, [receiver.pid], forget), raw)
+
+
+async def _compare_redis(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Ratio]:
+    fields, payload = _features()
+    async with AsyncExitStack() as stack:
+        url, server = await _redis(stack)
+        receiver = await stack.enter_async_context(child(RECEIVERS, "redis", url))
+        await receiver.answer()
+        client = await stack.enter_async_context(connect(url))
+        raw = await _raw_copy(stack, [memoryview(payload)] * mib)
+        stream = RedisStream(client, "paceline:{bench}:features")
+        stack.push_async_callback(stream.close)
+        await stream.create_group(GROUP)
+
+        async def append() -> tuple[float, float, float]:
+            started_s = time.monotonic()
+            receiver.tell(key=stream.name, entries=mib, count=READ_COUNT)
+            for _ in range(mib):
+                await stream.append({**fields, "crc32": str(zlib.crc32(payload))}, payload)
+            await receiver.answer()
+            return time.monotonic() - started_s, 0.0, 0.0
+
+        return await _interleave(plan, (append, [receiver.pid, server], None), raw)
+
+
+async def _interleave(
+    plan: Plan,
+    ours: tuple[Transfer, list[int], Callable[[], Awaitable[None]] | None],
+    raw: tuple[Transfer, list[int]],
+) -> tuple[list[Run], list[Run], Ratio]:
+    """Runs the pairs; throughput ratio = raw wall / our wall.
+
+    Ending at the first resolved look makes the interval a little too narrow (optional stopping);
+    the number of looks is small for that reason.
+    """
+    transfer, pids, forget = ours
+    runs: tuple[list[Run], list[Run]] = ([], [])
+    for look in range(plan.looks):
+        for _ in range(plan.pairs + (0 if look else WARM_PAIRS)):
+            runs[0].append(await _measure(transfer, pids))
+            if forget is not None:
+                await forget()
+            runs[1].append(await _measure(*raw))
+        kept = [side[WARM_PAIRS:] for side in runs]
+        ratio = paired_ratio([one.wall_s for one in kept[1]], [one.wall_s for one in kept[0]])
+        if ratio.resolved:
+            break
+    return kept[0], kept[1], ratio
+
+
+async def _measure(transfer: Transfer, far: list[int]) -> Run:
+    """One transfer between this process and the far ones."""
+    meters = [Meter(pid) for pid in (os.getpid(), *far)]
+    wall_s, spool_s, fan_out_s = await transfer()
+    sender, *others = (meter.read() for meter in meters)
+    peak_mib = sum(one.peak_rss_mib for one in others)
+    cpu_s = sender.cpu_s + sum(one.cpu_s for one in others)
+    return Run(wall_s, cpu_s, sender.peak_rss_mib, peak_mib, spool_s, fan_out_s)
+
+
+async def _raw_copy(
+    stack: AsyncExitStack, parts: Sequence[memoryview]
+) -> tuple[Transfer, list[int]]:
+    """A blocking sender of the same bytes in chunks of 1 MiB, from the announcement to the
+    receiver's last check.
+    """
+    receiver = await stack.enter_async_context(child(RECEIVERS, "tcp"))
+    port = (await receiver.answer())["port"]
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    chunks = [part[start : start + MIB] for part in parts for start in range(0, len(part), MIB)]
+
+    def send() -> float:
+        started_s = time.monotonic()
+        connection.sendall(TOTAL.pack(sum(map(len, chunks))))
+        offset = 0
+        for chunk in chunks:
+            connection.sendall(CHUNK_HEAD.pack(offset, len(chunk), zlib.crc32(chunk)))
+            connection.sendall(chunk)
+            offset += len(chunk)
+        connection.recv(1)
+        return time.monotonic() - started_s
+
+    async def copy() -> tuple[float, float, float]:
+        return await asyncio.to_thread(send), 0.0, 0.0
+
+    return copy, [receiver.pid]
+
+
+async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
+    """URL and process of a features server of our own, started the way a local run starts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
+    environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
+    argv = ("-m", "paceline.local.redis", "--role", "features", f"redis.features_url={url}")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, env=environment
+    )
+
+    async def stop() -> None:
+        process.terminate()
+        await process.wait()
+
+    stack.push_async_callback(stop)
+    async with connect(url, outage_s=20) as client:
+        await client.ping()
+    return url, process.pid
+
+
+def _weights(mib: int) -> list[NamedTensor]:
+    """Random bfloat16 bits in four tensors."""
+    rng = np.random.default_rng(0)
+    parts = [
+        rng.integers(0, 2**16, part.size * MIB // 2, dtype=np.uint16)
+        for part in np.array_split(range(mib), 4)
+    ]
+    return [from_numpy(f"layers.{index}.weight", part, "BF16") for index, part in enumerate(parts)]
+
+
+def _features() -> tuple[dict[str, str], bytes]:
+    """One entry of about 1 MiB: 512 rows of 1024 in bfloat16."""
+    rows, hidden = 512, 1024
+    rng = np.random.default_rng(1)
+    batch = FeatureBatch(
+        run_id="bench",
+        step=0,
+        session_id="bench",
+        policy_version=0,
+        lm_head_hash="0" * 16,
+        hidden=from_numpy(
+            "hidden", rng.integers(0, 2**16, (rows, hidden), dtype=np.uint16), "BF16"
+        ),
+        token_ids=rng.integers(0, 1000, rows + 1, dtype=np.int32),
+        positions=np.arange(rows, dtype=np.int32),
+        mask=np.ones(rows, dtype=np.uint8),
+        versions=np.zeros(rows, dtype=np.int64),
+    )
+    return encode_features(batch)
+
+
+def _row(name: str, mib: int, runs: Sequence[Run], ratio: str) -> Row:
+    def middle(pick: Callable[[Run], float]) -> float:
+        return statistics.median(map(pick, runs))
+
+    wall_s = middle(lambda one: one.wall_s)
+    return {
+        "transfer": name,
+        "GB/s": mib * MIB / wall_s / 1e9,
+        "pairs": len(runs),
+        "wall s": wall_s,
+        "cpu s": middle(lambda one: one.cpu_s),
+        "spool s": middle(lambda one: one.spool_s),
+        "fan-out s": middle(lambda one: one.fan_out_s),
+        "sender peak MiB": round(max(one.sender_peak_mib for one in runs)),
+        "far peak MiB": round(max(one.far_peak_mib for one in runs)),
+        "ratio [95 %]": ratio,
+    }
+
+
+def _met(ratio: Ratio, goal: float) -> bool | None:
+    return ratio.value >= goal if ratio.resolved else None

@@ -1,0 +1,1 @@
+"""Rank processes of a trainer: started, watched, asked, ended."""

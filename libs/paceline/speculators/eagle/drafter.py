@@ -1,0 +1,63 @@
+"""Drafting with an EAGLE network in the embedded engine.
+
+Owns its fused weights; layer_drafter.py drafts with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from paceline.models.config import ModelConfig
+from paceline.models.decoder import Block, LayerWeights, layer_forward
+from paceline.models.loading import fuse_layer
+from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.layer.drafter import LayerDrafter
+
+
+@dataclass(frozen=True, slots=True)
+class EagleState:
+    """One version of the drafter's weights, fused for inference."""
+
+    layer: LayerWeights
+    fc_hidden: Tensor
+    """[H, H]: the half of fc that reads the hidden state."""
+    token_table: Tensor
+    """[V, H]: fc's other half applied to every embedding, plus its bias."""
+
+
+class EagleDrafter(LayerDrafter[EagleNet]):
+    """The speculator "eagle"."""
+
+    name = "eagle"
+    net = EagleNet
+    _state: EagleState
+
+    def _config_of(self, net: EagleNet) -> ModelConfig:
+        return net.config
+
+    def _fuse(self, net: EagleNet) -> None:
+        device, hidden = self._device, self._config.hidden_size
+        tensors = {name: value.detach() for name, value in net.state_dict().items()}
+        fc = tensors["fc.weight"].to(device, self._dtype)
+        bias = net.fc.bias.detach().to(device, self._dtype) if net.fc.bias is not None else None
+        self._state = EagleState(
+            layer=fuse_layer(self._config, tensors, "layers.0.", self._dtype, device),
+            fc_hidden=fc[:, hidden:].contiguous(),
+            token_table=functional.linear(self._target.embed, fc[:, :hidden], bias),
+        )
+
+    def _true_features(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def _advance(self, tokens: Tensor, features: Tensor, block: Block) -> Tensor:
+        x = torch.addmm(
+            self._state.token_table.index_select(0, tokens), features, self._state.fc_hidden.t()
+        )
+        return layer_forward(self._config, self._state.layer, x, self._cache, 0, block)
+
+    def _logits(self, features: Tensor) -> Tensor:
+        return functional.linear(features, self._target.head)

@@ -1,0 +1,218 @@
+"""EAGLE-1 drafter as a module (Li et al. 2024, arXiv 2401.15077): one decoder layer that predicts
+the next feature.
+
+Owns the network, for engine and trainer alike; not its checkpoint's names (eagle_checkpoint.py),
+not drafting with a cache (eagle_drafter.py). embed_tokens and lm_head are the target's, by
+reference: never trained or exported.
+
+Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary
+position t. Its output predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last
+hidden state after the final norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config import Config
+from paceline.models.config import ModelConfig
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.eagle.checkpoint import (
+    ARCHITECTURES,
+    check_eagle,
+    drafter_config,
+    eagle_config_json,
+    eagle_shapes,
+    strip_shared,
+)
+from paceline.speculators.layer.parts import (
+    Attention,
+    ChainKeys,
+    RmsNorm,
+    SwiGlu,
+    reset_weights,
+    rotary_angles,
+)
+from paceline.speculators.losses import eagle_loss
+from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.packed import PackedRow
+
+
+class EagleOptions(Config):
+    """Settings of an EAGLE drafter."""
+
+    fc_bias: bool = Field(
+        default=False, description="a bias behind the fusion of embedding and state"
+    )
+    feature_weight: float = Field(default=1.0, ge=0, description="weight of SmoothL1 on features")
+    token_weight: float = Field(
+        default=0.1, ge=0, description="weight of the soft cross-entropy on tokens"
+    )
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer of the target's family without input_layernorm; FSDP2 may shard it."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, config.hidden_size)
+        self.mlp = SwiGlu(config)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
+    ) -> Tensor:
+        """x [B, T, H] -> same shape; see layer.Attention.forward for the rest."""
+        x = x + self.self_attn(x, cos, sin, mask, chain)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class EagleNet(DraftNet):
+    """The drafter's network: see DraftNet."""
+
+    speculator: ClassVar[str] = "eagle"
+    architectures: ClassVar[frozenset[str]] = frozenset(ARCHITECTURES.values())
+    Options: ClassVar[type[Config]] = EagleOptions
+
+    def __init__(
+        self, config: ModelConfig, options: EagleOptions | None = None, *, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.options = options or EagleOptions()
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=self.options.fc_bias)
+        self.layers = nn.ModuleList([EagleLayer(config)])
+        self.reset(seed)
+
+    @classmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """See DraftNet.fresh."""
+        assert isinstance(options, EagleOptions)
+        return cls(target, options, seed=seed)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """See DraftNet.parse; `fc_bias` is the checkpoint's."""
+        assert isinstance(options, EagleOptions)
+        check_eagle(raw, target)
+        options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
+        return cls(drafter_config(raw, target), options)
+
+    def twin(self) -> Self:
+        """See DraftNet.twin."""
+        return type(self)(self.config, self.options)
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture."""
+        return CaptureSpec()
+
+    def shards(self) -> tuple[nn.Module, ...]:
+        """See DraftNet.shards."""
+        return (self.layers[0],)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See DraftNet.shapes."""
+        return eagle_shapes(self.config, self.options.fc_bias)
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return eagle_config_json(self.config, self.options.fc_bias)
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors."""
+        return strip_shared(tensors)
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Fresh weights: fc near "the next state is like this one", all other matrices normal(0,
+        0.02).
+        """
+        reset_weights(self, seed)
+        self.fc.weight[:, self.config.hidden_size :] += torch.eye(self.config.hidden_size)
+
+    def forward(self, row: PackedRow) -> Objective:
+        """See DraftNet.forward and losses.eagle_loss."""
+        features = self.features(
+            self._last(row), row.next_tokens[None], row.positions[None], row.mask()[None]
+        )
+        return eagle_loss(
+            features[0],
+            row.next_states,
+            self.head,
+            row.valid,
+            feature_weight=self.options.feature_weight,
+            token_weight=self.options.token_weight,
+        )
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """See DraftNet.chain_logits."""
+        chain = chain_features(
+            self,
+            self._last(row),
+            row.next_tokens[None],
+            row.positions[None],
+            steps,
+            row.mask()[None],
+        )
+        return [self.logits(features[0]) for features in chain]
+
+    def _last(self, row: PackedRow) -> Tensor:
+        """The last hidden state [1, T, H] of captured rows."""
+        return row.states[None, :, -self.config.hidden_size :]
+
+    def features(
+        self,
+        hidden: Tensor,
+        next_tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        chain: ChainKeys | None = None,
+    ) -> Tensor:
+        """Predicted features: row t predicts h_{t+1}.
+
+        hidden [B, T, H]: h_t; next_tokens int64 [B, T]: token t + 1; positions int64 [B, T]: t
+        within its document; mask bool [B, T, T] (True where row i may see row j) or None for
+        causal; chain: see chain_features. Returns [B, T, H].
+        """
+        embedded = functional.embedding(next_tokens, self.embed).to(hidden.dtype)
+        x = self.fc(torch.cat((embedded, hidden), dim=-1))
+        seen = None if mask is None else mask[:, None]
+        return self.layers[0](x, *rotary_angles(self.config, positions), seen, chain)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """lm_head of features [..., H] -> [..., V]."""
+        return functional.linear(features, self.head.to(features.dtype))
+
+
+def chain_features(
+    net: EagleNet,
+    hidden: Tensor,
+    next_tokens: Tensor,
+    positions: Tensor,
+    steps: int,
+    mask: Tensor | None = None,
+) -> list[Tensor]:
+    """Features of a draft chain from every row, teacher-forced on the true tokens (EAGLE-3's
+    training-time test).
+
+    Step 0 is net(hidden, ...). Step i reads the features of step i - 1 and token t + 1 + i at
+    position t + i, and sees what the engine's drafter sees: true states of rows <= t and its own
+    earlier steps. lm_head of step i predicts token t + 2 + i. While all earlier drafts equal the
+    true tokens this is exactly the engine's chain. net is an EagleNet, sharded or not; arguments as
+    in its forward. Returns `steps` tensors [B, T, H]; the last i rows of step i have no true token
+    (id 0 stands in) and mean nothing.
+    """
+    chain = ChainKeys()
+    features, tokens, outputs = hidden, next_tokens, []
+    for step in range(steps):
+        features = net.features(features, tokens, positions + step, mask, chain)
+        outputs.append(features)
+        tokens = functional.pad(tokens[:, 1:], (0, 1))
+    return outputs

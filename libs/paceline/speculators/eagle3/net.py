@@ -1,0 +1,319 @@
+"""EAGLE-3 drafter as a module (Li et al. 2025, arXiv 2503.01840): one layer over fused inner states
+of the target.
+
+Owns the network, for engine and trainer alike; not its checkpoint (eagle3_checkpoint.py), not
+drafting with a cache (eagle3_drafter.py). embed_tokens is the target's, by reference; lm_head is
+its own, over the draft vocabulary.
+
+Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its
+head predicts token t + 2. A later step of a chain reads the layer's own output before the final
+norm where the first reads fc's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config import Config
+from paceline.errors import DataLoss, InvalidInput
+from paceline.models.config import ModelConfig
+from paceline.models.inner_layers import INNER_STATES
+from paceline.models.loading import check_tensors
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.eagle3.checkpoint import (
+    ARCHITECTURE,
+    MAP_DTYPES,
+    check_maps,
+    drafter_shape,
+    eagle3_config_json,
+    eagle3_shapes,
+    frequent_tokens,
+    inner_layers,
+    own_names,
+    parse_eagle3,
+    token_maps,
+)
+from paceline.speculators.layer.parts import (
+    Attention,
+    ChainKeys,
+    RmsNorm,
+    SwiGlu,
+    reset_weights,
+    rotary_angles,
+)
+from paceline.speculators.losses import DraftLoss, draft_losses, teacher_of
+from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.packed import PackedRow
+
+
+class Eagle3Options(Config):
+    """Settings of an EAGLE-3 drafter."""
+
+    inner_layers: tuple[int, ...] = Field(
+        default=(),
+        description="three decoder layers of the target whose inputs are read; none: 2, L/2 and "
+        "L-3",
+    )
+    draft_vocab_size: int | None = Field(
+        default=None,
+        ge=0,
+        description="tokens it can draft, once their frequencies are known; none or 0: all",
+    )
+    norm_before_residual: bool = Field(
+        default=False,
+        description="the layer's residual is the normed state; SGLang knows false only",
+    )
+    loss: DraftLoss = Field(
+        default="soft_ce", description="soft cross-entropy, or an LK loss (arXiv 2602.23881)"
+    )
+    ttt_steps: int = Field(
+        default=7, ge=1, le=7, description="steps of a draft chain that are trained"
+    )
+    ttt_decay: float = Field(
+        default=0.8, gt=0, le=1, description="weight of a step, relative to the one before"
+    )
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose attention reads the normed embedding beside the normed state."""
+
+    def __init__(self, config: ModelConfig, norm_before_residual: bool) -> None:
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = norm_before_residual
+        self.input_layernorm = RmsNorm(width, eps)
+        self.hidden_norm = RmsNorm(width, eps)
+        self.self_attn = Attention(config, 2 * width)
+        self.post_attention_layernorm = RmsNorm(width, eps)
+        self.mlp = SwiGlu(config)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        chain: ChainKeys | None,
+    ) -> Tensor:
+        """embedded, hidden [B, T, H] -> [B, T, H]; see layer.Attention.forward for the rest."""
+        normed = self.hidden_norm(hidden)
+        fused = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
+        residual = normed if self.norm_before_residual else hidden
+        x = residual + self.self_attn(fused, cos, sin, mask, chain)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Net(DraftNet):
+    """The drafter's network: see DraftNet.
+
+    Sharded as one part, since every step of a chain runs all of it.
+    """
+
+    speculator: ClassVar[str] = "eagle3"
+    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
+    Options: ClassVar[type[Config]] = Eagle3Options
+
+    d2t: Tensor
+    """int64 [Vd]: token id = draft id + d2t[draft id]."""
+    t2d: Tensor
+    """bool [V]: the token can be drafted."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        inner: tuple[int, ...],
+        options: Eagle3Options | None = None,
+        *,
+        draft_vocab_size: int = 0,
+        seed: int = 0,
+    ) -> None:
+        """config: of the layer; inner: layers of the target whose inputs are read;
+        draft_vocab_size: 0 for V.
+        """
+        super().__init__()
+        self.config, self.inner = config, inner
+        self.options = options or Eagle3Options()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(INNER_STATES * hidden, hidden, bias=False)
+        self.midlayer = Eagle3Layer(config, self.options.norm_before_residual)
+        self.norm = RmsNorm(hidden, config.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, draft_vocab_size or config.vocab_size, bias=False)
+        d2t, t2d = token_maps(
+            torch.arange(draft_vocab_size or config.vocab_size), config.vocab_size
+        )
+        self.register_buffer("d2t", d2t)
+        self.register_buffer("t2d", t2d)
+        reset_weights(self, seed)
+
+    @classmethod
+    def fresh(cls, target: ModelConfig, options: Config, seed: int) -> Self:
+        """See DraftNet.fresh; it drafts all tokens until `choose_tokens`.
+
+        Raises ConfigError for a shallow target.
+        """
+        assert isinstance(options, Eagle3Options)
+        inner = inner_layers(target.num_layers, options.inner_layers)
+        return cls(drafter_shape(target), inner, options, seed=seed)
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
+        """See DraftNet.parse; shape, inner states and vocabulary are the checkpoint's."""
+        assert isinstance(options, Eagle3Options)
+        config, inner, size = parse_eagle3(raw, target)
+        own = {"norm_before_residual": bool(raw.get("norm_before_residual", False))}
+        return cls(config, inner, options.model_copy(update=own), draft_vocab_size=size)
+
+    def twin(self) -> Self:
+        """See DraftNet.twin."""
+        return type(self)(self.config, self.inner, self.options, draft_vocab_size=len(self.d2t))
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See DraftNet.capture; the last state is what it learns from."""
+        return CaptureSpec(self.inner)
+
+    @property
+    def reads(self) -> CaptureSpec:
+        """The states it drafts from."""
+        return CaptureSpec(self.inner, last=False)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """int64 [Vd]: the tokens it can draft, ascending."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @torch.no_grad()
+    def choose_tokens(self, counts: Tensor) -> None:
+        """Draft only options.draft_vocab_size tokens: the most counted. Before the network is
+        trained or sharded.
+
+        counts int64 [V]: how often each token was a drafting target. Raises InvalidInput.
+        """
+        vocab_size = self.config.vocab_size
+        if len(self.d2t) != vocab_size or len(counts) != vocab_size:
+            seen = f"{len(self.d2t)} tokens, counts of {len(counts)}"
+            raise InvalidInput(
+                "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
+            )
+        chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
+            self.d2t.device
+        )
+        head = nn.Linear(self.config.hidden_size, len(chosen), bias=False).to(self.lm_head.weight)
+        head.weight.copy_(self.lm_head.weight[chosen])
+        self.lm_head = head
+        self.d2t, self.t2d = token_maps(chosen, vocab_size)
+
+    # ---- checkpoints
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See DraftNet.shapes."""
+        return eagle3_shapes(self.config, len(self.d2t))
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return eagle3_config_json(
+            self.config, self.inner, len(self.d2t), self.options.norm_before_residual
+        )
+
+    def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See DraftNet.own_tensors."""
+        return own_names(tensors)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """See DraftNet.check; d2t and t2d must name the same tokens."""
+        check_tensors(tensors, self.shapes(), MAP_DTYPES)
+        check_maps(tensors["d2t"], tensors["t2d"])
+
+    # ---- learning
+
+    def forward(self, row: PackedRow) -> Objective:
+        """See DraftNet.forward: the training-time test, sum over steps i of ttt_decay^i loss_i.
+
+        Step i stands at each position t for the draft of token t + 2 + i, and counts where that is
+        a drafting target whose distribution peaks at a draftable token. Positions are the row's
+        drafting targets, so that tokens outside the draft vocabulary count as missed in `correct`
+        and `alpha`, which are those of the first draft.
+        """
+        teacher = teacher_of(row.next_states, self.head, self.t2d)
+        taught = row.valid & teacher.drafted
+        loss, terms = row.next_states.new_zeros(()), {}
+        for step, (features, there, inside) in enumerate(self.unroll(row, self.options.ttt_steps)):
+            counted = inside & taught[there]
+            logits, log_p = self.logits(features[counted]), teacher.log_p[there[counted]]
+            losses, alpha = draft_losses(logits, log_p, self.options.loss)
+            loss = loss + self.options.ttt_decay**step * losses.sum()
+            terms[f"loss_{step}"] = losses.detach().sum()
+            if step == 0:
+                terms["correct"] = (logits.argmax(-1) == log_p.argmax(-1)).sum()
+                terms["alpha"] = alpha.detach().sum()
+        return Objective(loss, row.valid.sum(), terms)
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:
+        """See DraftNet.chain_logits."""
+        chain = (self.logits(features) for features, _, _ in self.unroll(row, steps))
+        return [over_tokens(logits, self.token_ids, self.config.vocab_size) for logits in chain]
+
+    def unroll(self, row: PackedRow, steps: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """A draft chain from every position, teacher-forced: per step features [T, H] and
+        PackedRow.ahead of it.
+
+        A step sees the true rows up to its own and its own earlier steps, as the engine's drafter
+        does.
+        """
+        features, chain, mask = self.fc(self.inner_states(row)), ChainKeys(), row.mask()
+        for step in range(steps):
+            there, inside = row.ahead(step)
+            features = self.features(
+                features, row.next_tokens[there], row.positions + step, mask, chain
+            )
+            yield features, there, inside
+
+    def inner_states(self, row: PackedRow) -> Tensor:
+        """The inner states [T, 3 H] it reads of captured rows.
+
+        Raises DataLoss when they lack one.
+        """
+        hidden, names = self.config.hidden_size, row.layers.split(",")
+        if row.states.shape[1] != len(names) * hidden:
+            seen = f"{row.states.shape[1]} for {row.layers}"
+            raise DataLoss("captured rows of another width", seen=seen, allowed=len(names) * hidden)
+        return row.states[:, self.reads.columns(row.layers, hidden)]
+
+    def features(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        chain: ChainKeys | None = None,
+    ) -> Tensor:
+        """The layer's output before the final norm, [T, H].
+
+        features [T, H]: fused states, or its own output one step before; tokens int64 [T]: one
+        token on; positions int64 [T]; mask bool [T, T] or None for causal; chain: the steps before,
+        to which this one is added.
+        """
+        embedded = functional.embedding(tokens, self.embed).to(features.dtype)
+        seen = None if mask is None else mask[None, None]
+        cos, sin = rotary_angles(self.config, positions[None])
+        return self.midlayer(embedded[None], features[None], cos, sin, seen, chain)[0]
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits [..., Vd] by draft id, of features [..., H]."""
+        return self.lm_head(self.norm(features))
+
+
+def over_tokens(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [..., V] by token, of logits [..., Vd] of the tokens int64 [Vd]; -inf for all
+    others.
+    """
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., token_ids] = logits
+    return full

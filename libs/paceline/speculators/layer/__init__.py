@@ -1,0 +1,1 @@
+"""Drafters made of one decoder layer, which EAGLE and EAGLE-3 share."""

@@ -1,0 +1,1 @@
+"""Recurrent speculators: LSTM and MLP."""

@@ -1,0 +1,121 @@
+"""MLPSpeculator of IBM (Wertheimer et al. 2024, arXiv 2404.19124): a drafter whose cell is one
+matrix, norm and GELU.
+
+Owns the cell and its checkpoint, whose names and config.json are those of vLLM's "mlp_speculator";
+see recurrent.py for the rest. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
+emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.config import Config
+from paceline.models.config import ModelConfig
+from paceline.speculators.net import check_fit
+from paceline.speculators.recurrent.net import (
+    BiasedNorm,
+    RecurrentNet,
+    RecurrentOptions,
+    State,
+    StepWeights,
+    biased_norm,
+    read_count,
+    read_flag,
+)
+
+ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
+
+
+class MlpOptions(RecurrentOptions):
+    """Settings of an MLP drafter."""
+
+    tie_weights: bool = Field(
+        default=False,
+        description="all drafts share embedding, norm and head, all but the first their projection",
+    )
+
+
+class MlpNet(RecurrentNet):
+    """The drafter's network: see DraftNet."""
+
+    speculator: ClassVar[str] = "mlp"
+    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
+    Options: ClassVar[type[Config]] = MlpOptions
+    options: MlpOptions
+
+    def __init__(self, target: ModelConfig, options: MlpOptions) -> None:
+        super().__init__(target, options)
+        # The loaders tie nothing where there is only one draft.
+        self.tied = options.tie_weights and options.n_predict > 1
+        width, vocab = self.width, target.vocab_size
+        inputs = [target.hidden_size] + [width] * ((2 if self.tied else options.n_predict) - 1)
+        apart = range(1 if self.tied else options.n_predict)
+        self.emb = nn.ModuleList(nn.Embedding(vocab, width) for _ in apart)
+        self.proj = nn.ModuleList(nn.Linear(size, width, bias=False) for size in inputs)
+        self.ln = nn.ModuleList(BiasedNorm(width) for _ in apart)
+        self.add_heads(len(apart))
+
+    def spread(self, parameter: Tensor) -> float:
+        """See RecurrentNet.spread: 1 / sqrt(D)."""
+        return 1 / math.sqrt(self.width)
+
+    def step_weights(self) -> list[StepWeights]:
+        """See RecurrentNet.step_weights."""
+
+        last = len(self.proj) - 1
+        return [
+            StepWeights(
+                self.get_parameter(f"proj.{min(step, last)}.weight"),
+                (self.get_parameter(f"emb.{own}.weight"),),
+                (self.norm_pair(f"ln.{own}"),),
+                self.get_parameter(f"head.{own}.weight"),
+            )
+            for step in range(self.options.n_predict)
+            for own in (0 if self.tied else step,)
+        ]
+
+    def cell(self, sums: Tensor, state: State, weights: StepWeights) -> State:
+        """See RecurrentNet.cell."""
+        return (functional.gelu(biased_norm(sums, *weights.norms[0])),)
+
+    @classmethod
+    def read_shape(cls, raw: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
+        """See RecurrentNet.read_shape."""
+        check_fit(raw, {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size})
+        return {
+            "n_predict": read_count(raw, "n_predict", 1),
+            "inner_dim": read_count(raw, "inner_dim", 0),
+            "tie_weights": read_flag(raw, "tie_weights"),
+            "scale_input": read_flag(raw, "scale_input"),
+        }
+
+    def config_json(self) -> dict[str, Any]:
+        """See DraftNet.config_json."""
+        return {
+            "architectures": [ARCHITECTURE],
+            "model_type": "mlp_speculator",
+            "vocab_size": self.target.vocab_size,
+            "emb_dim": self.target.hidden_size,
+            "inner_dim": self.width,
+            "n_predict": self.options.n_predict,
+            "top_k_tokens_per_head": [1] * self.options.n_predict,
+            "n_candidates": self.options.n_predict,
+            "tie_weights": self.tied,
+            "scale_input": self.options.scale_input,
+        }
+
+    def aliases(self) -> dict[str, str]:
+        """See RecurrentNet.aliases."""
+        if not self.tied:
+            return {}
+        later = range(1, self.options.n_predict)
+        parts = ("emb.{}.weight", "ln.{}.weight", "ln.{}.bias", "head.{}.weight")
+        tied = {part.format(step): part.format(0) for part in parts for step in later}
+        return tied | {f"proj.{step}.weight": "proj.1.weight" for step in later[1:]}

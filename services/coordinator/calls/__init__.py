@@ -1,0 +1,1 @@
+"""Carries out the machine's commands: gRPC calls to the peers, and what they answer as events."""

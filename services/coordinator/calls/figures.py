@@ -1,0 +1,158 @@
+"""Figures of rollouts and of the drafter's gate, from messages.
+
+Pure; owns no call and no record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from coordinator.calls.groups import FIGURE, group_figure
+from coordinator.machine.events import Figure
+from paceline.trajectory import NEAR_TIE_GAP
+from paceline.v1.drafter_pb2 import GateDecision
+from paceline.v1.engine_pb2 import ArmStats
+from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished
+from paceline.v1.trajectory_pb2 import SpeculationStats
+
+
+class Samples:
+    """Finished samples of one step by (task index, sample index); a repeated call replaces, it does
+    not add.
+
+    Samples of agents' own groups have no task here, and their agents number them as they like: the
+    session tells them apart.
+    """
+
+    def __init__(self, request: RunTasksRequest) -> None:
+        self._index = {task.group_id: task.task_index for task in request.tasks}
+        self._found: dict[tuple[int, str, int, str], SampleFinished] = {}
+
+    def add(self, sample: SampleFinished) -> None:
+        """Takes one sample in."""
+        index = self._index.get(sample.group_id)
+        if index is None:
+            self._found[0, sample.group_id, sample.sample_index, sample.session_id] = sample
+        else:
+            self._found[index, "", sample.sample_index, ""] = sample
+
+    @property
+    def ordered(self) -> list[SampleFinished]:
+        """Samples by task and sample, whatever the order in which they ended."""
+        return [self._found[key] for key in sorted(self._found)]
+
+
+def rollout_figures(
+    samples: Sequence[SampleFinished], finished: TasksFinished
+) -> dict[str, Figure]:
+    """Everything that a step's record takes from its rollouts."""
+    rewards = [sample.reward.value for sample in samples if sample.HasField("reward")]
+    lengths = sorted(sample.response_tokens for sample in samples)
+    return {
+        "samples": len(samples),
+        "scored": finished.scored,
+        "unscored": finished.unscored,
+        "reward_mean": sum(rewards) / len(rewards) if rewards else 0.0,
+        "response_tokens": finished.response_tokens,
+        "rollout_s": finished.rollout_s,
+        "accept_length": accept_length(finished.speculation),
+        "trained_rounds": finished.speculation.trained_rounds,
+        "trained_round_tokens": finished.speculation.trained_round_tokens,
+        "near_ties": sum(sample.smallest_gap < NEAR_TIE_GAP for sample in samples),
+        "tokens_hash": combined_hash(sample.tokens_hash for sample in samples),
+        "length_quantiles": (
+            quantile(lengths, 0.5),
+            quantile(lengths, 0.9),
+            quantile(lengths, 1.0),
+        ),
+        "pulls": pulls(finished.arms),
+        FIGURE: group_figure(finished.closed_groups),
+    }
+
+
+def accuracy(samples: Sequence[SampleFinished]) -> float:
+    """Share of samples with a reward above one half; a sample without a reward is not right."""
+    return sum(sample.reward.value > 0.5 for sample in samples) / len(samples) if samples else 0.0
+
+
+def accept_length(stats: SpeculationStats) -> float:
+    """Mean tokens of a drafted round, bonus token included; 0 when nothing was drafted."""
+    return stats.drafted_round_tokens / stats.drafted_rounds if stats.drafted_rounds else 0.0
+
+
+def combined_hash(hashes: Iterable[str]) -> str:
+    """sha256 over hashes in order, hex, first 16 characters."""
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+def quantile(ordered: Sequence[int], share: float) -> int:
+    """Smallest value that at least `share` of the values do not exceed; 0 without values."""
+    if not ordered:
+        return 0
+    return ordered[max(0, min(len(ordered), -int(-len(ordered) * share // 1)) - 1)]
+
+
+def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
+    """Seconds per row of a round by arm, relative to arm "off" in the same batch-size group, groups
+    weighted by pulls.
+
+    A row's round takes its mean tokens by its tokens per second. Arms are left out where a group
+    lacks "off".
+    """
+    measured = [
+        arm
+        for arm in arms
+        if arm.pulls and arm.mean_tokens_per_s > 0 and arm.mean_accept_length > 0
+    ]
+    seconds = {
+        (arm.arm, arm.batch_group): arm.mean_accept_length / arm.mean_tokens_per_s
+        for arm in measured
+    }
+    summed: dict[str, float] = {}
+    weights: dict[str, int] = {}
+    for arm in measured:
+        plain = seconds.get(("off", arm.batch_group))
+        if plain is not None and arm.arm != "off":
+            cost = seconds[arm.arm, arm.batch_group] / plain
+            summed[arm.arm] = summed.get(arm.arm, 0.0) + cost * arm.pulls
+            weights[arm.arm] = weights.get(arm.arm, 0) + arm.pulls
+    return {arm: summed[arm] / weights[arm] for arm in sorted(summed)}
+
+
+def gate_figures(gate: GateDecision) -> dict[str, Figure]:
+    """Everything that the journal keeps of a decision of the drafter's gate."""
+    names = (
+        "candidate_accept_length",
+        "serving_accept_length",
+        "noise",
+        "candidate_speedup",
+        "serving_speedup",
+        "speedup_noise",
+        "policy_version",
+        "positions",
+        "optimizer_steps",
+        "temperature",
+        "kind",
+    )
+    return {
+        **{name: getattr(gate, name) for name in names},
+        "costs_measured": int(gate.costs_measured),
+        **{
+            name: tuple(getattr(gate, name))
+            for name in ("survival", "conditional", "serving_survival")
+        },
+        "lengths_by_bucket": dict(gate.lengths_by_bucket),
+        "leaderboard_speedups": {one.kind: one.speedup for one in gate.leaderboard},
+        "leaderboard_lengths": {one.kind: one.accept_length for one in gate.leaderboard},
+        "leaderboard_noises": {one.kind: one.noise for one in gate.leaderboard},
+        "leaderboard_steps": {one.kind: one.optimizer_steps for one in gate.leaderboard},
+    }
+
+
+def pulls(arms: Iterable[ArmStats]) -> dict[str, float | int]:
+    """Rounds by arm since the workers started, summed over batch-size groups."""
+    summed: dict[str, float | int] = {}
+    for arm in arms:
+        summed[arm.arm] = summed.get(arm.arm, 0) + arm.pulls
+    return dict(sorted(summed.items()))

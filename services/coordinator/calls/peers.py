@@ -1,0 +1,56 @@
+"""Channels and stubs of the services that the coordinator commands.
+
+Owns the connections, no call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from coordinator.machine.state import Service
+from paceline.config import AddressesConfig, SecurityConfig
+from paceline.rpc import channel, wait_healthy
+from paceline.v1.drafter_pb2_grpc import DrafterServiceStub
+from paceline.v1.policy_pb2_grpc import PolicyServiceStub
+from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """One channel per service. Stubs of generated code have no types."""
+
+    addresses: dict[Service, str]
+    security: SecurityConfig
+    channels: dict[Service, grpc.aio.Channel]
+    rollout: Any
+    policy: Any
+    drafter: Any
+
+    @classmethod
+    def open(cls, addresses: AddressesConfig, security: SecurityConfig) -> Peers:
+        """Lazy channels; make them on the running event loop.
+
+        Raises ConfigError for an insecure address.
+        """
+        by_service = {service: str(getattr(addresses, service.value)) for service in Service}
+        channels = {service: channel(address, security) for service, address in by_service.items()}
+        return cls(
+            by_service,
+            security,
+            channels,
+            RolloutServiceStub(channels[Service.GATEWAY]),  # type: ignore[no-untyped-call]
+            PolicyServiceStub(channels[Service.POLICY_TRAINER]),  # type: ignore[no-untyped-call]
+            DrafterServiceStub(channels[Service.DRAFTER_TRAINER]),  # type: ignore[no-untyped-call]
+        )
+
+    async def wait_healthy(self, service: Service, deadline_s: float) -> None:
+        """Raises Unavailable when the service does not serve in time."""
+        await wait_healthy(self.addresses[service], self.security, deadline_s)
+
+    async def close(self) -> None:
+        """Closes all channels; running calls are cancelled."""
+        for each in self.channels.values():
+            await each.close()

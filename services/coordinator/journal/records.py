@@ -1,0 +1,146 @@
+"""The record of each step, built from the run's events alone, so that a replay builds the same
+records.
+
+Owns the figures of StepRecord; not the machine's decisions and not the summary of a run
+(paceline.report).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.machine import events
+from coordinator.machine.events import Details, Event
+from coordinator.machine.state import Holder, Phase, State
+from paceline.v1.coordinator_pb2 import StepRecord
+from paceline.v1.trajectory_pb2 import VersionSet
+
+
+class StepRecords:
+    """Records of the finished steps and the one being made."""
+
+    def __init__(self) -> None:
+        self.finished: list[StepRecord] = []
+        self._open = StepRecord()
+        self._began_s = 0.0
+        self._rolled_out_s = 0.0
+        self._waits_since = 0.0
+        self._drafter_since: dict[int, float] = {}
+        self._pulls: Counter[str] = Counter()
+
+    @property
+    def trace_id(self) -> str:
+        """Trace of the newest step, hex."""
+        return self._open.trace_id
+
+    def apply(self, before: State, event: Event, after: State) -> StepRecord | None:
+        """Takes one transition in; returns the record that it closed or amended."""
+        self._count_drafter_slots(before, event, after)
+        self._note_preemption(before, event, after)
+        match event:
+            case events.StepBegan() if after.phase is Phase.ROLLOUT:
+                self._begin(event, before)
+            case events.TasksFinished() if after.phase is not before.phase:
+                self._rolled_out_s = event.at_s
+                self._take_rollout(event.details)
+            case events.Detached():  # Counted even where Preempted overtook it.
+                self._open.drafter_steps += int(_number(event.details, "steps"))
+            case events.PolicyStepped() | events.PolicyPrepared() if (
+                event.epoch == before.phase_epoch
+            ):
+                self._take_policy(event)
+            case events.EvaluationDone() if event.epoch == before.phase_epoch:
+                return self._evaluated(event, after)
+            case events.Committed() if after.step > before.step:
+                return self._close(event)
+            case _:
+                pass
+        return None
+
+    def _begin(self, event: events.StepBegan, before: State) -> None:
+        served = before.versions
+        versions = VersionSet(seq=served.seq, policy=served.policy, drafter=served.drafter)
+        trace_id = event.traceparent.split("-")[1] if event.traceparent.count("-") == 3 else ""
+        self._open = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
+        self._began_s = event.at_s
+
+    def _take_rollout(self, details: Details) -> None:
+        record = self._open
+        record.response_tokens = int(_number(details, "response_tokens"))
+        record.rollout_s = _number(details, "rollout_s")
+        record.accept_length = _number(details, "accept_length")
+        record.reward_mean = _number(details, "reward_mean")
+        record.near_ties = int(_number(details, "near_ties"))
+        record.tokens_hash = str(details.get("tokens_hash", ""))
+        lengths = details.get("length_quantiles")
+        record.response_length_quantiles.extend(
+            map(int, lengths) if isinstance(lengths, tuple) else ()
+        )
+        for arm, rounds in self._new_pulls(details).items():
+            record.arm_rounds[arm] = rounds
+
+    def _new_pulls(self, details: Details) -> dict[str, int]:
+        """Pulls since the last report; workers that restarted count from 0 again."""
+        now = _pulls(details)
+        new = {
+            arm: count - self._pulls[arm] if count >= self._pulls[arm] else count
+            for arm, count in now.items()
+        }
+        self._pulls = now
+        return {arm: count for arm, count in sorted(new.items()) if count}
+
+    def _take_policy(self, event: events.PolicyStepped | events.PolicyPrepared) -> None:
+        for name, value in event.details.items():
+            if isinstance(value, int | float):
+                self._open.policy[name] = value
+        if "reward_mean" in event.details:
+            self._open.reward_mean = _number(event.details, "reward_mean")
+
+    def _evaluated(self, event: events.EvaluationDone, after: State) -> StepRecord | None:
+        pulls = _pulls(event.details)
+        self._pulls = pulls or self._pulls
+        if event.value is None or not self.finished or after.step == 0:
+            return None
+        self.finished[-1].evaluations[event.kind.value] = event.value
+        return self.finished[-1]
+
+    def _close(self, event: events.Committed) -> StepRecord:
+        record = self._open
+        record.policy_s = event.at_s - self._rolled_out_s - record.preempt_wait_s
+        record.step_s = event.at_s - self._began_s
+        record.finished_at_s = event.at_s
+        self.finished.append(record)
+        self._open = StepRecord(trace_id=record.trace_id)
+        return record
+
+    def _count_drafter_slots(self, before: State, event: Event, after: State) -> None:
+        for i, slot in enumerate(after.slots):
+            was = i < len(before.slots) and before.slots[i].holder is Holder.DRAFTER
+            if slot.holder is Holder.DRAFTER and not was:
+                self._drafter_since[i] = event.at_s
+            elif was and slot.holder is not Holder.DRAFTER:
+                self._open.drafter_slot_s += event.at_s - self._drafter_since.pop(i)
+
+    def _note_preemption(self, before: State, event: Event, after: State) -> None:
+        if before.phase is Phase.PREEMPT and after.phase is Phase.POLICY:
+            self._open.preempt_wait_s += event.at_s - self._rolled_out_s
+        if after.phase is Phase.DRAFTER and before.phase is not Phase.DRAFTER:
+            self._waits_since = event.at_s
+        if before.phase is Phase.DRAFTER and after.phase is Phase.COMMIT:
+            self._open.preempt_wait_s += event.at_s - self._waits_since
+
+
+def _number(details: Mapping[str, Any], name: str) -> float:
+    value = details.get(name, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _pulls(details: Details) -> Counter[str]:
+    pulls = details.get("pulls")
+    return (
+        Counter({arm: int(n) for arm, n in pulls.items()})
+        if isinstance(pulls, Mapping)
+        else Counter()
+    )

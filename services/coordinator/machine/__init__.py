@@ -1,0 +1,1 @@
+"""The state machine of a run: pure, standard library only."""

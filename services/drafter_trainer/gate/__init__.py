@@ -1,0 +1,1 @@
+"""Decides which drafter is served."""

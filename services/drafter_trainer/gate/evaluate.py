@@ -1,0 +1,213 @@
+"""Measuring drafters on held-out rows, in pieces short enough to be preempted.
+
+Owns the estimates, no decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from drafter_trainer.gate.judge import Floats
+from drafter_trainer.learn.heads import PolicyHead
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.sample import FeatureSample
+from paceline.speculators import DraftNet, PackedRow
+
+PIECE_POSITIONS = 192
+BUCKETS = ("prompt_end", "early", "late")
+PROMPT_END = 8
+"""Positions after one that drafts no target (a prompt, a tool's answer) that count as its end."""
+
+
+@torch.inference_mode()
+def chain_matches(net: DraftNet, row: PackedRow, head: PolicyHead, steps: int) -> Tensor:
+    """[N, K] bool at the N valid positions of a row: did draft k of a greedy chain equal the
+    policy's own token?
+
+    Teacher-forced on the true tokens, which is the engine's chain as far as all drafts before were
+    right. Drafts past the end of a document count as misses.
+    """
+    net.bind(head.embed_tokens, head.lm_head)
+    matches = []
+    for step, logits in enumerate(net.chain_logits(row, steps)):
+        there, inside = row.ahead(step)
+        matches.append((logits.argmax(-1) == row.draft_tokens[there]) & inside)
+    return torch.stack(matches, dim=1)[row.valid]
+
+
+@torch.inference_mode()
+def chain_survival(
+    net: DraftNet,
+    row: PackedRow,
+    head: PolicyHead,
+    steps: int,
+    *,
+    temperature: float,
+    sampled: bool = False,
+) -> Tensor:
+    """float64 [N, K] at the row's N judged positions: unbiased estimates of P(drafts 1 .. k all
+    accepted).
+
+    A round accepts a draft y of q with probability min(1, p(y) / q(y)), p the policy at the
+    temperature; greedy drafts are the case of a q that has all its mass on argmax. Then, with x
+    drawn from p,
+
+        survival_k = E_x[ w(x_1) .. w(x_{k-1}) alpha_k ],   w(x) = min(1, q(x) / p(x)),   alpha =
+        sum_y min(p(y), q(y)),
+
+    where step k is teacher-forced on x_1 .. x_{k-1}. For greedy drafts w is "the draw equals the
+    draft" and alpha is p(draft): chain_matches with its last draw replaced by the expectation over
+    it, so never of more variance. The product of p(draft) at all steps instead would be biased: it
+    counts paths that the engine has left.
+
+    Drafts past the end of a document or of the policy's own tokens count as rejected.
+    """
+    net.bind(head.embed_tokens, head.lm_head)
+    target = (row.next_states @ head.lm_head.T).double() / temperature
+    target -= target.logsumexp(-1, keepdim=True)  # row t: log p of token t + 2
+    drawn = _drawn(row)
+    reached = torch.ones(len(row), dtype=torch.float64)
+    survival = []
+    for step, logits in enumerate(net.chain_logits(row, steps)):
+        there, inside = row.ahead(step)
+        tokens = row.draft_tokens[there].clamp(min=0)[:, None]
+        if sampled:
+            p, log_q = target[there], (logits.double() / temperature).log_softmax(-1)
+            alpha = torch.minimum(p, log_q).exp().sum(-1)
+            follows = (log_q.gather(1, tokens) - p.gather(1, tokens)).clamp(max=0).exp()[:, 0]
+        else:
+            drafts = logits.argmax(-1)
+            alpha = target[there, drafts].exp()
+            follows = (drafts == tokens[:, 0]).double()
+        possible = inside & drawn[there]
+        survival.append(reached * alpha * possible)
+        reached = reached * follows * possible
+    return torch.stack(survival, dim=1)[drawn]
+
+
+def position_buckets(row: PackedRow) -> Tensor:
+    """int64 [N] index into BUCKETS of the row's judged positions, by where they stand in their
+    document.
+
+    The first PROMPT_END behind a prompt or a tool's answer; of the rest the first half of the
+    document, then the other.
+    """
+    here = torch.arange(len(row))
+    first = torch.full((int(row.documents.max()) + 1,), len(row)).scatter_reduce(
+        0, row.documents, here, "amin"
+    )
+    sizes = torch.bincount(row.documents)
+    drawn = _drawn(row)
+    broken = (
+        torch.where(drawn, -1, here).cummax(0).values
+    )  # the last position before it that is not judged
+    since = here - broken
+    after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
+    late = (here - first[row.documents]) * 2 >= sizes[row.documents]
+    return torch.where(after_prompt, 0, 1 + late.long())[drawn]
+
+
+def _drawn(row: PackedRow) -> Tensor:
+    """bool [T]: the policy drew token t + 2; rejected branches have none."""
+    return row.valid & (row.draft_tokens >= 0)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """What was measured at N positions, in one order for all drafters."""
+
+    accepted: list[Floats]  # [N, K] of each drafter, see chain_survival
+    documents: npt.NDArray[np.int64]  # [N] number of the sequence
+    buckets: npt.NDArray[np.int64]  # [N] index into BUCKETS
+
+    def lengths_by_bucket(self, drafter: int) -> dict[str, float]:
+        """E[len] of one drafter by part of the response; buckets without positions are left out."""
+        totals = 1.0 + self.accepted[drafter].sum(axis=1)
+        there = {name: self.buckets == number for number, name in enumerate(BUCKETS)}
+        return {
+            name: float(totals[chosen].mean()) for name, chosen in there.items() if chosen.any()
+        }
+
+
+class GateJob:
+    """Measures frozen drafters on the same held-out rows; `advance` until `done`, one drafter and
+    piece at a time.
+    """
+
+    def __init__(
+        self,
+        nets: Sequence[DraftNet],
+        samples: Sequence[FeatureSample],
+        heads: Mapping[str, PolicyHead],
+        *,
+        steps: int,
+        window: int,
+        temperature: float,
+        sampled: bool = False,
+    ) -> None:
+        self._nets = tuple(nets)
+        self._pieces = _pieces(samples, window)
+        self._steps, self._window = steps, window
+        self._temperature, self._sampled = temperature, sampled
+        self._accepted: list[list[Floats]] = [[] for _ in self._nets]
+        self._documents: list[npt.NDArray[np.int64]] = []
+        self._buckets: list[npt.NDArray[np.int64]] = []
+        self._offset, self._next = 0, 0
+        self._row: PackedRow | None = None
+        self._heads = heads
+        self.head = heads[samples[-1].lm_head_hash]
+        """Of the newest policy version."""
+
+    @property
+    def done(self) -> bool:
+        """All drafters measured on all pieces."""
+        return self._row is None and not self._pieces
+
+    def advance(self) -> None:
+        """Measures the next drafter on the next piece."""
+        if self._row is None:
+            self._open(self._pieces.pop())
+        row, net = self._row, self._nets[self._next]
+        assert row is not None
+        survival = chain_survival(
+            net,
+            row,
+            self._heads[row.lm_head_hash],
+            self._steps,
+            temperature=self._temperature,
+            sampled=self._sampled,
+        )
+        self._accepted[self._next].append(survival.numpy())
+        self._next += 1
+        if self._next == len(self._nets):
+            self._row, self._next = None, 0
+
+    def _open(self, samples: list[FeatureSample]) -> None:
+        row = self._row = pack(samples, window=self._window)
+        self._documents.append(row.documents[_drawn(row)].numpy() + self._offset)
+        self._buckets.append(position_buckets(row).numpy())
+        self._offset += len(samples)
+
+    def measured(self) -> HeldOut:
+        """What came out; call when done."""
+        accepted = [np.concatenate(pieces) for pieces in self._accepted]
+        return HeldOut(accepted, np.concatenate(self._documents), np.concatenate(self._buckets))
+
+
+def _pieces(samples: Sequence[FeatureSample], window: int) -> list[list[FeatureSample]]:
+    """Samples of one head each, few enough to be measured between two looks at the lease."""
+    pieces: list[list[FeatureSample]] = [[]]
+    for sample in samples:
+        full = (
+            sum(min(s.positions, window) for s in pieces[-1]) + sample.positions > PIECE_POSITIONS
+        )
+        if pieces[-1] and (full or pieces[-1][0].lm_head_hash != sample.lm_head_hash):
+            pieces.append([])
+        pieces[-1].append(sample)
+    return [piece for piece in pieces if piece]

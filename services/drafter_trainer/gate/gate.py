@@ -1,0 +1,340 @@
+"""The publish gate: when candidates are judged, which is promoted, when training freezes. Owns the
+decisions.
+
+Measuring is evaluate.py, the arithmetic gate.py, the freeze rule freeze.py; pushing and serving are
+not done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from drafter_trainer import messages as m
+from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.gate.candidates import Candidates
+from drafter_trainer.gate.economy import RoundCosts
+from drafter_trainer.gate.evaluate import GateJob
+from drafter_trainer.gate.freeze import Freeze
+from drafter_trainer.gate.judge import Chain, Judgement, judge
+from drafter_trainer.gate.leaderboard import Leaderboard, judged, log_decision, reopened
+from drafter_trainer.learn import sharing
+from drafter_trainer.learn.heads import PolicyHeads
+from drafter_trainer.learn.students import Students
+from drafter_trainer.rows.buffer import FeatureBuffer
+from drafter_trainer.rows.sample import FeatureSample
+from paceline.speculators import DraftNet
+from paceline.telemetry import get_logger
+
+log = get_logger("drafter_trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterState:
+    """A drafter version whole and unsharded."""
+
+    version: int
+    net: DraftNet
+
+    @property
+    def kind(self) -> str:
+        """Name of its speculator."""
+        return self.net.speculator
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """One round of judging: `rivals` are the serving drafter and, after a rollback, the one that
+    was taken back.
+    """
+
+    job: GateJob
+    candidates: tuple[DrafterState, ...]
+    rivals: tuple[DrafterState, ...]
+    steps: Mapping[str, int]  # optimiser steps behind each candidate, by kind
+
+
+class PublishGate:
+    """Judges candidates on held-out rows of the newest policy version against what serves."""
+
+    def __init__(
+        self,
+        config: DrafterTrainerConfig,
+        students: Students,
+        heads: PolicyHeads,
+        buffer: FeatureBuffer,
+        candidates: Candidates,
+    ) -> None:
+        self._config, self._settings = config, config.gate
+        self._students, self._heads, self._buffer, self._candidates = (
+            students,
+            heads,
+            buffer,
+            candidates,
+        )
+        self._warm_start = Path(config.drafter).is_dir()
+        self._round: _Round | None = None
+        self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
+        self._handed_over = False  # this activation has promoted a candidate
+        self._last_judged_step = students.primary.learner.total_steps
+        self._checked_policy = (
+            0  # newest policy version whose rows measured the serving drafter while frozen
+        )
+        self._promoted: m.Judged | None = None  # the newest promotion
+        self._untold: list[m.Judged] = []  # decisions made between activations
+        self._taken_back: DrafterState | None = None
+        self.leaderboard = Leaderboard()
+        self.costs = RoundCosts(config.gate)
+        self.serving = DrafterState(0, students.primary.learner.snapshot())
+        self.next_version = max([0, *candidates.versions]) + 1
+
+    @property
+    def frozen(self) -> bool:
+        """Training does not pay now."""
+        return self._freeze.frozen
+
+    @property
+    def judging(self) -> bool:
+        """A round is under way."""
+        return self._round is not None
+
+    def begin(self, command: m.Activate) -> list[m.Judged]:
+        """An activation begins; returns what was decided since the last one."""
+        self.on_serving(command.drafter_version)
+        self.costs.take(command.round_costs)
+        self._handed_over = False
+        untold, self._untold = self._untold, []
+        return [replace(decision, epoch=command.epoch) for decision in untold]
+
+    def due(self) -> bool:
+        """Whether a round should begin: of candidates, or of the serving drafter alone while
+        frozen.
+        """
+        if self.frozen:
+            samples = self._heldout()
+            return self._enough(samples) and samples[-1].policy_version > self._checked_policy
+        if self._handed_over:
+            return False
+        return (
+            self._students.primary.learner.total_steps - self._last_judged_step
+            >= self._settings.interval_steps
+        )
+
+    def start(self) -> None:
+        """Begins a round, unless too little is held out; snapshots are collectives of all ranks."""
+        self._last_judged_step = self._students.primary.learner.total_steps
+        samples = self._heldout()
+        if not self._enough(samples):
+            return
+        heads = {
+            one: head
+            for one in {s.lm_head_hash for s in samples}
+            if (head := self._heads.get(one)) is not None
+        }
+        candidates = [] if self.frozen else self._snapshots(samples[-1].layers)
+        rivals = [self.serving]
+        if candidates and self._taken_back is not None:
+            rivals.append(self._taken_back)
+        job = GateJob(
+            [one.net for one in (*rivals, *candidates)],
+            samples,
+            heads,
+            steps=self._settings.draft_steps,
+            window=self._config.buffer.window,
+            temperature=self._settings.temperature,
+            sampled=self._settings.verification == "rejection",
+        )
+        steps = {student.kind: student.learner.total_steps for student in self._students}
+        self._round = _Round(job, tuple(candidates), tuple(rivals), steps)
+
+    def advance(self, epoch: int) -> list[m.Judged]:
+        """A piece of the round; the decisions when it was the last."""
+        now = self._round
+        assert now is not None
+        now.job.advance()
+        if not now.job.done:
+            return []
+        self._round = None
+        decisions = self._decide(now) if now.candidates else self._check_drift(now)
+        for decision in decisions:
+            log_decision(decision)
+        return [replace(decision, epoch=epoch) for decision in decisions]
+
+    def on_serving(self, version: int) -> None:
+        """The engines serve this drafter now: a promotion was committed, or an older one came
+        back.
+        """
+        self._candidates.serves(version)
+        if version == self.serving.version:
+            return
+        net = self._candidates.load(version)
+        if net is None:
+            log.warning(
+                "the serving drafter is not kept here", seen=version, kept=self._candidates.versions
+            )
+            return
+        before, self.serving = self.serving, DrafterState(version, net)
+        self.next_version = max(self.next_version, version + 1)
+        self._round = None  # it compared with another
+        self._taken_back = None
+        if version < before.version:
+            self._rolled_back(before)
+
+    def state(self) -> dict[str, Any]:
+        """What a later process needs; the drafters themselves lie with the candidates."""
+        taken_back = self._taken_back.version if self._taken_back else 0
+        return {
+            "serving_version": self.serving.version,
+            "taken_back_version": taken_back,
+            "freeze": self._freeze.state(),
+            "checked_policy": self._checked_policy,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`."""
+        if (net := self._candidates.load(state["serving_version"])) is not None:
+            self.serving = DrafterState(state["serving_version"], net)
+        self._candidates.serves(state["serving_version"])
+        taken_back = state["taken_back_version"]
+        if taken_back and (net := self._candidates.load(taken_back)) is not None:
+            self._taken_back = DrafterState(taken_back, net)
+        self._freeze.load_state(state["freeze"])
+        self._checked_policy = state["checked_policy"]
+        self._last_judged_step = self._students.primary.learner.total_steps
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def _heldout(self) -> list[FeatureSample]:
+        return self._buffer.heldout(self._heads.hashes, self._settings.min_positions)[
+            -self._settings.samples :
+        ]
+
+    def _enough(self, samples: list[FeatureSample]) -> bool:
+        return (
+            bool(samples)
+            and sum(sample.targets for sample in samples) >= self._settings.min_positions
+        )
+
+    def _snapshots(self, layers: str) -> list[DrafterState]:
+        """Candidates of all students that have learned; they share the next version, which one of
+        them may get.
+        """
+        taken = []
+        for student in self._students:
+            if student.learner.total_steps and student.reads(layers):
+                sharing.announce_snapshot(student.learner.members, student.index)
+                taken.append(DrafterState(self.next_version, student.learner.snapshot()))
+        return taken
+
+    def _decide(self, now: _Round) -> list[m.Judged]:
+        heldout, head = now.job.measured(), now.job.head
+        costs, measured = self.costs.table({one.kind for one in (*now.rivals, *now.candidates)})
+
+        def chain(index: int, drafter: DrafterState) -> Chain:
+            return Chain(drafter.kind, heldout.accepted[index], costs[drafter.kind])
+
+        judgements: list[Judgement] = []
+        best: tuple[bool, float, int] | None = None
+        for number, drafter in enumerate(now.candidates):
+            this = chain(len(now.rivals) + number, drafter)
+            against = [
+                judge(
+                    this, chain(index, rival), heldout.documents, resamples=self._settings.bootstrap
+                )
+                for index, rival in enumerate(now.rivals)
+            ]
+            judgements.append(against[0])
+            rank = (all(one.better for one in against), against[0].candidate_speedup, -number)
+            if self._place(drafter, against[0], head.policy_version, now.steps[drafter.kind]):
+                best = rank if best is None else max(best, rank)
+        if best is None:
+            return []
+        promoted, number = best[0], -best[2]
+        drafter, index = now.candidates[number], len(now.rivals) + number
+        decision = judged(
+            drafter.kind, drafter.version, judgements[number], head, heldout=heldout, index=index
+        )
+        decision = self._complete(
+            replace(decision, optimizer_steps=now.steps[drafter.kind]), measured
+        )
+        if promoted:
+            decision = self._promote(drafter, decision)
+        # That a fresh drafter is not beaten yet is no reason to stop.
+        learning = not self.serving.version and not self._warm_start
+        if not self._freeze.judged(
+            judgements[number], head.policy_version, promoted=promoted or learning
+        ):
+            return [decision]
+        self._checked_policy = head.policy_version
+        return [decision, replace(decision, decision="frozen")]
+
+    def _place(
+        self, drafter: DrafterState, judgement: Judgement, policy_version: int, steps: int
+    ) -> bool:
+        """Puts a candidate on the leaderboard, keeps the best of a kind that is not served; True
+        when it can serve.
+        """
+        servable = next(
+            student.servable for student in self._students if student.kind == drafter.kind
+        )
+        self.leaderboard.place(
+            drafter.kind,
+            judgement,
+            optimizer_steps=steps,
+            policy_version=policy_version,
+            servable=servable,
+        )
+        if not servable:
+            self._candidates.export_best(drafter.net, (policy_version, judgement.candidate))
+        return servable
+
+    def _promote(self, drafter: DrafterState, decision: m.Judged) -> m.Judged:
+        path = str(self._candidates.save(drafter.version, drafter.net))
+        self._handed_over = True
+        self.next_version = drafter.version + 1
+        self._promoted = replace(decision, decision="promoted", path=path)
+        return self._promoted
+
+    def _check_drift(self, now: _Round) -> list[m.Judged]:
+        """The serving drafter on rows of a newer policy, while training is frozen."""
+        heldout, head = now.job.measured(), now.job.head
+        self._checked_policy = head.policy_version
+        costs, measured = self.costs.table({self.serving.kind})
+        chain = Chain(self.serving.kind, heldout.accepted[0], costs[self.serving.kind])
+        itself = judge(chain, chain, heldout.documents, resamples=self._settings.bootstrap)
+        frozen_at = self._freeze.baseline
+        if not self._freeze.measured(itself.serving, itself.serving_noise):
+            log.info(
+                "still frozen",
+                policy_version=head.policy_version,
+                serving=itself.serving,
+                at_freeze=frozen_at,
+            )
+            return []
+        decision = reopened(self.serving.kind, self.serving.version, itself, head)
+        return [self._complete(decision, measured)]
+
+    def _complete(self, decision: m.Judged, measured: bool) -> m.Judged:
+        return replace(
+            decision,
+            costs_measured=measured,
+            temperature=self._settings.temperature,
+            leaderboard=self.leaderboard.ranked,
+        )
+
+    def _rolled_back(self, taken_back: DrafterState) -> None:
+        """Live acceptance fell.
+
+        A later candidate has to beat the drafter that was taken back as well.
+        """
+        self._taken_back = taken_back
+        if self.frozen:
+            self._freeze.reopen()
+        known = self._promoted
+        if known is None or known.drafter_version != taken_back.version:
+            known = m.Judged(0, "rolled_back", taken_back.kind, taken_back.version)
+        decision = replace(known, decision="rolled_back", path="")
+        log_decision(decision)
+        self._untold.append(decision)

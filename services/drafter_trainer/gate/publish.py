@@ -1,0 +1,119 @@
+"""Promoted drafters on their way to the gateway.
+
+Bytes only; owns no decision about promotion or commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from drafter_trainer.messages import Judged
+from paceline.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    PacelineError,
+    ResourceExhausted,
+    StaleEpoch,
+    Unavailable,
+)
+from paceline.telemetry import get_logger
+from paceline.tensors import decode_safetensors
+from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import CONFIG, PushReport, build_manifest, push_weights
+
+WORTH_ANOTHER_TRY = (Unavailable, DeadlineExceeded, StaleEpoch, ResourceExhausted)
+
+log = get_logger("drafter_trainer.gate.publish")
+
+
+async def push_drafter(
+    channel: grpc.aio.Channel, decision: Judged, context: CommandContext, deadline_s: float
+) -> PushReport:
+    """Prepare and Push of the candidate that lies at `decision.path`, its config.json beside its
+    tensors.
+
+    Raises DataLoss and what push_weights raises.
+    """
+    folder = Path(decision.path)
+    try:
+        data = await asyncio.to_thread((folder / "model.safetensors").read_bytes)
+        config = await asyncio.to_thread((folder / "config.json").read_text, encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataLoss(
+            "the promoted drafter is not where the rank wrote it", seen=str(error)
+        ) from error
+    tensors = list(decode_safetensors(data).values())
+    manifest = build_manifest(
+        WEIGHT_TARGET_DRAFTER,
+        decision.drafter_version,
+        tensors,
+        lm_head_hash=decision.lm_head_hash,
+        metadata={"speculator": decision.kind, CONFIG: config},
+    )
+    return await push_weights(channel, manifest, tensors, context, deadline_s=deadline_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a push ended."""
+
+    decision: Judged
+    prepared: bool  # at the gateway
+    again: bool = False  # worth another try
+
+
+class Promoter:
+    """At most one promoted drafter at a time; a newer one takes the place of an older.
+
+    A push may outlive its activation: training never waits for the gateway. What the coordinator
+    has not been told, the next activation tells; what the gateway did not take is pushed again.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
+        self._channel, self._deadline_s = channel, deadline_s
+        self._waiting: Judged | None = None
+        self.push: asyncio.Task[Outcome] | None = None  # under way, or done and not taken
+
+    def start(self, decision: Judged, context: CommandContext) -> None:
+        """Pushes a promoted drafter."""
+        self.cancel()
+        self.push = asyncio.create_task(self._attempt(decision, context))
+
+    def start_again(self, context: CommandContext) -> None:
+        """Pushes what an earlier attempt did not bring to the gateway."""
+        if self._waiting is not None and self.push is None:
+            self.start(self._waiting, context)
+
+    def take(self) -> Outcome:
+        """The outcome of `push`, which is done."""
+        assert self.push is not None
+        outcome = self.push.result()
+        self.push = None
+        self._waiting = outcome.decision if outcome.again else None
+        return outcome
+
+    def cancel(self) -> None:
+        """Forgets the drafter that is under way."""
+        if self.push is not None:
+            self.push.cancel()
+        self.push = self._waiting = None
+
+    async def _attempt(self, decision: Judged, context: CommandContext) -> Outcome:
+        version = decision.drafter_version
+        try:
+            report = await push_drafter(self._channel, decision, context, self._deadline_s)
+        except WORTH_ANOTHER_TRY as error:
+            log.warning("promoted drafter not taken yet", drafter_version=version, error=str(error))
+            return Outcome(decision, prepared=False, again=True)
+        except PacelineError as error:
+            log.error("promoted drafter refused", drafter_version=version, error=str(error))
+            return Outcome(decision, prepared=False)
+        log.info(
+            "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s
+        )
+        return Outcome(decision, prepared=True)

@@ -1,0 +1,1 @@
+"""The drafter and its optimiser, sharded over ranks."""

@@ -1,0 +1,80 @@
+"""How rank 0 hands each rank its row.
+
+Owns the few bytes of protocol between ranks, as plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from drafter_trainer.learn.membership import Members
+from paceline.speculators import PackedRow
+
+_STOP, _ROW, _SNAPSHOT, _SAVE = 0, 1, 2, 3
+_WORDS = {_STOP: "stop", _SNAPSHOT: "snapshot", _SAVE: "save"}
+_HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
+_INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
+
+
+def announce_stop(members: Members) -> None:
+    """Rank 0: the activation is over."""
+    members.agree(_STOP, 0)
+
+
+def announce_snapshot(members: Members, student: int = 0) -> None:
+    """Rank 0: the next collective is a snapshot of that student (students.py)."""
+    members.agree(_SNAPSHOT, student)
+
+
+def announce_save(members: Members) -> None:
+    """Rank 0: now a checkpoint is taken."""
+    members.agree(_SAVE, 0)
+
+
+def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
+    """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all
+    of one head.
+    """
+    members.agree(_ROW, student)
+    for rank, row in enumerate(rows[1:], start=1):
+        layers = row.layers.encode()
+        widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
+        dist.send(torch.tensor([*widths, *bytes.fromhex(row.lm_head_hash)]), rank)
+        dist.send(torch.frombuffer(bytearray(layers), dtype=torch.uint8), rank)
+        dist.send(torch.cat([row.states, row.next_states], dim=1), rank)
+        dist.send(torch.stack([getattr(row, name).long() for name in _INTEGERS]), rank)
+    return rows[0]
+
+
+def receive(members: Members) -> tuple[int, PackedRow | str]:
+    """Other members: a student and its next row, or "stop", "snapshot" or "save"."""
+    word, student = members.agree(_STOP, 0)
+    return student, _receive_row() if word == _ROW else _WORDS[word]
+
+
+def _receive_row() -> PackedRow:
+    size = torch.zeros(4 + _HASH_BYTES, dtype=torch.int64)
+    dist.recv(size, 0)
+    length, width, hidden_size, named, *hash_bytes = size.tolist()
+    layers = torch.empty(named, dtype=torch.uint8)
+    dist.recv(layers, 0)
+    states = torch.empty(length, width + hidden_size)
+    dist.recv(states, 0)
+    integers = torch.empty(len(_INTEGERS), length, dtype=torch.int64)
+    dist.recv(integers, 0)
+    next_tokens, draft_tokens, positions, parents, documents, valid = integers
+    return PackedRow(
+        states=states[:, :width],
+        next_states=states[:, width:],
+        next_tokens=next_tokens,
+        draft_tokens=draft_tokens,
+        positions=positions,
+        parents=parents,
+        documents=documents,
+        valid=valid.bool(),
+        lm_head_hash=bytes(hash_bytes).hex(),
+        layers=bytes(layers.tolist()).decode(),
+    )

@@ -1,0 +1,132 @@
+"""The drafters that learn from one stream: the primary one and its shadows. Owns whose turn it is,
+not what they learn.
+
+All ranks hold the same students in the same order; rank 0 chooses and says which (sharing.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drafter_trainer.config import DrafterTrainerConfig
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.learn.membership import Members
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.speculators import CaptureSpec, DraftNet, read_drafter, trained_net
+
+
+@dataclass(slots=True)
+class Student:
+    """One drafter with its own optimiser."""
+
+    index: int
+    kind: str
+    learner: DrafterLearner
+    capture: CaptureSpec
+    servable: bool
+    seconds_per_token: float = 0.0  # of a micro-batch, smoothed; 0 before the first
+    turns: int = 0
+
+    def reads(self, layers: str) -> bool:
+        """Whether rows of these layers hold what it learns from; the last state stands in every
+        row.
+        """
+        return not self.capture.inner or self.capture.layers == layers
+
+    def learn_speed(self, seconds_per_token: float) -> None:
+        """Takes one micro-batch into the average."""
+        old = self.seconds_per_token
+        self.seconds_per_token = 0.8 * old + 0.2 * seconds_per_token if old else seconds_per_token
+
+
+class Students(Sequence[Student]):
+    """The primary drafter first; turns are taken in proportion to the shares."""
+
+    def __init__(
+        self, config: DrafterTrainerConfig, nets: Sequence[DraftNet], members: Members
+    ) -> None:
+        """`nets`: that of `drafter`, then those of `shadows`.
+
+        Raises ConfigError when two are of one kind.
+        """
+        kinds = [net.speculator for net in nets]
+        if len(set(kinds)) < len(kinds):
+            raise ConfigError(
+                "two drafters of one kind", seen=", ".join(kinds), allowed="one of each"
+            )
+        servable = config.servable or kinds[:1]
+        if not set(servable) & set(kinds):
+            raise ConfigError(
+                "no drafter that is trained can be served", seen=servable, allowed=", ".join(kinds)
+            )
+        steps = config.micro_batches_per_step
+        self._students = [
+            Student(
+                index,
+                net.speculator,
+                DrafterLearner(net, config.optimizer, micro_batches=steps, members=members),
+                net.capture,
+                servable=net.speculator in servable,
+            )
+            for index, net in enumerate(nets)
+        ]
+        share = config.shadow_share if len(nets) > 1 else 0.0
+        self._shares = [1 - share, *(share / (len(nets) - 1) for _ in nets[1:])]
+
+    def __len__(self) -> int:
+        return len(self._students)
+
+    def __getitem__(self, index: int) -> Student:  # type: ignore[override]
+        return self._students[index]
+
+    def __iter__(self) -> Iterator[Student]:
+        return iter(self._students)
+
+    @property
+    def primary(self) -> Student:
+        """The drafter of the configuration; the clock of judgements and limits."""
+        return self._students[0]
+
+    def take_turn(self, layers: str) -> Student:
+        """Who learns from the next micro-batch of such rows: who is furthest behind its share, the
+        primary on a tie.
+        """
+        able = [student for student in self._students if student.reads(layers)] or self._students[
+            :1
+        ]
+        chosen = min(able, key=lambda student: (student.turns + 1) / self._shares[student.index])
+        chosen.turns += 1
+        return chosen
+
+    def state(self) -> dict[str, Any]:
+        """State of every shadow by kind; a collective of all ranks.
+
+        The primary's is kept by itself.
+        """
+        return {student.kind: student.learner.state() for student in self._students[1:]}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; shadows that are new begin fresh, former ones are forgotten."""
+        for student in self._students[1:]:
+            if student.kind in state:
+                student.learner.load_state(state[student.kind])
+
+
+def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[DraftNet]:
+    """The networks that a run begins with: that of `drafter`, then those of `shadows`.
+
+    Raises ConfigError.
+    """
+    shadows = (_initial(name, {}, target, config.run.seed) for name in config.shadows)
+    return [_initial(config.drafter, config.options, target, config.run.seed), *shadows]
+
+
+def _initial(drafter: str, options: Mapping[str, Any], target: ModelConfig, seed: int) -> DraftNet:
+    if Path(drafter).is_dir():
+        return read_drafter(Path(drafter), target)
+    net = trained_net(drafter)
+    return net.fresh(target, net.read_options(options), seed)

@@ -1,0 +1,1 @@
+"""Hidden rows as training batches."""

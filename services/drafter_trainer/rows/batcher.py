@@ -1,0 +1,131 @@
+"""Packs samples into one row. Pure; owns no buffer, no model, not what a row means (packed.py).
+
+Positions count from the start of a document's window, not of its sequence: rotary attention depends
+on distances alone, and a drafter then trains on the angles that it needs for short sequences as
+well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from drafter_trainer.rows.sample import FeatureSample
+from paceline.errors import InvalidInput
+from paceline.speculators import PackedRow
+
+
+def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
+    """One row from samples of one head; a sample longer than `window` positions gives its last
+    `window`.
+
+    A document is a sample's sequence, then its rejected drafts: a draft with token r under row i
+    pairs the state h_i with r, as position i pairs it with the token that was drawn, and stands
+    beside position i under position i - 1.
+    """
+    parts, first = list[dict[str, Tensor]](), 0
+    for number, sample in enumerate(samples):
+        if sample.positions > window:
+            sample = sample.cut(sample.positions - window, window)
+        for part in (_sequence(sample), _drafts(sample)):
+            if part is not None:
+                parents = part["parents"]
+                part["parents"] = torch.where(parents < 0, -1, parents + first)
+                part["documents"] = torch.full_like(parents, number)
+                parts.append(part)
+        first += sample.size
+    return PackedRow(
+        **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
+        lm_head_hash=samples[0].lm_head_hash,
+        layers=samples[0].layers,
+    )
+
+
+def pack_jagged(
+    states: Tensor,
+    token_ids: Tensor,
+    mask: Tensor,
+    *,
+    hidden_size: int,
+    lm_head_hash: str,
+    layers: str = "last",
+) -> PackedRow:
+    """One row from jagged nested tensors (torch.jagged): states [B, j, W], token_ids and mask [B, j
+    + 1].
+
+    Sequence b has j rows, at its tokens 0 .. j - 1; mask is True at tokens that may be a drafting
+    target. The last `hidden_size` of the W columns are the last hidden state. Raises InvalidInput
+    for other layouts or lengths.
+    """
+    batches = (states, token_ids, mask)
+    if not all(batch.is_nested and batch.layout == torch.jagged for batch in batches):
+        raise InvalidInput(
+            "a batch is not jagged", seen=[str(b.layout) for b in batches], allowed="torch.jagged"
+        )
+    samples = list[FeatureSample]()
+    if len({batch.size(0) for batch in batches}) > 1:
+        raise InvalidInput(
+            "batches differ in their number of sequences", seen=[batch.size(0) for batch in batches]
+        )
+    for number, (rows, tokens, targets) in enumerate(
+        zip(*(batch.unbind() for batch in batches), strict=True)
+    ):
+        lengths = (len(rows), len(tokens), len(targets))
+        if len(rows) < 2 or lengths[1:] != (len(rows) + 1, len(rows) + 1):
+            raise InvalidInput(
+                "lengths of a sequence do not fit",
+                seen=(number, *lengths),
+                allowed="j >= 2 rows, j + 1 tokens",
+            )
+        samples.append(
+            FeatureSample(
+                "",
+                0,
+                0,
+                lm_head_hash,
+                rows,
+                tokens.long(),
+                targets.bool(),
+                hidden_size,
+                layers=layers,
+            )
+        )
+    return pack(samples, window=max(sample.positions for sample in samples))
+
+
+def _sequence(sample: FeatureSample) -> dict[str, Tensor]:
+    """Positions of the sequence itself."""
+    here, hidden = torch.arange(sample.positions), sample.hidden.float()
+    return {
+        "states": hidden[:-1],
+        "next_states": hidden[1:, -sample.hidden_size :],
+        "next_tokens": sample.token_ids[1:-1],
+        "draft_tokens": sample.token_ids[2:],
+        "positions": here,
+        "parents": here - 1,
+        "valid": sample.generated[2:],
+    }
+
+
+def _drafts(sample: FeatureSample) -> dict[str, Tensor] | None:
+    """Positions of its rejected drafts, whose states are known and whose next token nobody drew."""
+    branches = sample.branches
+    if branches is None:
+        return None
+    rows, hidden = sample.hidden.shape[0], branches.hidden.float()
+    # Under row i of the sequence: beside position i. Under another draft: that draft's own
+    # position.
+    under = torch.where(
+        branches.parents < rows, branches.parents - 1, branches.parents - rows + sample.positions
+    )
+    return {
+        "states": torch.cat([sample.hidden.float(), hidden])[branches.parents],
+        "next_states": hidden[:, -sample.hidden_size :],
+        "next_tokens": branches.token_ids,
+        "draft_tokens": torch.full_like(branches.token_ids, -1),
+        "positions": branches.roots + branches.depths,
+        "parents": under,
+        "valid": torch.ones_like(branches.token_ids, dtype=torch.bool),
+    }

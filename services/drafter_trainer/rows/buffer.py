@@ -1,0 +1,213 @@
+"""Samples waiting to be learned from: bounded in samples and bytes, split into training and
+held-out.
+
+Owns what is kept and what is drawn; not what a sample is (sample.py), where samples come from
+(rank.py) nor how they are packed (batcher.py).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from statistics import median_high
+
+import numpy as np
+
+from drafter_trainer.rows.sample import FeatureSample
+
+
+class FeatureBuffer:
+    """Training samples and, of one in `heldout_every` sessions, held-out ones that are never
+    trained on.
+
+    Training begins while a step's long sequences are still being decoded: what has arrived of it is
+    short. So of a past step the longer half stays longest, and draws mix the previous step's with
+    this step's early finishers (one-step offset sampling, the DataBuffer of FastRL).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_samples: int,
+        byte_budget: int,
+        heldout_every: int,
+        heldout_samples: int,
+        seed: int,
+        window: int = 512,
+        long_share: float = 0.5,
+        rejected: bool = True,
+    ) -> None:
+        """`window`: positions of one sample drawn at most; `long_share`: see draw; `rejected`:
+        learn from them.
+        """
+        self._now = deque[FeatureSample]()  # of the newest step
+        self._short, self._long = (
+            deque[FeatureSample](),
+            deque[FeatureSample](),
+        )  # of past steps, in order of arrival
+        self._heldout: deque[FeatureSample] = deque(maxlen=heldout_samples)
+        self._max_samples, self._byte_budget = max_samples, byte_budget
+        self._heldout_every = heldout_every
+        self._window, self._long_share, self._rejected = window, long_share, rejected
+        self._random = np.random.default_rng(seed)
+        self._step = self._previous_step = -1
+        self._long_from = 0  # positions of the shortest long sample of the previous step
+        self._long_expected = self._long_arrived = (
+            0  # long samples of the previous step, and of this one
+        )
+        self._sizes = Counter[str]()  # by head
+        self.nbytes = 0
+        self.dropped = Counter[str]()
+
+    def __len__(self) -> int:
+        return len(self._now) + len(self._short) + len(self._long)
+
+    def __iter__(self) -> Iterator[FeatureSample]:
+        """Training samples, those that would be evicted first first."""
+        return chain(self._short, self._long, self._now)
+
+    @property
+    def tokens(self) -> int:
+        """Training positions held."""
+        return self._sizes.total()
+
+    def tokens_of(self, known: Iterable[str]) -> int:
+        """Training positions held of the `known` policy heads."""
+        return sum(self._sizes[head] for head in known)
+
+    def add(self, sample: FeatureSample) -> None:
+        """Keeps a sample; when samples or bytes exceed the budget past steps go first, their short
+        samples before all.
+
+        Of a held-out sample one window stays, always the same of a session, without rejected
+        drafts: nobody drew a token after them that a draft could be compared with.
+        """
+        name = zlib.crc32(sample.session.encode())
+        if name % self._heldout_every == 0:
+            self._heldout.append(
+                replace(sample, branches=None).window(self._window, np.random.default_rng(name))
+            )
+            return
+        self._place(sample if self._rejected else replace(sample, branches=None))
+        while len(self) > self._max_samples or self.nbytes > self._byte_budget:
+            self._count(
+                next(part for part in (self._short, self._long, self._now) if part).popleft(), -1
+            )
+            self.dropped["evicted"] += 1
+
+    def _place(self, sample: FeatureSample) -> None:
+        self._count(sample, 1)
+        if sample.step > self._step:
+            self._begin_step(sample.step)
+        is_long = sample.positions >= self._long_from
+        if sample.step == self._step:
+            self._now.append(sample)
+            self._long_arrived += is_long
+        else:
+            (self._long if is_long else self._short).append(sample)
+
+    def _begin_step(self, step: int) -> None:
+        """The newest step becomes the previous one: the longer half of its samples are its long
+        ones.
+        """
+        if self._now:
+            self._long_from = median_high(sample.positions for sample in self._now)
+            self._previous_step, self._long_arrived = self._step, 0
+            short = [sample for sample in self._now if sample.positions < self._long_from]
+            self._long_expected = len(self._now) - len(short)
+            self._short += short
+            self._long += (sample for sample in self._now if sample.positions >= self._long_from)
+            self._now.clear()
+        self._step = step
+
+    def _count(self, sample: FeatureSample, sign: int) -> None:
+        self.nbytes += sign * sample.nbytes
+        self._sizes[sample.lm_head_hash] += sign * sample.size
+
+    def forget(self, keep: Callable[[FeatureSample], bool], reason: str) -> None:
+        """Drops the training samples that `keep` refuses, and counts them under `reason`."""
+        for part in (self._now, self._short, self._long):
+            for _ in range(len(part)):
+                sample = part.popleft()
+                if keep(sample):
+                    part.append(sample)
+                else:
+                    self._count(sample, -1)
+                    self.dropped[reason] += 1
+
+    def draw(
+        self, tokens: int, *, recency: float, known: Iterable[str], at_least: int = 1
+    ) -> list[FeatureSample]:
+        """Samples of one of the `known` policy heads worth about `tokens` positions, without
+        replacement.
+
+        At least `at_least` samples: heads with fewer are left out. Empty when nothing usable is
+        held. A sample longer than the window gives a stretch of it, another one each time.
+
+        A head is drawn with probability proportional to recency ** (heads newer than it) * its
+        positions, so that one micro-batch needs one head and old versions fade. As long as this
+        step has delivered no long samples, a `long_share` of all draws is of the previous step's
+        long ones alone; as they arrive, it falls to none.
+        """
+        heads = set(known)
+        group = list[FeatureSample]()
+        if self._random.random() < self._long_share * self._long_missing():
+            held = [sample for sample in self._long if sample.step == self._previous_step]
+            group = self._of_one_head(held, recency, heads, at_least)
+        group = group or self._of_one_head(self, recency, heads, at_least)
+        return self._some(group, tokens, at_least)
+
+    def _long_missing(self) -> float:
+        """Share of this step's long samples that have not arrived, if it has as many as the
+        previous step.
+        """
+        return max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
+
+    def _of_one_head(
+        self, samples: Iterable[FeatureSample], recency: float, heads: set[str], at_least: int
+    ) -> list[FeatureSample]:
+        by_head: dict[str, list[FeatureSample]] = {}
+        for sample in samples:
+            if sample.lm_head_hash in heads:
+                by_head.setdefault(sample.lm_head_hash, []).append(sample)
+        enough = [group for group in by_head.values() if len(group) >= at_least]
+        if not enough:
+            return []
+        groups = sorted(
+            enough, key=lambda group: max(s.policy_version for s in group), reverse=True
+        )
+        weights = np.array(
+            [recency**age * sum(s.size for s in group) for age, group in enumerate(groups)]
+        )
+        return groups[int(self._random.choice(len(groups), p=weights / weights.sum()))]
+
+    def _some(
+        self, group: Sequence[FeatureSample], tokens: int, at_least: int
+    ) -> list[FeatureSample]:
+        drawn, room = list[FeatureSample](), tokens
+        for index in self._random.permutation(len(group)):
+            sample = group[index].window(self._window, self._random)
+            room -= sample.size
+            if len(drawn) >= at_least and room < 0:
+                break
+            drawn.append(sample)
+        return drawn
+
+    def heldout(self, known_heads: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
+        """Held-out samples of the newest policy version that has some, oldest first.
+
+        Where they hold fewer than `at_least` drafting targets, those of the versions before it come
+        along, newest versions first to be taken: short responses must not keep drafters from being
+        judged.
+        """
+        known = set(known_heads)
+        usable = [sample for sample in self._heldout if sample.lm_head_hash in known]
+        taken: list[FeatureSample] = []
+        for version in sorted({sample.policy_version for sample in usable}, reverse=True):
+            taken = [*(sample for sample in usable if sample.policy_version == version), *taken]
+            if sum(sample.targets for sample in taken) >= at_least:
+                break
+        return taken

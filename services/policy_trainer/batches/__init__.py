@@ -1,0 +1,1 @@
+"""Trajectories as training batches."""

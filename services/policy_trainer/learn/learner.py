@@ -1,0 +1,120 @@
+"""One optimiser step on a batch.
+
+Owns the update and its figures; not where batches come from or weights go to.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from policy_trainer.algorithms import ALGORITHMS, Algorithm, TokenBatch
+from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
+from policy_trainer.batches.packing import plan_micro_batches
+from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.learn.model import PolicyModel
+from policy_trainer.learn.parallel import to_device
+from policy_trainer.messages import StepFacts
+
+
+class Learner:
+    """Model and optimiser of this rank. All methods are collective."""
+
+    def __init__(self, config: PolicyTrainerConfig, model: PolicyModel, mesh: DeviceMesh) -> None:
+        self.config = config
+        self.model = model
+        self.mesh = mesh
+        self.algorithm: Algorithm = ALGORITHMS[config.algorithm.name](config.algorithm)
+        self.updates = 0
+        settings = config.optimizer
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            foreach=True,
+        )
+
+    def step(self, batch: TrainBatch) -> StepFacts:
+        """Updates the weights on the batch; leaves them as they are when no token carries gradient.
+
+        The proximal log-probs are those of the first pass, detached: the weights have not moved
+        yet, so this is exact and saves a forward.
+        """
+        started = time.perf_counter()
+        trained = batch.trained_tokens
+        if trained == 0:
+            return StepFacts(train_s=time.perf_counter() - started, world_size=self.mesh.size())
+        micro_batches = self._micro_batches(batch)
+        first = torch.zeros(4, dtype=torch.float64)
+        first_norm = 0.0
+        proximal: list[Tensor] = []
+        for update in range(self.config.algorithm.updates_per_step):
+            sums = self._accumulate(micro_batches, proximal, trained)
+            norm = self._update()
+            if update == 0:
+                first, first_norm = sums, norm
+        loss, entropy, gap, clipped = (first / trained).tolist()
+        return StepFacts(
+            loss,
+            first_norm,
+            entropy,
+            gap,
+            clipped,
+            train_s=time.perf_counter() - started,
+            world_size=self.mesh.size(),
+        )
+
+    def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
+        plan = plan_micro_batches(
+            (batch.lengths - 1).tolist(),
+            world_size=self.mesh.size(),
+            row_tokens=self.config.row_tokens,
+            tokens_per_micro_batch=self.config.tokens_per_micro_batch,
+        )
+        return [
+            to_device(make_micro_batch(batch, rows), self.mesh)
+            for rows in plan[self.mesh.get_rank()]
+        ]
+
+    def _accumulate(
+        self, micro_batches: list[MicroBatch], proximal: list[Tensor], trained: int
+    ) -> Tensor:
+        """Gradients of the token-mean loss; returns global sums of loss, entropy, behavior gap,
+        clipped tokens [4].
+
+        Ranks average their gradients, so each rank's loss is scaled by the number of ranks: the
+        result is the gradient of sum(loss) / global trained tokens whatever the number of ranks and
+        the split.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)
+        for i, micro in enumerate(micro_batches):
+            self.model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # type: ignore[operator]
+            policy, entropy = self.model(micro)
+            if len(proximal) <= i:
+                proximal.append(policy.detach())
+            tokens = TokenBatch(policy, proximal[i], micro.behavior_logprobs, micro.advantages)
+            loss = self.algorithm.loss(tokens)
+            (loss.loss_sum * (self.mesh.size() / trained)).backward()
+            gap = (proximal[i] - micro.behavior_logprobs).sum()
+            sums += torch.stack([loss.loss_sum.detach(), entropy.sum(), gap, loss.clipped]).double()
+        dist.all_reduce(sums)
+        return sums.cpu()
+
+    def _update(self) -> float:
+        """Clips by the global norm, steps; returns the norm before clipping."""
+        settings = self.config.optimizer
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
+        self.updates += 1
+        warm = min(1.0, self.updates / settings.warmup_steps) if settings.warmup_steps else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.lr * warm
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)

@@ -1,0 +1,68 @@
+"""The policy as a module that gives log-probs. Owns loading and the forward over packed rows; not
+sharding, not loss.
+
+Shape letters: R rows, W row width, M trained tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+from policy_trainer.algorithms.losses import token_entropy, token_logprobs
+from policy_trainer.batches.batch import MicroBatch
+
+
+class PolicyModel(nn.Module):
+    """A transformers causal language model whose forward ends in log-probs at the trained positions
+    only.
+
+    The decoder runs with position ids and without an attention mask: transformers reads a position
+    that does not continue its left neighbour as the start of a new document and masks attention
+    across it.
+    """
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, micro: MicroBatch) -> tuple[Float[Tensor, " M"], Float[Tensor, " M"]]:
+        """(log_softmax(logits / temperature)[target], entropy in nats, without gradient), in
+        fp32.
+        """
+        hidden = self.lm.model(
+            input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+        ).last_hidden_state
+        logits = (
+            self.lm.lm_head(hidden.flatten(0, 1)[micro.predict_at]).float()
+            / micro.temperatures[:, None]
+        )
+        return token_logprobs(logits, micro.targets), token_entropy(logits.detach())
+
+    def layers(self) -> list[nn.Module]:
+        """Decoder layers, the units of sharding."""
+        return list(self.lm.model.layers)
+
+
+def load_policy(directory: Path) -> PolicyModel:
+    """The model of a Hugging Face directory in fp32 master weights, on the CPU.
+
+    Raises ConfigError when the directory holds no Llama, Qwen2 or Qwen3 checkpoint.
+    """
+    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
+
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no policy can be loaded from {directory}: {error}", seen=directory
+        ) from error
+    lm.config.use_cache = False
+    return PolicyModel(lm)

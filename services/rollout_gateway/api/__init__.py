@@ -1,0 +1,1 @@
+"""The gateway's APIs: gRPC and HTTP."""

@@ -1,0 +1,300 @@
+"""Bodies of Anthropic's messages API. Owns which fields and blocks exist, and how blocks become
+messages.
+
+A history that is sent back has to become the messages that were recorded: an assistant's blocks are
+one Message, a user's tool results are one Message each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.openai.schema import MAX_STOPS
+from rollout_gateway.api.http.shapes import (
+    TEXT_OR_LIST,
+    JsonObject,
+    JsonValue,
+    NullIs,
+    Off,
+    Shape,
+    Temperature,
+    TopP,
+    by_type,
+    joined_text,
+)
+from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
+
+FAILED = "Error: "
+"""Begins the content of a tool result that is marked as an error: chat templates have no other
+place for the mark.
+"""
+
+
+class TextBlock(Shape):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Shape):
+    """What an assistant thought; its signature is ignored, the gateway signs nothing."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(Shape):
+    """Thinking that nobody here can read; it is left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Shape):
+    """A call of an assistant."""
+
+    type: Literal["tool_use"]
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: JsonValue
+
+
+_Text = Annotated[TextBlock, Tag("<text>")]
+Texts = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<list>")],
+    TEXT_OR_LIST,
+]
+
+
+class ToolResultBlock(Shape):
+    """What a tool gave back."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(min_length=1)
+    content: Texts | None = None
+    is_error: Off = False
+
+    def message(self) -> Message:
+        """As the gateway knows it."""
+        text = joined_text(self.content)
+        return Message(
+            "tool", FAILED + text if self.is_error else text, tool_call_id=self.tool_use_id
+        )
+
+
+Block = Annotated[
+    _Text
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")],
+    by_type(),
+]
+Blocks = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<list>")],
+    TEXT_OR_LIST,
+]
+
+
+BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
+"""Types of the blocks that each role may say."""
+
+
+class MessageBody(Shape):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+    def said(self, index: int) -> list[Message]:
+        """As the gateway knows it; `index` is told in errors.
+
+        Raises FieldError for blocks of another role.
+        """
+        blocks = (
+            [TextBlock(type="text", text=self.content)]
+            if isinstance(self.content, str)
+            else self.content
+        )
+        allowed = BLOCKS[self.role]
+        for number, block in enumerate(blocks):
+            if block.type not in allowed:
+                field = f"messages[{index}].content[{number}].type"
+                raise FieldError(
+                    field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
+                )
+        if self.role == "user":
+            return list(_user(blocks))
+        return [
+            _assistant(blocks)
+            if self.role == "assistant"
+            else Message("system", joined_text(blocks))
+        ]
+
+
+class AnthropicTool(Shape):
+    """A tool with a schema of its own; tools that Anthropic runs are not served."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: JsonObject
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates read it, and as chat completions hash it."""
+        about = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+        }
+        return {
+            "type": "function",
+            "function": {key: value for key, value in about.items() if value is not None},
+        }
+
+
+class AnthropicToolChoice(Shape):
+    """Whether the model may, must or must not use a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+
+    def choice(self) -> ToolChoice:
+        """As the gateway knows it. Raises FieldError for a tool without a name."""
+        if self.type == "tool":
+            if not self.name:
+                raise FieldError(
+                    "tool_choice.name", "is missing", seen="null", allowed="the name of a tool"
+                )
+            return ToolChoice("named", self.name)
+        return ToolChoice("required" if self.type == "any" else self.type)
+
+
+class OutputFormat(Shape):
+    """The schema that the text has to match."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Shape):
+    """Where the form of the text stands."""
+
+    format: OutputFormat | None = None
+
+
+class ConversationBody(Shape):
+    """POST /v1/messages/count_tokens, and what a message needs as well."""
+
+    model: str | None = None
+    messages: list[MessageBody] = Field(min_length=1)
+    system: Texts | None = None
+    tools: list[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+
+    def request(self) -> ChatRequest:
+        """As the gateway knows it. Raises FieldError for blocks in the wrong place."""
+        told = joined_text(self.system)
+        messages = [Message("system", told)] if told else []
+        for index, one in enumerate(self.messages):
+            said = one.said(index)
+            if one.role == "assistant" and messages and messages[-1].role == "assistant":
+                said = [_both(messages.pop(), said[0])]
+            messages += said
+        choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
+        prefill = self._prefill(messages.pop(), choice) if messages[-1].role == "assistant" else ""
+        if not any(message.role != "system" for message in messages):
+            raise FieldError(
+                "messages", "has nothing to answer", seen="no user's message", allowed="one or more"
+            )
+        return ChatRequest(
+            tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill
+        )
+
+    def _prefill(self, message: Message, choice: ToolChoice) -> str:
+        field = f"messages[{len(self.messages) - 1}].content"
+        if message.tool_calls or message.reasoning:
+            raise FieldError(
+                field, "of the last assistant message is text alone", seen="tool_use or thinking"
+            )
+        if message.content and choice.mode in ("required", "named"):
+            raise FieldError(
+                field,
+                "cannot begin an answer that has to be a tool call",
+                seen=message.content[:40],
+            )
+        return message.content
+
+
+class MessagesBody(ConversationBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1, lt=2**31)
+    stream: Off = False
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[int, Field(ge=0, lt=2**31), NullIs(0)] = 0
+    stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
+    output_config: OutputConfig | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)  # extension
+
+    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
+        """How to draw the message; `index` is 0, there is one, and it has a limit of its own."""
+        form = self.output_config.format if self.output_config is not None else None
+        params = tpb.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences or [],
+            json_schema="" if form is None else json.dumps(form.json_schema),
+        )
+        if self.seed is not None:
+            params.seed = self.seed
+        return params
+
+
+def _user(blocks: Sequence[Any]) -> Iterator[Message]:
+    """A user's blocks: tool results one by one, the texts between them joined."""
+    texts: list[str] = []
+    for block in blocks:
+        if isinstance(block, TextBlock):
+            texts.append(block.text)
+            continue
+        if texts:
+            yield Message("user", "".join(texts))
+            texts = []
+        yield block.message()
+    if texts or not blocks:
+        yield Message("user", "".join(texts))
+
+
+def _assistant(blocks: Sequence[Any]) -> Message:
+    said = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thought = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    calls = [
+        ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        for block in blocks
+        if isinstance(block, ToolUseBlock)
+    ]
+    return Message("assistant", "".join(said), "".join(thought), tuple(calls))
+
+
+def _both(first: Message, second: Message) -> Message:
+    """Assistant messages in a row are one turn: an answer to a prefill may be sent back behind
+    it.
+    """
+    calls = first.tool_calls + second.tool_calls
+    return Message(
+        "assistant", first.content + second.content, first.reasoning + second.reasoning, calls
+    )

@@ -1,0 +1,94 @@
+"""Errors as HTTP answers in the shapes of OpenAI and Anthropic.
+
+Owns statuses; the errors are paceline.errors'.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from paceline.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidInput,
+    MissingCapability,
+    NotFound,
+    PacelineError,
+    ResourceExhausted,
+    Unavailable,
+)
+from rollout_gateway.calls.checks import CHECKED_FIELDS
+
+STATUS = (
+    (InvalidInput, 400, "invalid_request_error"),
+    (MissingCapability, 400, "invalid_request_error"),
+    (NotFound, 404, "not_found_error"),
+    (FailedPrecondition, 409, "invalid_request_error"),
+    (ResourceExhausted, 429, "rate_limit_error"),
+    (Unavailable, 503, "server_error"),
+    (DeadlineExceeded, 504, "server_error"),
+)
+REASONS = {
+    "UNAUTHENTICATED": (401, "authentication_error"),
+    "NOT_ALLOWED": (403, "permission_error"),
+    "BODY_TOO_LARGE": (413, "invalid_request_error"),
+}
+ANTHROPIC_TYPES = {409: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"}
+RETRY_STATUSES = (429, 503)
+
+
+def status_of(error: PacelineError) -> tuple[int, str]:
+    """(status, OpenAI's type)"""
+    if error.reason in REASONS:
+        return REASONS[error.reason]
+    return next(
+        ((code, name) for family, code, name in STATUS if isinstance(error, family)),
+        (500, "server_error"),
+    )
+
+
+def openai_error(error: PacelineError) -> dict[str, Any]:
+    """{"error": {"message", "type", "param", "code"}}; param is the field that was wrong."""
+    field = getattr(error, "field", None) or _checked_field(error.message)
+    return {
+        "error": {
+            "message": str(error),
+            "type": status_of(error)[1],
+            "param": field,
+            "code": error.reason.lower(),
+        }
+    }
+
+
+def _checked_field(message: str) -> str | None:
+    """The field that a refusal of request_checks begins with."""
+    first = message.partition(" ")[0].rstrip(":")
+    return first if first in CHECKED_FIELDS else None
+
+
+def anthropic_error(error: PacelineError) -> dict[str, Any]:
+    """{"type": "error", "error": {"type", "message"}}"""
+    status, kind = status_of(error)
+    if kind == "server_error":
+        kind = "api_error"
+    return {
+        "type": "error",
+        "error": {"type": ANTHROPIC_TYPES.get(status, kind), "message": str(error)},
+    }
+
+
+def answer(error: PacelineError, *, anthropic: bool = False) -> JSONResponse:
+    """The response, with retry-after (s) where trying again may help."""
+    status, _ = status_of(error)
+    headers = {}
+    if status in RETRY_STATUSES:
+        headers["retry-after"] = str(
+            max(math.ceil(getattr(error, "retry_after_s", None) or 1.0), 1)
+        )
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = anthropic_error(error) if anthropic else openai_error(error)
+    return JSONResponse(body, status_code=status, headers=headers)

@@ -1,0 +1,57 @@
+"""Who sent a request. Owns where its key stands and which sessions it may act on."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+
+from paceline.errors import InvalidInput
+from rollout_gateway.gateway import Gateway
+from rollout_gateway.sessions.registry import Ended
+from rollout_gateway.sessions.session import Caller, Session
+
+CURRENT = "current"
+"""Stands for the session of the key."""
+
+
+def api_key(request: Request) -> str:
+    """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key."""
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def caller_of(gateway: Gateway, request: Request) -> Caller:
+    """Who asks.
+
+    Raises InvalidInput (UNAUTHENTICATED), FailedPrecondition for the key of an ended session.
+    """
+    return await gateway.agents.caller(api_key(request))
+
+
+async def require_token(gateway: Gateway, request: Request) -> None:
+    """Raises InvalidInput for the key of a session: it opens nothing but the session itself."""
+    if (await caller_of(gateway, request)).session is not None:
+        raise InvalidInput(
+            "a session's key cannot do this", reason="NOT_ALLOWED", allowed="the gateway's token"
+        )
+
+
+async def session_of(gateway: Gateway, request: Request) -> Session | Ended:
+    """The session that the path names, open or ended, if the key may act on it.
+
+    Raises InvalidInput, NotFound.
+    """
+    named = str(request.path_params["id"])
+    key = api_key(request)
+    owner = gateway.agents.sessions.owner(key)
+    if owner is None:
+        await gateway.agents.caller(key)
+        if named == CURRENT:
+            raise InvalidInput(
+                "current is the session of a session's key", seen="another key", allowed="an id"
+            )
+    elif named not in (CURRENT, owner):
+        raise InvalidInput(
+            "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
+        )
+    ended = gateway.agents.sessions.ended(owner or named)
+    return gateway.agents.sessions.get(owner or named) if ended is None else ended

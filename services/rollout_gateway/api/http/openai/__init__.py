@@ -1,0 +1,1 @@
+"""Chat completions and completions of OpenAI."""

@@ -1,0 +1,274 @@
+"""Bodies of the OpenAI-shaped requests.
+
+Owns which fields exist, their types and ranges; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.shapes import (
+    Content,
+    JsonObject,
+    NullIs,
+    Off,
+    Temperature,
+    TopP,
+    joined_text,
+)
+from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
+from rollout_gateway.engines.base import MAX_BIASED_TOKENS
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullIs(0.0)]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream says besides its choices."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    include_usage: Off = False
+
+
+class GenerationBody(BaseModel):
+    """What both kinds of completion understand."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str = ""
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: int = Field(0, ge=0, lt=2**31)
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = (
+        1.0  # extension
+    )
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, max_length=MAX_BIASED_TOKENS
+    )  # JSON spells the ids as text
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    stream: Off = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False  # extension: go on after an end token
+    return_token_ids: bool = False  # extension: token_ids in each choice
+
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log-probs are asked for."""
+        return None
+
+    def limit(self) -> int | None:
+        """Tokens to generate at most."""
+        return self.max_tokens
+
+    def json_schema(self) -> str:
+        """The JSON schema that the response has to match; empty: none."""
+        return ""
+
+    def with_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
+        """Sampling of choice `index`: with a seed, choice i draws with seed + i."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        params = tpb.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            max_tokens=self.limit() or default_limit,
+            stop=stops,
+            ignore_eos=self.ignore_eos,
+            top_logprobs=self.wanted_logprobs() or 0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias or {},
+            json_schema=self.json_schema(),
+        )
+        if self.seed is not None:
+            params.seed = self.seed + index
+        return params
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: int | None = Field(16, ge=1, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Off = False
+    suffix: str | None = None
+    best_of: int | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        """Raises FieldError for what is not served."""
+        if self.echo:
+            raise FieldError("echo", "is not served", seen=True, allowed=False)
+        if self.suffix:
+            raise FieldError("suffix", "is not served", seen=self.suffix[:40])
+        if self.best_of not in (None, self.n):
+            raise FieldError(
+                "best_of", "other than n is not served", seen=self.best_of, allowed=self.n
+            )
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or more prompts, each text or token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise FieldError(
+                "prompt", "is empty", seen="[]", allowed="text, token ids, or a list of these"
+            )
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(cast("list[str | list[int]]", self.prompt))
+
+
+class FunctionCall(BaseModel):
+    """The function of a tool call."""
+
+    name: str = Field(min_length=1)
+    arguments: str = ""
+
+
+class CallBody(BaseModel):
+    """A tool call in a past message."""
+
+    id: str = ""
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One message; unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def message(self) -> Message:
+        """As the gateway knows it."""
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        return Message(
+            cast("Role", role),
+            joined_text(self.content),
+            self.reasoning_content or "",
+            tuple(
+                ToolCall(one.id, one.function.name, one.function.arguments)
+                for one in self.tool_calls or ()
+            ),
+            self.tool_call_id or "",
+            self.name or "",
+        )
+
+
+class FunctionTool(BaseModel):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+
+class ToolBody(BaseModel):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+
+
+class NamedFunction(BaseModel):
+    """A function by name."""
+
+    name: str = Field(min_length=1)
+
+
+class NamedTool(BaseModel):
+    """A choice of one tool."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class SchemaBody(BaseModel):
+    """A schema with a name, as response_format carries it."""
+
+    json_schema: JsonObject | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What form the answer has to have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: SchemaBody | None = None
+
+    def schema_text(self) -> str:
+        """The schema as JSON text; "{}" is any object, "" no demand."""
+        if self.type == "text":
+            return ""
+        named = (
+            self.json_schema.json_schema
+            if self.type == "json_schema" and self.json_schema
+            else None
+        )
+        return json.dumps(named or {})
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: Off = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    response_format: ResponseFormat | None = None
+
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def json_schema(self) -> str:
+        return "" if self.response_format is None else self.response_format.schema_text()
+
+    def request(self) -> ChatRequest:
+        """As the gateway knows it."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedTool):
+            asked = ToolChoice("named", choice.function.name)
+        else:
+            asked = ToolChoice(choice or "auto")
+        return ChatRequest(
+            tuple(message.message() for message in self.messages),
+            tuple(tool.shown() for tool in self.tools or ()),
+            asked,
+        )

@@ -1,0 +1,259 @@
+"""Bodies of OpenAI's responses API. Owns which fields and items exist; how items are grouped into
+messages is here too.
+
+What a model said in one turn are several items (reasoning, message, function calls) and one
+Message: a history that is sent back has to become the messages that were recorded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import Field, Tag
+
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.api.http.bodies import FieldError
+from rollout_gateway.api.http.openai.schema import MAX_STOPS
+from rollout_gateway.api.http.shapes import (
+    TEXT_OR_LIST,
+    WORD_OR_OBJECT,
+    Content,
+    JsonObject,
+    JsonValue,
+    Off,
+    On,
+    Shape,
+    Temperature,
+    TopP,
+    by_type,
+    joined_text,
+)
+from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
+
+NOT_SERVED = ("background", "conversation", "prompt")
+"""Fields that change what a request means; ignoring them would answer another one."""
+
+
+class MessageItem(Shape):
+    """A message; one of an assistant is part of a turn."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class CallItem(Shape):
+    """A function call of an assistant."""
+
+    type: Literal["function_call"]
+    call_id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class OutputItem(Shape):
+    """What a function gave back."""
+
+    type: Literal["function_call_output"]
+    call_id: str = Field(min_length=1)
+    output: Content
+
+
+class ReasoningText(Shape):
+    """A piece of reasoning."""
+
+    text: str
+
+
+class ReasoningItem(Shape):
+    """What an assistant thought; a summary counts where there is nothing else."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = None
+    summary: list[ReasoningText] = Field(default=[])
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or self.summary)
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[OutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    by_type("message"),
+]
+Items = Annotated[
+    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<list>")],
+    TEXT_OR_LIST,
+]
+
+
+class FlatTool(Shape):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates read it, and as chat completions hash it."""
+        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {
+            "type": "function",
+            "function": {key: value for key, value in about.items() if value is not None},
+        }
+
+
+class NamedFunctionTool(Shape):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    name: str = Field(min_length=1)
+
+
+class TextFormat(Shape):
+    """What form the text has to have."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    named: str | None = Field(None, alias="name")
+    json_schema: JsonObject | None = Field(None, alias="schema")
+
+
+class TextConfig(Shape):
+    """Where the form of the text stands."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(Shape):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: Items
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: On = True
+    stream: Off = False
+    tools: list[FlatTool] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["auto", "none", "required"], Tag("<word>")]
+            | Annotated[NamedFunctionTool, Tag("<object>")],
+            WORD_OR_OBJECT,
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: On = True
+    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    text: TextConfig | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None  # extension
+    seed: int | None = Field(None, ge=0, lt=2**63)  # extension
+    background: JsonValue = None
+    conversation: JsonValue = None
+    prompt: JsonValue = None
+
+    def check(self) -> None:
+        """Raises FieldError for what is not served."""
+        for field in NOT_SERVED:
+            if seen := getattr(self, field):
+                raise FieldError(field, "is not served", seen=str(seen)[:40])
+
+    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
+        """How to draw the response; `index` is 0, there is one."""
+        params = tpb.SamplingParams(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            max_tokens=self.max_output_tokens or default_limit,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
+            json_schema=self.json_schema(),
+        )
+        if self.seed is not None:
+            params.seed = self.seed
+        return params
+
+    def json_schema(self) -> str:
+        """The schema of the text as JSON; "{}" is any object, "" no demand."""
+        form = self.text.format if self.text is not None else None
+        if form is None or form.type == "text":
+            return ""
+        if form.type == "json_schema" and form.json_schema is None:
+            raise FieldError(
+                "text.format.schema", "is missing", seen="null", allowed="a JSON schema"
+            )
+        return json.dumps(form.json_schema or {})
+
+    def messages(self) -> tuple[Message, ...]:
+        """What the input adds to the conversation. Raises FieldError when that is nothing."""
+        if isinstance(self.input, str):
+            return (Message("user", self.input),)
+        if not self.input:
+            raise FieldError("input", "is empty", seen="[]", allowed="text, or one item or more")
+        return tuple(grouped(self.input))
+
+    def request(self, before: Sequence[Message]) -> ChatRequest:
+        """As the gateway knows it; `before`: what was said up to the previous response, without
+        instructions.
+        """
+        system = (Message("system", self.instructions),) if self.instructions else ()
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunctionTool):
+            asked = ToolChoice("named", choice.name)
+        else:
+            asked = ToolChoice(choice or "auto")
+        tools = tuple(tool.shown() for tool in self.tools or ())
+        return ChatRequest((*system, *before, *self.messages()), tools, asked)
+
+
+class _Turn:
+    """Items of one turn of an assistant."""
+
+    def __init__(self) -> None:
+        self.items: list[MessageItem | CallItem | ReasoningItem] = []
+
+    def continues(self, item: MessageItem | CallItem | ReasoningItem) -> bool:
+        """Whether the item belongs to this turn: thinking begins one, and so does a message right
+        after another.
+        """
+        if not self.items or isinstance(item, CallItem):
+            return True
+        return isinstance(item, MessageItem) and not isinstance(self.items[-1], MessageItem)
+
+    def message(self) -> Message:
+        said = [joined_text(item.content) for item in self.items if isinstance(item, MessageItem)]
+        thought = [item.text for item in self.items if isinstance(item, ReasoningItem)]
+        calls = [
+            ToolCall(one.call_id, one.name, one.arguments)
+            for one in self.items
+            if isinstance(one, CallItem)
+        ]
+        return Message("assistant", "".join(said), "".join(thought), tuple(calls))
+
+
+def grouped(items: Sequence[Any]) -> Iterator[Message]:
+    """Items as messages: those that an assistant said in one turn become one."""
+    turn = _Turn()
+    for item in items:
+        spoken = isinstance(item, CallItem | ReasoningItem) or (
+            isinstance(item, MessageItem) and item.role == "assistant"
+        )
+        if turn.items and not (spoken and turn.continues(item)):
+            yield turn.message()
+            turn = _Turn()
+        if spoken:
+            turn.items.append(item)
+        elif isinstance(item, OutputItem):
+            yield Message("tool", joined_text(item.output), tool_call_id=item.call_id)
+        else:
+            role = "system" if item.role == "developer" else item.role
+            yield Message(cast("Role", role), joined_text(item.content))
+    if turn.items:
+        yield turn.message()

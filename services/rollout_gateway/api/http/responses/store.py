@@ -1,0 +1,79 @@
+"""Past responses, so that a request can go on from one by its id.
+
+Owns their number and size; in memory only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import NotFound
+from rollout_gateway.chat.messages import Message
+from rollout_gateway.sessions.session import Caller
+
+MAX_RESPONSES = 4096
+MAX_BYTES = 64 << 20
+"""Of all stored responses; a conversation counts with every response that ends it."""
+
+OVERHEAD_BYTES = 100
+"""Of a message or a call besides its texts, about."""
+
+
+class UnknownResponse(NotFound):
+    """No response of that id is stored, or not for this caller."""
+
+    def __init__(self, response_id: str, field: str | None = None) -> None:
+        super().__init__("no such response", reason="RESPONSE_NOT_FOUND", seen=response_id[:100])
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response and the conversation that ends with it."""
+
+    body: dict[str, Any]
+    messages: tuple[Message, ...]  # without instructions: a later request has its own
+    owner: str  # id of the session whose key asked for it; empty: no session's
+    size: int  # bytes, about
+
+
+class PastResponses:
+    """The newest responses. The key of a session finds that session's only."""
+
+    def __init__(self, *, most: int = MAX_RESPONSES, most_bytes: int = MAX_BYTES) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, body: dict[str, Any], messages: tuple[Message, ...], caller: Caller) -> None:
+        """Remember one; the oldest make room."""
+        size = len(json.dumps(body)) + sum(map(_size, messages))
+        entry = Stored(body, messages, caller.queue_key, size)
+        self._stored[str(body["id"])] = entry
+        self._bytes += entry.size
+        while len(self._stored) > self._most or self._bytes > self._most_bytes:
+            _, oldest = self._stored.popitem(last=False)
+            self._bytes -= oldest.size
+
+    def get(self, response_id: str, caller: Caller, field: str | None = None) -> Stored:
+        """One by its id; `field` is what an error names. Raises UnknownResponse."""
+        found = self._stored.get(response_id)
+        if found is None or (caller.session is not None and caller.queue_key != found.owner):
+            raise UnknownResponse(response_id, field)
+        return found
+
+    def drop(self, response_id: str, caller: Caller) -> None:
+        """Forget one. Raises UnknownResponse."""
+        self._bytes -= self.get(response_id, caller).size
+        del self._stored[response_id]
+
+
+def _size(message: Message) -> int:
+    calls = sum(
+        len(call.name) + len(call.arguments) + OVERHEAD_BYTES for call in message.tool_calls
+    )
+    return len(message.content) + len(message.reasoning) + calls + OVERHEAD_BYTES

@@ -1,0 +1,1 @@
+"""A request from its plan to its answer."""

@@ -1,0 +1,231 @@
+"""A generation from what was asked to what is recorded. Owns the path of one call through session,
+queue and engine.
+
+Planned first, so that whatever is wrong with a request is said before the first byte of an answer;
+then run. The tokens of a turn are recorded before its last piece is given out: an agent that
+answers at once finds its history known.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from paceline.errors import InvalidInput, Unavailable
+from paceline.telemetry import span
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.chat.messages import Delta, Message
+from rollout_gateway.chat.parse import finish_name
+from rollout_gateway.chat.reading import Reader
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.sessions.session import Session
+from rollout_gateway.sessions.tree import Turn
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.metrics import describe
+
+FINISH_NAMES = {
+    tpb.FINISH_REASON_UNSPECIFIED: "",
+    tpb.FINISH_REASON_STOP: "stop",
+    tpb.FINISH_REASON_LENGTH: "length",
+    tpb.FINISH_REASON_ABORT: "abort",
+    tpb.FINISH_REASON_ERROR: "error",
+}
+_RECORDED = (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """News of a completion. chunk.finish_reason is set on the last piece."""
+
+    chunk: pb.TokenChunk
+    text: str  # text that has become certain
+    delta: Delta | None = None  # of a conversation: what the text means
+    message: Message | None = None  # of a conversation, on the last piece: the whole message
+    finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
+    reasoning_tokens: int = 0  # on the last piece
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One generation, checked."""
+
+    completion_id: str
+    prompt: tuple[int, ...]  # all tokens that the engine sees first
+    sampling: tpb.SamplingParams
+    session: Session | None = None
+    parent: Turn | None = None  # turn that the prompt extends
+    digest: bytes = b""  # of the conversation before the answer; empty outside one
+    reader: Callable[[], Reader] | None = None  # of a conversation: what understands the answer
+    prompt_text: str = ""  # of a completion that was asked for as text in a session
+    forced_arm: str = ""
+    capture: bool = False
+    worker: int | None = None  # the only one that may answer
+    queue_key: str | None = None  # whose turn it takes in the queue; None enters at once
+
+    @property
+    def new_ids(self) -> tuple[int, ...]:
+        """Tokens of the prompt behind those of the parent."""
+        return self.prompt if self.parent is None else self.prompt[len(self.parent.token_ids) :]
+
+
+class Engine(Protocol):
+    """What a call needs of the gateway."""
+
+    codec: TextCodec
+
+    def submit(self, plan: Plan, *, stream: bool) -> Generation:
+        """Send the request to a worker."""
+        ...
+
+    def abort(self, generation: Generation) -> None:
+        """Free its place in the engine."""
+        ...
+
+    def place(self, key: str) -> AbstractAsyncContextManager[object]:
+        """Wait for a place in the engine."""
+        ...
+
+    def recorded(self, plan: Plan, generation: Generation, turn: Turn) -> None:
+        """A turn of a session has ended."""
+        ...
+
+
+@dataclass
+class Call:
+    """A planned generation as it runs."""
+
+    engine: Engine
+    plan: Plan
+    generation: Generation | None = field(default=None, init=False)
+    _recorded: bool = field(default=False, init=False)
+
+    async def pieces(self, *, stream: bool) -> AsyncGenerator[Piece]:
+        """Piece by piece; one piece when it does not stream.
+
+        Closing the iterator frees the engine's slot.
+        """
+        plan, engine = self.plan, self.engine
+        if plan.session is not None:
+            plan.session.begin(plan.sampling, len(plan.new_ids))
+        try:
+            place: AbstractAsyncContextManager[object] = nullcontext()
+            if plan.queue_key is not None:
+                place = engine.place(plan.queue_key)
+            async with place:
+                with span("engine.request", prompt_tokens=len(plan.prompt)) as current:
+                    self.generation = generation = engine.submit(plan, stream=stream)
+                    said = _Said(engine.codec, plan)
+                    async for chunk in generation.chunks():
+                        _refuse(chunk)
+                        piece = said.take(chunk)
+                        if chunk.finish_reason:
+                            describe(current, generation)
+                            self._record(generation, piece)
+                        yield piece
+        finally:
+            if self.generation is not None and not self.generation.finished:
+                engine.abort(self.generation)
+            if plan.session is not None and not self._recorded:
+                plan.session.end(len(plan.new_ids), None)
+
+    async def whole(self) -> Piece:
+        """The answer at once."""
+        pieces = [piece async for piece in self.pieces(stream=False)]
+        return pieces[-1] if len(pieces) == 1 else merged(pieces)
+
+    def _record(self, generation: Generation, piece: Piece) -> None:
+        plan, chunk = self.plan, generation.whole
+        if plan.session is None or chunk.finish_reason not in _RECORDED:
+            return
+        turn = Turn(
+            completion_id=plan.completion_id,
+            parent=plan.parent,
+            prompt_ids=plan.new_ids,
+            response_ids=tuple(chunk.token_ids),
+            behavior_logprobs=tuple(chunk.behavior_logprobs),
+            version_spans=tuple(wire.spans_from(chunk.version_spans, shift=len(plan.prompt))),
+            finish=FINISH_NAMES[chunk.finish_reason],
+            seed=generation.request.sampling.seed,
+            temperature=plan.sampling.temperature,
+            speculation=wire.stats_from(chunk.speculation),
+            smallest_gap=chunk.smallest_gap,
+            message=piece.message,
+            digest=piece.message.digest(plan.digest) if piece.message is not None else b"",
+        )
+        # With the stop string that the answer leaves out: a prompt is that of the tokens or it is
+        # another history.
+        seen = (
+            plan.prompt_text + self.engine.codec.decode(turn.response_ids)
+            if plan.prompt_text
+            else ""
+        )
+        plan.session.worker_index = generation.worker_index
+        plan.session.end(len(plan.new_ids), turn, seen)
+        self._recorded = True
+        self.engine.recorded(plan, generation, turn)
+
+
+class _Said:
+    """Text and meaning of one growing response."""
+
+    def __init__(self, codec: TextCodec, plan: Plan) -> None:
+        self._codec = codec
+        self._reader = reader = plan.reader() if plan.reader is not None else None
+        self._ids: list[int] = []
+        self._stream = codec.stream(plan.sampling.stop, reader.kept if reader is not None else ())
+
+    def take(self, chunk: pb.TokenChunk) -> Piece:
+        self._ids += chunk.token_ids
+        news = self._stream.push(chunk.token_ids)
+        if chunk.finish_reason:
+            news += self._stream.finish(chunk.matched_stop)
+        finish = FINISH_NAMES[chunk.finish_reason]
+        reader = self._reader
+        if reader is None:
+            return Piece(chunk, news, finish=finish)
+        delta = reader.push(news)
+        if not finish:
+            return Piece(chunk, news, delta)
+        delta = reader.finish(delta)
+        message = reader.message
+        finish = finish_name(message, finish)
+        thought = reader.reasoning_tokens(self._ids, self._codec.decode_all)
+        return Piece(chunk, news, delta, message, finish, thought)
+
+
+def _refuse(chunk: pb.TokenChunk) -> None:
+    """Raises what the engine refused for the caller's reasons, or for now."""
+    for kind in (Unavailable, InvalidInput):
+        if chunk.error.startswith(f"{kind.reason}: "):
+            raise kind(chunk.error.partition(": ")[2])
+
+
+def merged(pieces: Sequence[Piece]) -> Piece:
+    """All pieces of one completion as one."""
+    whole = pb.TokenChunk()
+    for piece in pieces:
+        whole.MergeFrom(piece.chunk)
+    deltas = [piece.delta for piece in pieces if piece.delta is not None]
+    delta = None
+    if deltas:
+        calls = tuple(call for one in deltas for call in one.tool_calls)
+        delta = Delta(
+            "".join(one.content for one in deltas), "".join(one.reasoning for one in deltas), calls
+        )
+    return replace(
+        pieces[-1], chunk=whole, text="".join(piece.text for piece in pieces), delta=delta
+    )
+
+
+def generation_seed(base: int, number: int) -> int:
+    """Seed of a session's generation `number`, an unsigned 63-bit integer; the first one draws with
+    the base itself.
+    """
+    if number == 0:
+        return base
+    return int.from_bytes(hashlib.sha256(f"{base}/{number}".encode()).digest()[:8], "little") >> 1

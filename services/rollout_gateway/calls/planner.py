@@ -1,0 +1,198 @@
+"""From a request to planned generations. Owns which session and turn a request extends and what it
+may ask for.
+
+Nothing is begun here: a plan that is refused leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from paceline.errors import InvalidInput, TrainabilityError
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.calls.call import Plan, generation_seed
+from rollout_gateway.calls.checks import check_request
+from rollout_gateway.chat.messages import ChatRequest, ToolChoice
+from rollout_gateway.chat.reading import Readers
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.sessions.assignment import Assignment
+from rollout_gateway.sessions.registry import Sessions
+from rollout_gateway.sessions.session import Caller, Session
+from rollout_gateway.sessions.tree import Turn
+
+Sampling = Callable[[int, int], tpb.SamplingParams]
+"""(choice, tokens left in the sequence) -> how to draw it."""
+
+
+PROMPT_END = 16
+"""Tokens that show whether a prompt ends inside the model's reasoning."""
+
+
+class Planner:
+    """Plans what callers ask for."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        codec: TextCodec,
+        sessions: Sessions,
+        ready: Callable[[], pb.WorkerReady],
+    ) -> None:
+        self._config = config
+        self._codec = codec
+        self._sessions = sessions
+        self._ready = ready
+        self._readers = Readers(config.chat, codec.template_source)
+
+    def chat(
+        self,
+        caller: Caller,
+        request: ChatRequest,
+        sampling: Sampling,
+        *,
+        count: int,
+        completion_id: str,
+    ) -> list[Plan]:
+        """`count` answers to one conversation.
+
+        Raises InvalidInput for what cannot be rendered, drawn or trained.
+        """
+        if request.tool_choice.mode == "none":
+            request = replace(request, tools=(), tool_choice=ToolChoice())
+        digests = request.digests()
+        session = caller.session or self._sessions_by(digests)
+        parent, prompt = self._chat_prompt(session, request, digests)
+        end = self._codec.decode_all(prompt[-PROMPT_END:])
+        forced = self._readers.forced(request, end)
+        if request.prefill and request.tool_choice.mode in ("required", "named"):
+            raise InvalidInput(
+                "an answer that has to be a tool call cannot begin with a prefill",
+                allowed="tool_choice auto or none",
+            )
+        prompt += self._codec.encode_piece(forced + request.prefill)
+        plan = Plan(
+            completion_id,
+            prompt,
+            tpb.SamplingParams(),
+            parent=parent,
+            digest=digests[-1],
+            reader=self._readers.reader(request, end, forced),
+            queue_key=caller.queue_key,
+        )
+        plans = [_named(self._drawn(plan, sampling, index), index, count) for index in range(count)]
+        return self._within(session, plans, implicit=caller.session is None)
+
+    def completions(
+        self,
+        caller: Caller,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling,
+        *,
+        count: int,
+        completion_id: str,
+    ) -> list[Plan]:
+        """`count` continuations of each prompt, text or token ids."""
+        plans = []
+        for number, prompt in enumerate(prompts):
+            plan = self._continued(caller, prompt)
+            plan = replace(plan, completion_id=completion_id, queue_key=caller.queue_key)
+            drawn = [self._drawn(plan, sampling, index) for index in range(count)]
+            plans += [
+                _named(one, number * count + i, len(prompts) * count) for i, one in enumerate(drawn)
+            ]
+        return self._within(caller.session, plans, implicit=False)
+
+    def _continued(self, caller: Caller, prompt: str | Sequence[int]) -> Plan:
+        tree = caller.session.tree if caller.session is not None else None
+        parent: Turn | None = None
+        if isinstance(prompt, str):
+            found = tree.extended_by_text(prompt) if tree is not None else None
+            if found is None:
+                ids = self._codec.encode(prompt)
+            else:
+                parent, rest = found
+                ids = (*parent.token_ids, *self._codec.encode_piece(rest))
+            text = prompt if tree is not None else ""
+            return Plan("", ids, tpb.SamplingParams(), parent=parent, prompt_text=text)
+        ids = tuple(prompt)
+        extended = tree.extended_by_tokens(ids) if tree is not None else None
+        return Plan(
+            "", ids, tpb.SamplingParams(), parent=extended[0] if extended is not None else None
+        )
+
+    def _drawn(self, plan: Plan, sampling: Sampling, index: int) -> Plan:
+        ready = self._ready()
+        drawn = sampling(index, max(ready.max_sequence_tokens - len(plan.prompt), 1))
+        check_request(ready, plan.prompt, drawn, plan.forced_arm)
+        return replace(plan, sampling=drawn)
+
+    def _within(self, session: Session | None, plans: list[Plan], *, implicit: bool) -> list[Plan]:
+        """The plans as part of a session, if there is one or is to be one."""
+        if session is not None:
+            try:
+                for ahead, plan in enumerate(plans):
+                    session.check(plan.sampling, ahead)
+            except TrainabilityError:
+                if not implicit:
+                    raise
+                session, plans = None, [replace(plan, parent=None) for plan in plans]
+        if session is None and implicit and self._config.sessions.implicit:
+            session = self._sessions.open(self._implicit(plans))
+        if session is None:
+            return plans
+        about = session.assignment
+        return [
+            replace(
+                plan,
+                session=session,
+                sampling=_seeded(about.seed, plan.sampling, number),
+                capture=about.capture,
+            )
+            for number, plan in enumerate(plans, session.numbered(len(plans)))
+        ]
+
+    def _implicit(self, plans: list[Plan]) -> Assignment:
+        probe = Session("", Assignment("", trainable=True), self._config.sessions)
+        try:
+            for plan in plans:
+                probe.check(plan.sampling)
+        except TrainabilityError:
+            return Assignment(self._config.run.id, implicit=True, trainable=False)
+        return Assignment(self._config.run.id, implicit=True)
+
+    def _sessions_by(self, digests: Sequence[bytes]) -> Session | None:
+        return self._sessions.by_conversation(digests) if self._config.sessions.implicit else None
+
+    def _chat_prompt(
+        self, session: Session | None, request: ChatRequest, digests: Sequence[bytes]
+    ) -> tuple[Turn | None, tuple[int, ...]]:
+        """The turn that the conversation goes on from, and all tokens up to where the model
+        speaks.
+        """
+        if not request.messages:
+            raise InvalidInput("messages is empty", allowed="one message or more")
+        known = session.tree.extended_by_messages(digests) if session is not None else None
+        if known is not None:
+            turn, count = known
+            rest = self._codec.encode_after(request, count - 1, turn.response_ids)
+            if rest is not None:
+                return turn, (*turn.token_ids, *rest)
+        return None, self._codec.encode_chat(request)
+
+
+def _seeded(base: int | None, sampling: tpb.SamplingParams, number: int) -> tpb.SamplingParams:
+    """A session with a seed draws its generations by number unless the caller names one."""
+    if sampling.HasField("seed") or base is None:
+        return sampling
+    seeded = tpb.SamplingParams()
+    seeded.CopyFrom(sampling)
+    seeded.seed = generation_seed(base, number)
+    return seeded
+
+
+def _named(plan: Plan, index: int, count: int) -> Plan:
+    """Every choice of an answer has a name of its own, so that each can be rewarded."""
+    return plan if count == 1 else replace(plan, completion_id=f"{plan.completion_id}:{index}")

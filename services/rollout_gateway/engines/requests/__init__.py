@@ -1,0 +1,1 @@
+"""What every engine needs of a request: admission, draws, penalties, grammars."""

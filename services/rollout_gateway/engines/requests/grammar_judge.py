@@ -1,0 +1,118 @@
+"""A process beside the engine that builds every new grammar first: one that takes too long is
+killed with it.
+
+Some schemas of a few bytes cost hours to build (a large multipleOf, many patterns in an allOf),
+whatever limits are set, and what builds them cannot be interrupted. Owns that process and its
+deadline; what it has judged fine costs the engine the same time once more and no longer.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import select
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.local.processes import child_environment, die_with_parent
+from rollout_gateway.engines.requests.json_schema import GrammarFault, build_matcher, load_tokenizer
+
+BUILD_DEADLINE_S = 2.0
+"""A grammar that takes longer is refused."""
+START_DEADLINE_S = 60.0
+"""Until the process has read the tokenizer."""
+MAX_ADDRESS_BYTES = 8 << 30
+"""Address space of the process: a grammar that outgrows it ends the process and is refused."""
+
+
+class GrammarJudge:
+    """Starts its process at the first grammar, and another after one was killed."""
+
+    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._arguments = [str(tokenizer), str(vocab_size), json.dumps(list(eos_token_ids))]
+        self._process: subprocess.Popen[bytes] | None = None
+        self._finalizer: weakref.finalize[..., GrammarJudge] | None = None
+
+    def judge(self, grammar: str) -> None:
+        """Raises GrammarFault for a grammar that cannot be built, or not in time."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(grammar).encode() + b"\n")
+            process.stdin.flush()
+            fault = self._answer(process, BUILD_DEADLINE_S)
+        except OSError:
+            fault = None
+        if fault is None:
+            self.close()
+            raise GrammarFault(
+                f"its grammar was not built within {BUILD_DEADLINE_S:g} s and "
+                f"{MAX_ADDRESS_BYTES >> 30} GiB"
+            )
+        if fault:
+            raise GrammarFault(fault)
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "rollout_gateway.engines.requests.grammar_judge",
+                *self._arguments,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+        )
+        self._process, self._finalizer = process, weakref.finalize(self, _end, process)
+        if self._answer(process, START_DEADLINE_S) is None:
+            self.close()
+            raise GrammarFault(
+                f"nothing that builds grammars started within {START_DEADLINE_S:g} s"
+            )
+        return process
+
+    @staticmethod
+    def _answer(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
+        """What is wrong, empty for nothing; None when the process is gone or too late."""
+        assert process.stdout is not None
+        readable, _, _ = select.select([process.stdout], [], [], deadline_s)
+        line = process.stdout.readline() if readable else b""  # lines are written whole
+        return json.loads(line) if line else None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def main() -> int:
+    """Process entry: tokenizer.json, vocabulary and end tokens; grammars in, what is wrong with
+    each out.
+    """
+    path, vocab_size, eos_token_ids = sys.argv[1:]
+    die_with_parent()
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESS_BYTES, MAX_ADDRESS_BYTES))
+    tokenizer = load_tokenizer(Path(path), int(vocab_size), json.loads(eos_token_ids))
+    print(json.dumps(""), flush=True)
+    for line in sys.stdin:
+        fault = ""
+        try:
+            build_matcher(tokenizer, json.loads(line))
+        except GrammarFault as error:
+            fault = str(error) or type(error).__name__
+        print(json.dumps(fault), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,130 @@
+"""Penalties and logit bias of the requests that run: what each has said so far, counted as it
+grows.
+
+Owns the counts, by sequence, so that they survive slots that move and caches that are rebuilt. The
+formulas and the counts at draft nodes are paceline.models.penalties'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.models.penalties import PenaltyParams, add_bias_, node_counts, penalised
+from rollout_gateway.engines.requests.sequence import RunningSequence
+
+
+@dataclass(slots=True)
+class _Said:
+    """Tokens of one sequence."""
+
+    prompt_holds: Tensor  # bool [V]
+    counts: Tensor  # int32 [V], of the first `counted` response tokens
+    counted: int = 0
+
+    @classmethod
+    def nothing(cls, prompt: Sequence[int], vocab: int, device: torch.device) -> _Said:
+        holds = torch.zeros(vocab, dtype=torch.bool, device=device)
+        holds[torch.tensor(prompt, dtype=torch.int64, device=device)] = True
+        return cls(holds, torch.zeros(vocab, dtype=torch.int32, device=device))
+
+    def grow(self, tokens: Sequence[int]) -> None:
+        """Count the response's tokens that are new."""
+        _count_(self.counts, tokens[self.counted :])
+        self.counted = len(tokens)
+
+
+class Penalties:
+    """Adjusts the logits of the rows that ask for it; the others cost nothing."""
+
+    def __init__(self) -> None:
+        self._said: dict[RunningSequence, _Said] = {}
+
+    def adjust(
+        self,
+        rows: Sequence[RunningSequence | None],
+        logits: Tensor,
+        token_ids: Tensor,
+        parents: Tensor | None = None,
+        *,
+        ahead: Mapping[int, Sequence[int]] | None = None,
+    ) -> Tensor | None:
+        """Logits to draw from, float32 [B, Q, V]; None when no row asks. The given ones stay as
+        they are.
+
+        rows [B]: whose response is `tokens` (None: nothing is asked); logits [B, Q, V]; token_ids
+        int64 [B, Q] and parents: the draft nodes, see node_counts. ahead: row -> response tokens
+        drawn after `tokens`, not taken yet.
+        """
+        asking = {
+            row: one
+            for row, one in enumerate(rows)
+            if one is not None and one.request.sampling.adjusted
+        }
+        if not asking:
+            return None
+        adjusted = logits.to(torch.float32, copy=True)
+        counting = {row: one for row, one in asking.items() if one.request.sampling.penalised}
+        if counting:
+            index = torch.tensor(list(counting), device=logits.device)
+            said = [self._grown(sequence, logits) for sequence in counting.values()]
+            base = torch.stack([one.counts for one in said])
+            for place, row in enumerate(counting):
+                _count_(base[place], (ahead or {}).get(row, ()))
+            counts = node_counts(
+                base, token_ids[index], None if parents is None else parents[index]
+            )
+            holds = torch.stack([one.prompt_holds for one in said])
+            adjusted[index] = penalised(
+                logits[index], holds, counts, _params(counting.values(), logits.device)
+            )
+        for row, sequence in asking.items():
+            _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
+        return adjusted
+
+    def drop(self, ended: Iterable[RunningSequence]) -> None:
+        """Forget sequences that will not be adjusted again; unknown ones are ignored."""
+        for sequence in ended:
+            self._said.pop(sequence, None)
+
+    def __len__(self) -> int:
+        """Sequences that counts are held of."""
+        return len(self._said)
+
+    def _grown(self, sequence: RunningSequence, logits: Tensor) -> _Said:
+        said = self._said.get(sequence)
+        if said is None:
+            said = _Said.nothing(sequence.request.prompt, logits.shape[-1], logits.device)
+            self._said[sequence] = said
+        said.grow(sequence.tokens)
+        return said
+
+
+def _count_(counts: Tensor, tokens: Sequence[int]) -> None:
+    """Add one for each of the tokens to counts [V]."""
+    if tokens:
+        ids = torch.tensor(tokens, dtype=torch.int64, device=counts.device)
+        counts.index_put_((ids,), torch.ones_like(ids, dtype=counts.dtype), accumulate=True)
+
+
+def _params(sequences: Iterable[RunningSequence], device: torch.device) -> PenaltyParams:
+    sampling = [sequence.request.sampling for sequence in sequences]
+    return PenaltyParams.of(
+        [one.repetition_penalty for one in sampling],
+        [one.frequency_penalty for one in sampling],
+        [one.presence_penalty for one in sampling],
+        device,
+    )
+
+
+def _add_bias_(logits: Tensor, bias: Sequence[tuple[int, float]]) -> None:
+    """Add the bias of one request to its logits [Q, V]."""
+    if bias:
+        token_ids = torch.tensor([token for token, _ in bias], device=logits.device)
+        values = torch.tensor(
+            [value for _, value in bias], dtype=logits.dtype, device=logits.device
+        )
+        add_bias_(logits, token_ids, values)

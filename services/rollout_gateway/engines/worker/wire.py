@@ -1,0 +1,304 @@
+"""Worker protocol messages to engine nouns and back. Owns the translation only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from paceline import errors
+from paceline.errors import InvalidInput
+from paceline.trajectory import SpeculationStats, Target, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.bandits.evidence import AcceptanceEvidence, ArmReport, CostEvidence, Evidence
+from rollout_gateway.engines.base import (
+    Chunk,
+    EngineInfo,
+    Finish,
+    Load,
+    MemoryTag,
+    PauseMode,
+    PrefixStats,
+    Request,
+    RoundSplit,
+    RowLayout,
+    Sampling,
+)
+
+FINISH = {
+    Finish.STOP: tpb.FINISH_REASON_STOP,
+    Finish.LENGTH: tpb.FINISH_REASON_LENGTH,
+    Finish.ABORT: tpb.FINISH_REASON_ABORT,
+    Finish.ERROR: tpb.FINISH_REASON_ERROR,
+}
+PAUSE_MODES = {
+    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
+    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+}
+MEMORY_TAGS = {
+    pb.MEMORY_TAG_WEIGHTS: MemoryTag.WEIGHTS,
+    pb.MEMORY_TAG_KV_CACHE: MemoryTag.KV_CACHE,
+    pb.MEMORY_TAG_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
+}
+TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
+
+_ERRORS = {
+    kind.reason: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
+}
+
+
+def pause_mode(mode: pb.PauseMode) -> PauseMode:
+    """Raises InvalidInput for unknown modes."""
+    if mode not in PAUSE_MODES:
+        raise InvalidInput(
+            "unknown pause mode", seen=int(mode), allowed=[str(known) for known in PauseMode]
+        )
+    return PAUSE_MODES[mode]
+
+
+def target(value: pb.WeightTarget) -> Target:
+    """Raises InvalidInput for targets an engine does not serve."""
+    if value not in TARGETS:
+        raise InvalidInput(
+            "an engine does not serve this target",
+            seen=int(value),
+            allowed=[str(t) for t in Target],
+        )
+    return TARGETS[value]
+
+
+def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
+    """Raises InvalidInput for unknown tags."""
+    unknown = [int(value) for value in values if value not in MEMORY_TAGS]
+    if unknown:
+        raise InvalidInput(
+            "unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag]
+        )
+    return tuple(MEMORY_TAGS[value] for value in values)
+
+
+def versions_from(message: tpb.VersionSet) -> VersionSet:
+    return VersionSet(message.seq, message.policy, message.drafter)
+
+
+def versions_to(versions: VersionSet) -> tpb.VersionSet:
+    return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
+
+
+def ready_to(
+    info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str
+) -> pb.WorkerReady:
+    return pb.WorkerReady(
+        worker_index=worker_index,
+        pid=pid,
+        versions=versions_to(versions),
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        max_sequence_tokens=info.max_sequence_tokens,
+        arms=info.arms,
+        capabilities=sorted(info.capabilities),
+        lm_head_hash=head_hash,
+        row_width=info.rows.width,
+        row_layers=info.rows.layers,
+        row_convention=info.rows.convention,
+        device_tflops=info.device_tflops,
+    )
+
+
+def failed_to(error: errors.PacelineError) -> pb.CommandFailed:
+    return pb.CommandFailed(reason=error.reason, message=str(error), family=type(error).reason)
+
+
+def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineError:
+    """The error a worker reports, of its own class; InternalError for a class that is not known
+    here.
+    """
+    kind = _ERRORS.get(failed.family, errors.InternalError)
+    return kind(f"{sender}{failed.message}", reason=failed.reason)
+
+
+def rows_from(message: pb.WorkerReady) -> RowLayout:
+    return RowLayout(message.row_width, message.row_layers, message.row_convention)
+
+
+def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        message.target_steps,
+        message.drafted_tokens,
+        message.accepted_tokens,
+        message.drafted_round_tokens,
+        message.drafted_rounds,
+        tuple(message.proposed_at),
+        tuple(message.accepted_at),
+        message.trained_rounds,
+        message.trained_round_tokens,
+    )
+
+
+def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
+    return tpb.SpeculationStats(
+        target_steps=stats.target_steps,
+        drafted_tokens=stats.drafted_tokens,
+        accepted_tokens=stats.accepted_tokens,
+        drafted_round_tokens=stats.drafted_round_tokens,
+        drafted_rounds=stats.drafted_rounds,
+        proposed_at=stats.proposed_at,
+        accepted_at=stats.accepted_at,
+        trained_rounds=stats.trained_rounds,
+        trained_round_tokens=stats.trained_round_tokens,
+    )
+
+
+def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[VersionSpan, ...]:
+    """Spans moved by `shift` tokens; neighbours of one version become one."""
+    merged: list[VersionSpan] = []
+    for span in messages:
+        start, end = span.start + shift, span.end + shift
+        if merged and merged[-1].policy_version == span.policy_version and merged[-1].end == start:
+            merged[-1] = VersionSpan(merged[-1].start, end, span.policy_version)
+        else:
+            merged.append(VersionSpan(start, end, span.policy_version))
+    return tuple(merged)
+
+
+def sampling_from(message: tpb.SamplingParams) -> Sampling:
+    """What is left out gets the value that switches it off."""
+    return Sampling(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_p=message.top_p or 1.0,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        top_logprobs=message.top_logprobs,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        json_schema=message.json_schema,
+    )
+
+
+def request_from(message: pb.EngineRequest) -> Request:
+    return Request(
+        request_id=message.request_id,
+        prompt=tuple(message.prompt_token_ids),
+        sampling=sampling_from(message.sampling),
+        stream=message.stream,
+        capture=message.capture,
+        forced_arm=message.forced_arm,
+    )
+
+
+def chunk_to(chunk: Chunk) -> pb.TokenChunk:
+    message = pb.TokenChunk(
+        request_id=chunk.request_id,
+        token_ids=chunk.token_ids,
+        behavior_logprobs=chunk.behavior_logprobs,
+        version_spans=[
+            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version)
+            for s in chunk.version_spans
+        ],
+        top_logprobs=[
+            pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
+            for row in chunk.top_logprobs
+        ],
+    )
+    if chunk.finish is not None:
+        message.finish_reason = FINISH[chunk.finish]
+        message.error = chunk.error
+        message.speculation.CopyFrom(stats_to(chunk.speculation))
+        message.cached_prompt_tokens = chunk.cached_prompt_tokens
+        message.smallest_gap = chunk.smallest_gap
+        message.time_to_first_token_s = chunk.time_to_first_token_s
+        message.matched_stop = chunk.matched_stop
+    return message
+
+
+def arm_to(report: ArmReport) -> pb.ArmStats:
+    return pb.ArmStats(
+        arm=report.arm,
+        batch_group=report.batch_group,
+        pulls=report.pulls,
+        explorations=report.explorations,
+        mean_tokens_per_s=report.mean_tokens_per_s,
+        mean_accept_length=report.mean_accept_length,
+        drafter_deaths=report.drafter_deaths,
+    )
+
+
+def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
+    return pb.BanditEvidence(
+        acceptance=[
+            pb.AcceptanceEvidence(
+                family=one.family,
+                batch_group=one.batch_group,
+                accepted=one.accepted,
+                trials=one.trials,
+            )
+            for one in evidence.acceptance
+        ],
+        costs=[
+            pb.CostEvidence(
+                arm=one.arm,
+                batch_group=one.batch_group,
+                log_factor=one.log_factor,
+                weight=one.weight,
+            )
+            for one in evidence.costs
+        ],
+    )
+
+
+def evidence_from(message: pb.BanditEvidence) -> Evidence:
+    return Evidence(
+        tuple(
+            AcceptanceEvidence(one.family, one.batch_group, tuple(one.accepted), tuple(one.trials))
+            for one in message.acceptance
+        ),
+        tuple(
+            CostEvidence(one.arm, one.batch_group, one.log_factor, one.weight)
+            for one in message.costs
+        ),
+    )
+
+
+def split_to(split: RoundSplit) -> pb.RoundSplit:
+    return pb.RoundSplit(**dataclasses.asdict(split))
+
+
+def split_from(message: pb.RoundSplit) -> RoundSplit:
+    return RoundSplit(*(getattr(message, one.name) for one in dataclasses.fields(RoundSplit)))
+
+
+def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
+    return pb.PrefixStats(
+        prompt_tokens=stats.prompt_tokens,
+        reused_tokens=stats.reused_tokens,
+        lookups=stats.lookups,
+        lookup_s=stats.lookup_s,
+        copy_s=stats.copy_s,
+    )
+
+
+def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
+    return pb.WorkerHealth(
+        running=load.running,
+        waiting=load.waiting,
+        versions=versions_to(versions),
+        tokens_emitted=load.tokens_emitted,
+        busy_s=load.busy_s,
+        speculation=stats_to(load.speculation),
+        arms=[arm_to(report) for report in load.arms],
+        rows_dropped=load.rows_dropped,
+        rejected_left_out=load.rejected_left_out,
+        evidence=evidence_to(load.evidence),
+        prefixes=prefixes_to(load.prefixes),
+        split=split_to(load.split),
+    )

@@ -1,0 +1,1 @@
+"""Hidden rows from the workers' rings to the features stream."""

@@ -1,0 +1,215 @@
+"""Hidden rows from the workers' rings to the features Redis. Owns gathering by request, bounds and
+counts of drops.
+
+Fire and forget: nothing here makes a request wait. Rows that find no room, and batches that find
+Redis away, are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import redis.asyncio
+
+from paceline.errors import PacelineError
+from paceline.streams import (
+    FeatureBatch,
+    RedisStream,
+    RejectedRows,
+    Stream,
+    encode_features,
+    run_key,
+)
+from paceline.telemetry import extract, get_logger, inject, meter, span
+from paceline.tensors import NamedTensor
+from rollout_gateway.background import background, cancel
+from rollout_gateway.config import FeaturesConfig
+from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.worker.ring import RowArray
+from rollout_gateway.features.selection import Indices, hanging_drafts, longest_run
+
+STREAMS_KEPT = 16
+ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which request of which run the rows belong to."""
+
+    run_id: str
+    step: int
+    session_id: str
+    prompt_tokens: int
+    token_ids: Sequence[int] = field(repr=False)  # prompt and response
+
+
+class FeaturePublisher:
+    """Gathers rows per request and appends one FeatureBatch when it ends.
+
+    `client` None: rows are thrown away.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis | None,
+        config: FeaturesConfig,
+        head_hash: Callable[[int], str],
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._head_hash = head_hash
+        self._layout = RowLayout.last(0)
+        self._gathered: dict[int, list[RowArray]] = {}
+        self._gathered_bytes = 0
+        self._queue: deque[FeatureBatch] = deque()
+        self._wake = asyncio.Event()
+        self._streams: OrderedDict[str, Stream] = OrderedDict()
+        self._task: asyncio.Task[None] | None = None
+        self.batches = 0
+        self.rows_dropped = 0
+        self._dropped = meter().create_counter(
+            "paceline.gateway.feature_rows_dropped", unit="{row}"
+        )
+
+    def start(self, layout: RowLayout) -> None:
+        """Begin to send rows that the engine declared to be of `layout`."""
+        self._layout = layout
+        if self._client is not None:
+            self._task = background(self._run(), "features publisher")
+
+    async def stop(self) -> None:
+        """Stop at once; what waits is dropped."""
+        await cancel(self._task)
+
+    def expect(self, request_id: int) -> None:
+        """Gather this request's rows from now on."""
+        if self._client is not None:
+            self._gathered[request_id] = []
+
+    def take(self, rows: RowArray) -> None:
+        """Rows of any requests, as the ring gave them."""
+        # One stable sort instead of a mask per request: a drain holds rows of a whole batch.
+        rows = rows[np.argsort(rows["request_id"], kind="stable")]
+        edges = np.flatnonzero(np.diff(rows["request_id"])) + 1
+        for part in np.split(rows, edges):
+            gathered = self._gathered.get(int(part["request_id"][0])) if len(part) else None
+            if gathered is None:
+                continue
+            if self._gathered_bytes + part.nbytes > self._config.gather_bytes:
+                self._drop(len(part))
+                continue
+            gathered.append(part)
+            self._gathered_bytes += part.nbytes
+
+    def discard(self, request_id: int) -> None:
+        """Forget rows of a request that begins anew; later ones are gathered."""
+        if request_id in self._gathered:
+            self._release(request_id)
+            self._gathered[request_id] = []
+
+    def forget(self, request_id: int) -> None:
+        """Stop gathering a request that ended without a use for its rows."""
+        self._release(request_id)
+
+    def publish(self, request_id: int, origin: Origin) -> None:
+        """A request has ended: queue its rows; the oldest waiting batch gives way when the queue is
+        full.
+        """
+        parts = self._release(request_id)
+        if not parts:
+            return
+        batch = self._batch(np.concatenate(parts), origin)
+        if batch is None:
+            return
+        if len(self._queue) >= self._config.queue_batches:
+            self._drop(self._queue.popleft().all_rows)
+        self._queue.append(batch)
+        self._wake.set()
+
+    def _batch(self, rows: RowArray, origin: Origin) -> FeatureBatch | None:
+        path = longest_run(rows, origin.token_ids)
+        drafts, parents = hanging_drafts(rows, path)
+        self._drop(len(rows) - len(path) - len(drafts))
+        if not len(path):
+            return None
+        kept = rows[path]
+        positions = kept["position"].astype(np.int32)
+        start, end = int(positions[0]), int(positions[-1]) + 1
+        version = int(kept["policy_version"][-1])
+        return FeatureBatch(
+            run_id=origin.run_id,
+            step=origin.step,
+            session_id=origin.session_id,
+            policy_version=version,
+            lm_head_hash=self._head_hash(version),
+            hidden=self._states("hidden", kept),
+            token_ids=np.asarray(origin.token_ids[start : end + 1], dtype=np.int32),
+            positions=positions,
+            mask=(positions >= origin.prompt_tokens).astype(np.uint8),
+            versions=kept["policy_version"].astype(np.int64),
+            layers=self._layout.layers,
+            convention=self._layout.convention,
+            traceparent=inject().get("traceparent", ""),
+            rejected=self._rejected(rows[drafts], parents) if len(drafts) else None,
+        )
+
+    def _rejected(self, rows: RowArray, parents: Indices) -> RejectedRows:
+        token_ids, positions = (rows[name].astype(np.int32) for name in ("token_id", "position"))
+        return RejectedRows(
+            self._states("rejected_hidden", rows), token_ids, positions, parents.astype(np.int32)
+        )
+
+    def _states(self, name: str, rows: RowArray) -> NamedTensor:
+        """[n, H]"""
+        dtype, size = ROW_DTYPES[self._config.dtype]
+        hidden = np.ascontiguousarray(rows["hidden"])
+        return NamedTensor(name, dtype, (len(rows), hidden.shape[1] // size), hidden.tobytes())
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                await self._send(self._queue.popleft())
+
+    async def _send(self, batch: FeatureBatch) -> None:
+        try:
+            parent = extract({"traceparent": batch.traceparent})
+            with span(
+                "features.publish",
+                kind="producer",
+                parent=parent,
+                rows=batch.rows,
+                session=batch.session_id,
+            ):
+                fields, payload = encode_features(batch)
+                await self._stream(batch.run_id).append({**fields, **inject()}, payload)
+                self.batches += 1
+        except PacelineError as error:
+            self._drop(batch.all_rows)
+            log.warning("hidden rows dropped", rows=batch.all_rows, error=str(error))
+
+    def _stream(self, run_id: str) -> Stream:
+        assert self._client is not None
+        if run_id not in self._streams:
+            self._streams[run_id] = RedisStream(
+                self._client, run_key(run_id, "features"), byte_budget=self._config.byte_budget
+            )
+            if len(self._streams) > STREAMS_KEPT:
+                self._streams.popitem(last=False)
+        return self._streams[run_id]
+
+    def _release(self, request_id: int) -> list[RowArray]:
+        parts = self._gathered.pop(request_id, [])
+        self._gathered_bytes -= sum(part.nbytes for part in parts)
+        return parts
+
+    def _drop(self, rows: int) -> None:
+        if rows:
+            self.rows_dropped += rows
+            self._dropped.add(rows)

@@ -1,0 +1,65 @@
+"""Which rows of an ended request make its feature batch.
+
+Pure functions on rows as the ring gave them, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_gateway.engines.worker.ring import RowArray
+
+Indices = npt.NDArray[np.int64]
+
+
+def longest_run(rows: RowArray, token_ids: Sequence[int]) -> Indices:
+    """Indices [T] of the longest stretch of neighbouring positions, the newest row of each; without
+    the last token's.
+
+    Rows whose token is not the one at their position (of an earlier try) and rows of rejected
+    drafts are left out.
+    """
+    tokens = np.asarray(token_ids)
+    found: Indices = np.flatnonzero((rows["parent"] == 0) & (rows["position"] < len(tokens) - 1))
+    found = found[rows["token_id"][found] == tokens[rows["position"][found]]]
+    if not len(found):
+        return found
+    positions, from_end = np.unique(rows["position"][found][::-1], return_index=True)
+    newest = found[len(found) - 1 - from_end]
+    edges = np.flatnonzero(np.diff(positions.astype(np.int64)) != 1) + 1
+    stretches: list[Indices] = np.split(newest, edges)
+    return max(stretches, key=len)
+
+
+def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
+    """Rejected drafts that hang under the rows of `path` [T], directly or under one another, and
+    where.
+
+    Indices [R] in the order of writing, and their parents [R]: i < T is path[i], T + j the draft j.
+    A draft whose parent was dropped, left out or computed anew falls with all that hangs under it.
+    """
+    index, stamps = np.arange(len(rows)), rows["parent"].astype(np.int64)
+    positions = rows["position"].astype(np.int64)
+    own = stamps == 0
+    last = np.maximum.accumulate(np.where(own, index, -1))
+    beside = last - (
+        positions[last] - (positions - 1)
+    )  # a call's rows of one sequence follow each other
+    above = np.where(own, index, np.where(stamps == 1, beside, index - (stamps - 1)))
+    inside = (above >= 0) & (above < index)
+    above = np.where(inside, above, index)
+    held = inside & (positions[above] == positions - 1) & (own[above] == (stamps == 1))
+    held[path] = True
+    while True:
+        narrowed = held & held[above]
+        if np.array_equal(narrowed, held):
+            break
+        held = narrowed
+    drafts = np.flatnonzero(held & ~own)
+    places = np.empty(len(rows), dtype=np.int64)
+    places[path] = np.arange(len(path))
+    places[drafts] = len(path) + np.arange(len(drafts))
+    return drafts, places[above[drafts]]

@@ -1,0 +1,148 @@
+"""The process of a reward model: its tokenizer and its forward.
+
+Started as `python -m rollout_gateway.rewards.processes.model_main SETTINGS`.
+
+A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one
+called "positive", else that of index 1. Logits are not squashed. Nothing is fetched, no code of the
+checkpoint is run, no pickle is read.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from paceline.errors import ConfigError
+from rollout_gateway.rewards.processes.loop import (
+    die_with_gateway,
+    refused,
+    serve,
+    take_pipes,
+    tell,
+)
+
+ALLOWED = "a sequence-classification checkpoint with one label, or two"
+
+
+class RewardModel:
+    """Scores texts in batches, in float32 on the CPU."""
+
+    def __init__(self, model: str, threads: int, max_tokens: int) -> None:
+        """`max_tokens` of a text are read, or as many as the model has positions.
+
+        Raises ConfigError.
+        """
+        torch.set_num_threads(threads)
+        try:
+            # Texts keep their end: there is the answer. Special tokens around a text stay.
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                model, local_files_only=True, truncation_side="left"
+            )
+            self._model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                model,
+                local_files_only=True,
+                use_safetensors=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(
+                f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
+            ) from error
+        if loaded["missing_keys"]:  # transformers would go on with random numbers
+            missing = ", ".join(sorted(loaded["missing_keys"])[:5])
+            raise ConfigError(
+                f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED
+            )
+        self._model.eval()
+        config = self._model.config
+        self._index = scalar_index(config)
+        self._pad = (
+            config.pad_token_id if config.pad_token_id is not None else self._tokenizer.pad_token_id
+        )
+        config.pad_token_id = self._pad
+        positions = getattr(config, "max_position_embeddings", None) or max_tokens
+        self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """{"scores": [{"reward": logit} or {"raised": why this text cannot be read}]}"""
+        read = [self._try_ids(item) for item in request["batch"]]
+        texts = [ids for ids in read if not isinstance(ids, str)]
+        # Without a padding token transformers cannot tell where a text ends: one at a time then.
+        batches = [texts] if self._pad is not None else [[ids] for ids in texts]
+        logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
+        return {
+            "scores": [
+                {"raised": one} if isinstance(one, str) else {"reward": next(logits)}
+                for one in read
+            ]
+        }
+
+    def _try_ids(self, item: Mapping[str, Any]) -> list[int] | str:
+        """Token ids of an item, or why there are none."""
+        try:
+            ids = self._ids(item)
+        except Exception as error:  # noqa: BLE001 - a chat template may raise anything; the other texts are scored
+            return f"{type(error).__name__}: {error}"
+        return ids or "a text without tokens"
+
+    def _ids(self, item: Mapping[str, Any]) -> list[int]:
+        """A conversation under the chat template where both exist, else prompt and response as one
+        text.
+        """
+        text, special = item["text"], True
+        if item["messages"] and self._tokenizer.chat_template:
+            text, special = (
+                self._tokenizer.apply_chat_template(item["messages"], tokenize=False),
+                False,
+            )
+        return list(
+            self._tokenizer(
+                text, add_special_tokens=special, truncation=True, max_length=self._max_tokens
+            )["input_ids"]
+        )
+
+    @torch.inference_mode()
+    def _logits(self, texts: Sequence[list[int]]) -> list[float]:
+        longest = max(map(len, texts))
+        ids = torch.full((len(texts), longest), self._pad if self._pad is not None else 0)
+        mask = torch.zeros_like(ids)
+        for row, text in enumerate(texts):
+            ids[row, : len(text)] = torch.tensor(text)
+            mask[row, : len(text)] = 1
+        logits = self._model(input_ids=ids, attention_mask=mask).logits
+        return [float(logit) for logit in logits[:, self._index]]
+
+
+def scalar_index(config: Any) -> int:
+    """Which logit is the reward. Raises ConfigError for more than two labels."""
+    if config.num_labels == 1:
+        return 0
+    if config.num_labels == 2:
+        return next(
+            (int(index) for index, label in config.id2label.items() if label.lower() == "positive"),
+            1,
+        )
+    raise ConfigError("a reward model with several labels", seen=config.num_labels, allowed=ALLOWED)
+
+
+def main() -> None:
+    """Load, then serve until the gateway ends."""
+    requests, answers = take_pipes()
+    die_with_gateway()
+    try:
+        model = RewardModel(**json.loads(sys.argv[1]))
+    except ConfigError as error:
+        tell(answers, refused(error))
+        return
+    serve(model.answer, requests, answers)
+
+
+if __name__ == "__main__":
+    main()

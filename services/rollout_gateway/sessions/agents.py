@@ -1,0 +1,245 @@
+"""Agents' sessions from opening to ledger. Owns who may act under which key and what an ended
+session leaves behind.
+
+Generations are calls.py's, the states of one session sessions/session.py's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import redis.asyncio
+
+from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
+from paceline.streams import OpenSessions, api_key_hash
+from paceline.telemetry import get_logger
+from paceline.trajectory import Trajectory
+from rollout_gateway.background import background, cancel
+from rollout_gateway.config import GatewayConfig
+from rollout_gateway.environments.base import EpisodeTask
+from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.offers import TaskOffers
+from rollout_gateway.sessions.open_groups import OpenGroups
+from rollout_gateway.sessions.outbox import Outbox
+from rollout_gateway.sessions.registry import KEY_PREFIX, Ended, Sessions
+from rollout_gateway.sessions.session import Caller, Session
+
+SCORE_GRACE_S = 10.0
+RECORD_WAIT_S = 0.25
+"""How long the opening of a session waits until Redis knows of it; longer when Redis is away would
+stop agents.
+"""
+STOP_GRACE_S = 5.0
+log = get_logger(__name__)
+
+
+class Agents:
+    """All sessions of one gateway, with what they left behind until it is sent."""
+
+    def __init__(
+        self, config: GatewayConfig, outbox: Outbox, client: redis.asyncio.Redis | None
+    ) -> None:
+        """`client`: the durable Redis; None keeps no records."""
+        self._config = config
+        self._outbox = outbox
+        self.sessions = Sessions(config.sessions)
+        self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
+        self.offers = TaskOffers(self.sessions.open)
+        self.open_step = 0  # RL step that agents' own groups are collected for
+        self.captures: Callable[[int], bool] | None = (
+            None  # set while rows of their sessions are captured, by seed
+        )
+        self._records = OpenSessions(client, config.run.id)
+        self._sweeper: asyncio.Task[None] | None = None
+        self._unsent: dict[
+            str, int
+        ] = {}  # samples of an ended session that Redis does not have yet
+
+    async def start(self) -> None:
+        """Report what a killed gateway left open, then begin to count time-outs."""
+        try:
+            for lost in await self._records.take_lost():
+                log.warning("a session of a gateway that was killed", session=lost["session_id"])
+                ended = Ended(lost["session_id"], State.FAILED, FailReason.INFRA)
+                self.sessions.note_ended(ended, lost.get("api_key_hash", ""))
+        except PacelineError as error:
+            log.warning("open sessions of a former gateway are not known yet", error=str(error))
+        self._records.start()
+        self._sweeper = background(self._expire(), "session time-outs")
+
+    async def stop(self) -> None:
+        """Leave a note for every group that no step has taken."""
+        await cancel(self._sweeper)
+        for group in self.groups.give_up():
+            for member in group.members:
+                self.put(member.session, member.samples, dropped="no_step")
+
+    async def close(self) -> None:
+        """Write the last records."""
+        await self._records.stop(STOP_GRACE_S)
+
+    async def open(self, assignment: Assignment) -> Session:
+        """A session for an agent. Raises ResourceExhausted when too much is open or waits."""
+        captured = (
+            self.captures is not None
+            and assignment.trainable
+            and self.captures(secrets.randbits(63))
+        )
+        session = self.sessions.open(replace(assignment, capture=captured))
+        await self._recorded(session)
+        return session
+
+    async def claim(
+        self, wait_s: float, timeout_s: float = 0.0
+    ) -> tuple[Session, EpisodeTask] | None:
+        """A task of the run in a session of its own; None when none came within the wait.
+
+        `timeout_s`: of silence; 0 is the gateway's setting. A caller that goes away gives its task
+        back.
+        """
+        claimed = await self.offers.claim(wait_s, timeout_s)
+        if claimed is None:
+            return None
+        try:
+            await self._recorded(claimed[0])
+        except BaseException:
+            self.finish(
+                claimed[0], fail=FailReason.INFRA, message="nobody waited for the claimed task"
+            )
+            raise
+        return claimed
+
+    async def caller(self, api_key: str) -> Caller:
+        """Who calls with this key: a session, or anybody who has the gateway's token.
+
+        Raises InvalidInput (UNAUTHENTICATED) for a key nobody knows, FailedPrecondition for that of
+        an ended session.
+        """
+        if api_key.startswith(KEY_PREFIX):
+            session = self.sessions.by_key(api_key)
+            if session is None:
+                await self._refuse_lost(api_key)
+                raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
+            return Caller(session)
+        token = self._config.security.token
+        if token and not hmac.compare_digest(api_key.encode(), token.encode()):
+            raise InvalidInput(
+                "the request carries no token or a wrong one", reason="UNAUTHENTICATED"
+            )
+        return Caller()
+
+    async def complete(self, session: Session) -> None:
+        """The agent is done. A claimed task is scored first where a rule is to score it."""
+        session.require_open()
+        if self.offers.leads(session):
+            self.offers.completed(session)
+            limit_s = self._config.rewards.deadline_s + SCORE_GRACE_S
+            try:
+                await asyncio.wait_for(session.ended.wait(), limit_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    "the session was not scored in time", seen=f"{limit_s:g} s"
+                ) from error
+        else:
+            self.finish(session)
+
+    def finish(
+        self,
+        session: Session,
+        *,
+        abort: bool = False,
+        fail: FailReason | None = None,
+        message: str = "",
+    ) -> None:
+        """End a session; what is trainable and scored goes to the ledger and the stream, the rest
+        leaves a note.
+        """
+        if not session.close(abort=abort, fail=fail):
+            return
+        about = session.assignment
+        if fail is not None:
+            log.warning("session failed", session=session.session_id, reason=fail, message=message)
+        self.sessions.remove(session)
+        if self.offers.ended(session):  # the ledger hears of the next attempt
+            self._records.ended(session.session_id)
+        elif not (about.trainable and about.open_group and self._config.trajectories):
+            self.put(session, session.trajectories())
+        elif not self.groups.add(session):
+            self.put(session, session.trajectories(), dropped="late")
+
+    def put(self, session: Session, samples: Sequence[Trajectory], *, dropped: str = "") -> None:
+        """The samples of an ended session to ledger and stream; those that are not trained leave a
+        note.
+
+        `dropped`: why also scored ones are not.
+        """
+        about = session.assignment
+        notes: list[tuple[Trajectory, str]] = []
+        for trajectory in samples if about.trainable else ():
+            if session.state is State.FINAL and trajectory.reward is not None:
+                notes.append((trajectory, dropped))
+            elif not about.implicit:
+                notes.append(
+                    (trajectory, "unscored" if session.state is State.FINAL else session.outcome)
+                )
+        if not notes:
+            self._records.ended(session.session_id)
+            return
+        self._unsent[session.session_id] = self._unsent.get(session.session_id, 0) + len(notes)
+        for trajectory, reason in notes:
+            self._outbox.put(trajectory, reason, sent=lambda: self._sent(session.session_id))
+
+    def _sent(self, session_id: str) -> None:
+        """Redis has one more sample of a session; with the last one its record has done its
+        work.
+        """
+        self._unsent[session_id] -= 1
+        if not self._unsent[session_id]:
+            del self._unsent[session_id]
+            if (
+                session_id not in self.sessions
+            ):  # a later attempt under the same id has a record of its own by now
+                self._records.ended(session_id)
+
+    async def _recorded(self, session: Session) -> None:
+        about = session.assignment
+        self._records.opened(
+            session.session_id,
+            {
+                "session_id": session.session_id,
+                "api_key_hash": api_key_hash(session.api_key),
+                "trainable": about.trainable,
+                "step": about.step,
+                "task_id": about.task_id,
+                "group_id": about.group_id or session.session_id,
+                "group_size": about.group_size,
+                "task_index": about.task_index,
+                "sample_index": about.sample_index,
+            },
+        )
+        await self._records.recorded(session.session_id, RECORD_WAIT_S)
+
+    async def _refuse_lost(self, api_key: str) -> None:
+        """Raises FailedPrecondition for the key of a session that ended with a former gateway."""
+        lost = await self._records.lost(api_key_hash(api_key))
+        if lost is not None:
+            raise Ended(lost["session_id"], State.FAILED, FailReason.INFRA).error()
+
+    async def _expire(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.sessions.sooner.wait(), self.sessions.next_expiry_s())
+            self.sessions.sooner.clear()
+            for session in self.sessions.expired():
+                log.info("session timed out", session=session.session_id)
+                claimed = self.offers.leads(session)
+                self.finish(
+                    session,
+                    fail=FailReason.INFRA if claimed else None,
+                    message="silent for too long",
+                )

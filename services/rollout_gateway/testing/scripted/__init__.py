@@ -1,0 +1,1 @@
+"""An engine without a model that answers by a script."""

@@ -1,0 +1,1 @@
+"""Engine workers as the gateway sees them: processes, placement, weights, metrics."""

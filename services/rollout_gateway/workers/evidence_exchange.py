@@ -1,0 +1,70 @@
+"""Lets engine workers learn from each other's rounds. Owns what each worker said last; the sums are
+evidence.py's.
+
+Each worker tells of its own rounds alone (WorkerHealth.evidence) and gets the sum of the others',
+in the place of the last sum; so nothing is counted twice, however often evidence goes round. Sent
+when the gateway has asked for health, that is at the end of every RunTasks, and to a worker that
+has started again. Nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.bandits.evidence import combine
+from rollout_gateway.engines.worker import wire
+
+
+class Peer(Protocol):
+    """A worker that takes commands."""
+
+    @property
+    def index(self) -> int:
+        """Its place in the gateway."""
+        ...
+
+    def send(self, command: pb.WorkerCommand) -> None:
+        """Send without waiting for an answer."""
+        ...
+
+
+class EvidenceExchange:
+    """What the workers of one gateway have said of their arms."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, pb.WorkerHealth] = {}
+
+    def spread(self, peers: Iterable[Peer], healths: Mapping[int, pb.WorkerHealth]) -> None:
+        """Remember what workers said, and tell each one of those that answered what the others
+        know.
+        """
+        self._said |= {index: health for index, health in healths.items() if _knows(health)}
+        for peer in peers:
+            if peer.index in healths:
+                self._tell(
+                    peer, wire.versions_from(healths[peer.index].versions), without=peer.index
+                )
+
+    def teach(self, peer: Peer, versions: VersionSet) -> None:
+        """A worker has started and serves `versions`: it gets what all knew, the process before it
+        included.
+        """
+        self._tell(peer, versions, without=None)
+
+    def _tell(self, peer: Peer, versions: VersionSet, *, without: int | None) -> None:
+        others = [
+            wire.evidence_from(health.evidence)
+            for index, health in self._said.items()
+            if index != without and wire.versions_from(health.versions) == versions
+        ]
+        if others:
+            evidence = wire.evidence_to(combine(others))
+            message = pb.MergeEvidence(versions=wire.versions_to(versions), evidence=evidence)
+            peer.send(pb.WorkerCommand(merge_evidence=message))
+
+
+def _knows(health: pb.WorkerHealth) -> bool:
+    return bool(health.evidence.acceptance or health.evidence.costs)

@@ -1,0 +1,119 @@
+"""The places of engine workers: what runs in each, since when nothing does, and which one a request
+gets.
+
+Owns the rule and the counts. Processes, their messages and their restarts are the router's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.process import WorkerProcess
+
+STICKY_FACTOR = 2.0
+STICKY_SLACK = 4
+"""The worker that holds a session's KV cache keeps the session up to FACTOR times the others' mean
+load plus SLACK.
+
+A move costs a prefill of the whole conversation; staying costs a share of larger decode rounds,
+whose seconds grow far slower than their rows. So twice the load is still the better place, and a
+few requests on an idle machine are no load. Above that requests would queue there while others have
+room.
+"""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A worker's place; the process in it changes with restarts."""
+
+    index: int
+    process: WorkerProcess | None = None  # None while it starts
+    released: bool = False  # lent out: gets new requests only when no other place serves
+    unsent: list[Generation] = field(default_factory=list)
+    live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
+    _idle_since_s: float | None = field(default_factory=time.monotonic)
+    _watchers: set[asyncio.Future[None]] = field(
+        default_factory=set
+    )  # told of the next change between idle and busy
+
+    @property
+    def idle_since_s(self) -> float | None:
+        """time.monotonic() at which its last request ended; None while one is under way."""
+        return self._idle_since_s
+
+    def add(self, generation: Generation) -> None:
+        """Queue a request here."""
+        generation.worker_index = self.index
+        self.live[generation.request.request_id] = generation
+        self.unsent.append(generation)
+        if self._idle_since_s is not None:
+            self._idle_since_s = None
+            self._tell()
+
+    def end(self, request_id: int) -> None:
+        """A request of this place has ended."""
+        del self.live[request_id]
+        self._rest()
+
+    def clear(self) -> tuple[list[Generation], list[Generation]]:
+        """Take all requests away; returns those that were sent and those that were not."""
+        unsent = {id(generation) for generation in self.unsent}
+        sent = [generation for generation in self.live.values() if id(generation) not in unsent]
+        waiting, self.unsent, self.live = self.unsent, [], {}
+        self._rest()
+        return sent, waiting
+
+    async def idle_for(self, seconds: float) -> None:
+        """Returns once nothing has run here for so many seconds on end.
+
+        Sleeps between the changes; does not poll.
+        """
+        while True:
+            left_s = (
+                None
+                if self._idle_since_s is None
+                else self._idle_since_s + seconds - time.monotonic()
+            )
+            if left_s is not None and left_s <= 0:
+                return
+            change = asyncio.get_running_loop().create_future()
+            self._watchers.add(change)
+            try:
+                await asyncio.wait((change,), timeout=left_s)
+            finally:
+                self._watchers.discard(change)
+
+    def _rest(self) -> None:
+        if not self.live and self._idle_since_s is None:
+            self._idle_since_s = time.monotonic()
+            self._tell()
+
+    def _tell(self) -> None:
+        watchers, self._watchers = self._watchers, set()
+        for change in watchers:
+            change.set_result(None)
+
+
+def choose(slots: Sequence[Slot], prefer: int | None) -> Slot:
+    """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
+    the least loaded.
+
+    Places without a process, then released ones, count only when there is no other.
+    """
+    serving = [slot for slot in slots if slot.process is not None] or slots
+    kept = [slot for slot in serving if not slot.released] or serving
+    held = next((slot for slot in kept if slot.index == prefer), None)
+    if held is not None and not _overloaded(held, kept):
+        return held
+    return min(kept, key=lambda slot: len(slot.live))
+
+
+def _overloaded(held: Slot, kept: Sequence[Slot]) -> bool:
+    others = [len(slot.live) for slot in kept if slot is not held]
+    return (
+        bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK
+    )

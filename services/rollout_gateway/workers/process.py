@@ -1,0 +1,193 @@
+"""One engine worker as the gateway sees it: a process, its socket, its ring.
+
+Owns no request and no routing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.telemetry import inject
+from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.background import background, cancel
+from rollout_gateway.engines import PROCESSES, WORKER
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowArray, RowRing
+from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
+
+STOP_GRACE_S = 5.0
+LAST_WORDS_MS = 20
+LAST_WORDS = 1000
+OnTokens = Callable[[pb.TokensEmitted, RowArray | None], None]
+_numbers = itertools.count(1)
+
+
+class WorkerProcess:
+    """One life of one worker. Not reused: a restart makes another."""
+
+    def __init__(
+        self, spec: WorkerSpec, ring: RowRing | None, directory: Path, on_tokens: OnTokens
+    ) -> None:
+        self.index = spec.worker_index
+        self.ready = pb.WorkerReady()
+        self.prepared: set[tuple[int, int]] = (
+            set()
+        )  # (target, version) loaded beside the serving set
+        self._spec = spec
+        self._ring = ring
+        self._directory = directory
+        self._on_tokens = on_tokens
+        self._answers: dict[int, asyncio.Future[pb.WorkerEvent]] = {}
+        self._ready: asyncio.Future[pb.WorkerReady] = asyncio.get_running_loop().create_future()
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def pid(self) -> int:
+        """Process id; 0 before the start."""
+        return self._process.pid if self._process else 0
+
+    async def start(self, context: zmq.asyncio.Context, deadline_s: float) -> None:
+        """Spawn and wait until it serves.
+
+        Raises ConfigError when its settings are refused, Unavailable when it dies,
+        DeadlineExceeded.
+        """
+        name = f"{self.index}-{next(_numbers)}"
+        spec_path, address = self._directory / f"{name}.json", f"ipc://{self._directory / name}"
+        self._spec.write(spec_path)
+        self._socket = context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        threads = str(self._spec.threads)
+        environment = {
+            **os.environ,
+            SPEC_VARIABLE: str(spec_path),
+            SOCKET_VARIABLE: address,
+            "PACELINE_WORKER_PARENT": str(os.getpid()),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+        }
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            PROCESSES.get(self._spec.kind, WORKER),
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+        )
+        reader = background(self._read(), f"reader of worker {self.index}")
+        reader.add_done_callback(
+            lambda _: self.kill()
+        )  # unheard it would hold its requests for ever
+        self._tasks = [
+            reader,
+            background(self._watch(self._process), f"watch of worker {self.index}"),
+        ]
+        done, _ = await asyncio.wait(
+            (self._ready, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if self._ready in done:
+            self.ready = self._ready.result()
+        elif self.lost in done:
+            raise Unavailable(
+                f"engine worker {self.index} ended before it was ready", seen=self.lost.result()
+            )
+        else:
+            raise DeadlineExceeded(
+                f"engine worker {self.index} is not ready", seen=f"{deadline_s} s"
+            )
+
+    def send(self, command: pb.WorkerCommand) -> None:
+        """Send without waiting for an answer; the command carries the trace of the current span."""
+        command.traceparent = inject().get("traceparent", "")
+        self._socket.send(command.SerializeToString())
+
+    async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:
+        """Send and wait for the answer.
+
+        Raises what CommandFailed says, Unavailable on loss, DeadlineExceeded.
+        """
+        if self.lost.done():
+            raise Unavailable(f"engine worker {self.index} is lost", seen=self.lost.result())
+        command.command_id = next(_numbers)
+        answer: asyncio.Future[pb.WorkerEvent] = asyncio.get_running_loop().create_future()
+        self._answers[command.command_id] = answer
+        self.send(command)
+        try:
+            await asyncio.wait(
+                (answer, self.lost), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            del self._answers[command.command_id]
+        if not answer.done():
+            if self.lost.done():
+                raise Unavailable(f"engine worker {self.index} was lost", seen=self.lost.result())
+            kind = command.WhichOneof("command")
+            raise DeadlineExceeded(
+                f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s"
+            )
+        event = answer.result()
+        if event.HasField("failed"):
+            raise wire.error_from(event.failed, f"engine worker {self.index}: ")
+        return event
+
+    async def stop(self) -> None:
+        """Shutdown, then kill after STOP_GRACE_S; frees socket and ring."""
+        if self._process is not None and not self.lost.done():
+            self.send(pb.WorkerCommand(shutdown=pb.Shutdown()))
+            await asyncio.wait((self.lost,), timeout=STOP_GRACE_S)
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill what still runs and free socket and ring."""
+        self.kill()
+        if self._process is not None:
+            await self._process.wait()
+        await cancel(*self._tasks)
+        self._socket.close()
+        if self._ring is not None:
+            self._ring.unlink()
+
+    def kill(self) -> None:
+        """End the process at once; `lost` follows."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
+    async def _read(self) -> None:
+        while True:
+            event = pb.WorkerEvent.FromString(await self._socket.recv())
+            kind = event.WhichOneof("event")
+            if kind == "tokens":
+                rows = (
+                    self._ring.read(event.tokens.rows_written) if self._ring is not None else None
+                )
+                self._on_tokens(event.tokens, rows)
+            elif kind == "ready":
+                if self._ring is not None:
+                    # both sides have it mapped; nothing is left behind by a kill
+                    self._ring.unlink()
+                self._ready.set_result(event.ready)
+            elif kind == "failed" and not event.command_id and not self._ready.done():
+                self._ready.set_exception(
+                    wire.error_from(event.failed, f"engine worker {self.index}: ")
+                )
+            elif (answer := self._answers.get(event.command_id)) is not None and not answer.done():
+                answer.set_result(event)
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        for _ in range(LAST_WORDS):  # what it said before it ended is read first
+            if not await self._socket.poll(LAST_WORDS_MS):
+                break
+        self.lost.set_result(f"exit code {code}")

@@ -1,0 +1,359 @@
+"""The engine workers and the requests under way. Owns processes, restarts and messages;
+placement.py picks the worker.
+
+A lost worker is replaced; its requests go to the replacement (or another worker) once, which is
+safe because seeds fix the tokens. What requests mean (sessions, rewards) is not known here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq.asyncio
+
+from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.telemetry import get_logger, meter
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.background import background, cancel
+from rollout_gateway.config import EngineConfig
+from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.ring import RowArray, RowRing
+from rollout_gateway.engines.worker.spec import WorkerSpec
+from rollout_gateway.workers.evidence_exchange import EvidenceExchange
+from rollout_gateway.workers.generation import Generation
+from rollout_gateway.workers.metrics import EngineMetrics
+from rollout_gateway.workers.placement import Slot, choose
+from rollout_gateway.workers.process import WorkerProcess
+
+MAX_TRIES = 3
+MAX_BACKOFF_S = 5.0
+STARTS_BEFORE_GIVING_UP = 3
+"""Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
+
+log = get_logger(__name__)
+OnWorker = Callable[[WorkerProcess], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """Size of each worker's ring and what its rows hold."""
+
+    rows: int
+    layout: RowLayout
+    value_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row's hidden state."""
+        return self.layout.width * self.value_bytes
+
+
+class Router:
+    """Routes requests to `count` workers. Use on one event loop: start, submit, stop."""
+
+    def __init__(
+        self,
+        count: int,
+        config: EngineConfig,
+        settings: dict[str, Any],
+        rows: RowShape | None,
+        on_rows: Callable[[RowArray], None],
+        on_discard: Callable[[int], None],
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._rows = rows
+        self._on_rows = on_rows
+        self._on_discard = on_discard
+        self._slots = [Slot(index) for index in range(count)]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._flushing = False
+        self.on_ready: Callable[[WorkerProcess], Any] | None = None
+        """Awaited before a worker gets requests: loads the committed versions."""
+        self.ready = pb.WorkerReady()
+        """Facts of the engine, from the first worker."""
+        self.rows_dropped = [0] * count
+        self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
+        self.metrics = EngineMetrics(config.kind)
+        self.evidence = EvidenceExchange()
+        self._restarts = meter().create_counter(
+            "paceline.gateway.worker_restarts", unit="{restart}"
+        )
+
+    @property
+    def count(self) -> int:
+        """Workers, ready or not."""
+        return len(self._slots)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests under way."""
+        return sum(len(slot.live) for slot in self._slots)
+
+    def processes(self) -> list[WorkerProcess]:
+        """Workers that serve now."""
+        return [slot.process for slot in self._slots if slot.process is not None]
+
+    async def start(self) -> None:
+        """Start all workers; returns when all serve. Raises what the first failing one says."""
+        self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._context = zmq.asyncio.Context()
+        try:
+            first = await asyncio.gather(*(self._start_worker(slot) for slot in self._slots))
+        except BaseException:
+            await self.stop()
+            raise
+        self.ready = first[0].ready
+        self._keepers = [
+            background(self._keep(slot), f"keeper of worker {slot.index}") for slot in self._slots
+        ]
+
+    async def stop(self) -> None:
+        """End requests with an error and workers with Shutdown."""
+        await cancel(*self._keepers)
+        for slot in self._slots:
+            self._fail(slot, "the gateway is stopping")
+        await asyncio.gather(*(process.stop() for process in self.processes()))
+        for slot in self._slots:
+            slot.process = None
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def submit(
+        self,
+        request: pb.EngineRequest,
+        *,
+        worker: int | None = None,
+        prefer: int | None = None,
+        rerun: bool = True,
+    ) -> Generation:
+        """Queue a request: on `worker` only, else on `prefer` unless that one is gone, released or
+        overloaded.
+
+        Else on the least loaded; see placement.choose.
+        rerun False: it ends as unavailable when its worker is lost and no other serves.
+        """
+        generation = Generation(request, worker, rerun=rerun)
+        self._place(generation, prefer)
+        return generation
+
+    def abort(self, generation: Generation) -> None:
+        """Stop a request; it ends with FINISH_REASON_ABORT."""
+        slot = self._slots[generation.worker_index]
+        request_id = generation.request.request_id
+        if request_id not in slot.live:
+            return
+        if generation in slot.unsent or slot.process is None:
+            if generation in slot.unsent:
+                slot.unsent.remove(generation)
+            self._deliver(
+                slot, pb.TokenChunk(request_id=request_id, finish_reason=tpb.FINISH_REASON_ABORT)
+            )
+        else:
+            slot.process.send(pb.WorkerCommand(abort=pb.AbortRequests(request_ids=[request_id])))
+
+    async def ask_all(
+        self,
+        command: pb.WorkerCommand,
+        processes: Iterable[WorkerProcess] | None = None,
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """Ask workers at once (default: all that serve); answers or exceptions, in their order.
+
+        deadline_s: of each answer; None is engine.command_deadline_s.
+        """
+        asked = list(self.processes() if processes is None else processes)
+        copies = [pb.WorkerCommand() for _ in asked]
+        for copy in copies:
+            copy.CopyFrom(command)
+        deadline = self._config.command_deadline_s if deadline_s is None else deadline_s
+        return await asyncio.gather(
+            *(process.ask(copy, deadline) for process, copy in zip(asked, copies, strict=True)),
+            return_exceptions=True,
+        )
+
+    async def healths(self, deadline_s: float | None = None) -> dict[int, pb.WorkerHealth]:
+        """Load and statistics by worker; those that do not answer are left out. What they learned
+        goes round.
+
+        deadline_s: of each answer; None is engine.command_deadline_s.
+        """
+        processes = self.processes()
+        answers = await self.ask_all(
+            pb.WorkerCommand(get_health=pb.GetHealth()), processes, deadline_s
+        )
+        found = {
+            p.index: a.health
+            for p, a in zip(processes, answers, strict=True)
+            if isinstance(a, pb.WorkerEvent)
+        }
+        for process in processes:
+            if process.index in found:
+                self.metrics.look(process.ready, found[process.index])
+        self.evidence.spread(processes, found)
+        return found
+
+    def release(self, index: int) -> None:
+        """Lend a worker's slot out: no new unpinned request goes there while another worker serves.
+
+        Idempotent.
+        """
+        self._slots[index].released = True
+
+    def take_back(self) -> list[int]:
+        """All released workers get requests again; returns which they were."""
+        back = [slot for slot in self._slots if slot.released]
+        for slot in back:
+            slot.released = False
+        return [slot.index for slot in back]
+
+    def idle_since(self, index: int) -> float | None:
+        """time.monotonic() since when the worker has had no request; None while it has one."""
+        return self._slots[index].idle_since_s
+
+    async def idle_for(self, index: int, seconds: float) -> None:
+        """Returns once the worker has had no request for so many seconds on end."""
+        await self._slots[index].idle_for(seconds)
+
+    def _place(self, generation: Generation, prefer: int | None = None) -> None:
+        pinned = generation.pinned
+        slot = self._slots[pinned] if pinned is not None else choose(self._slots, prefer)
+        slot.add(generation)
+        if not self._flushing:
+            # Requests of one turn of the event loop leave in one message, so that the engine admits
+            # them together.
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        for slot in self._slots:
+            if slot.process is not None and slot.unsent:
+                requests = [generation.request for generation in slot.unsent]
+                slot.unsent = []
+                slot.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
+
+    def _on_tokens(self, slot: Slot, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+        self.rows_dropped[slot.index] = tokens.rows_dropped
+        if rows is not None and len(rows):
+            self._on_rows(rows)
+        for chunk in tokens.chunks:
+            self._deliver(slot, chunk)
+
+    def _deliver(self, slot: Slot, chunk: pb.TokenChunk) -> None:
+        generation = slot.live.get(chunk.request_id)
+        if generation is None:
+            return
+        self._tokens.add(len(chunk.token_ids))
+        generation.accept(chunk)
+        if generation.finished:
+            slot.end(chunk.request_id)
+            self.metrics.ended(generation)
+
+    async def _start_worker(self, slot: Slot) -> WorkerProcess:
+        """A worker that serves the committed versions."""
+        ring = None
+        if self._rows is not None:
+            path = self._ring_folder() / f"{self._directory.name}-{slot.index}.ring"
+            ring = RowRing.create(path, self._rows.rows, self._rows.row_bytes)
+        spec = WorkerSpec(
+            worker_index=slot.index,
+            kind=self._config.kind,
+            threads=self._config.threads,
+            cores=(slot.index,) if self._config.pin_cores else (),
+            ring_path=str(path) if ring is not None else "",
+            engine=self._settings,
+        )
+        process = WorkerProcess(
+            spec, ring, self._directory, lambda tokens, rows: self._on_tokens(slot, tokens, rows)
+        )
+        try:
+            await process.start(self._context, self._config.ready_deadline_s)
+            self._check_rows(process.ready)
+            if self.on_ready is not None:
+                await self.on_ready(process)
+        except BaseException:
+            await process.close()
+            raise
+        slot.process = process
+        self._flush()
+        return process
+
+    def _check_rows(self, ready: pb.WorkerReady) -> None:
+        """Raises ConfigError when the ring was cut for other rows than the engine's."""
+        declared = wire.rows_from(ready)
+        if self._rows is not None and declared != self._rows.layout:
+            raise ConfigError(
+                "the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout
+            )
+
+    def _ring_folder(self) -> Path:
+        shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
+        return shared if shared.is_dir() else self._directory
+
+    async def _keep(self, slot: Slot) -> None:
+        """Replace the worker whenever it is lost."""
+        while True:
+            process = slot.process
+            if process is None:
+                return
+            reason = await asyncio.shield(process.lost)
+            slot.process = None
+            log.warning("engine worker lost", worker=slot.index, reason=reason)
+            await process.close()
+            self._restarts.add(1)
+            self._requeue(slot)
+            await self._replace(slot)
+
+    async def _replace(self, slot: Slot) -> None:
+        backoff, failures = self._config.restart_backoff_s, 0
+        while slot.process is None:
+            await asyncio.sleep(backoff)
+            try:
+                await self._start_worker(slot)
+            except (PacelineError, OSError) as error:
+                failures += 1
+                backoff = min(backoff * 2, MAX_BACKOFF_S)
+                log.error(
+                    "engine worker does not start",
+                    worker=slot.index,
+                    failures=failures,
+                    error=str(error),
+                )
+                if failures >= STARTS_BEFORE_GIVING_UP:
+                    self._fail(slot, f"engine worker {slot.index} does not start: {error}")
+
+    def _requeue(self, slot: Slot) -> None:
+        sent, unsent = slot.clear()
+        for generation in sent:
+            generation.restart()
+            self._on_discard(generation.request.request_id)
+        for generation in (*sent, *unsent):
+            if generation.tries >= MAX_TRIES:
+                generation.fail(
+                    f"the engine worker was lost {generation.tries} times under this request"
+                )
+            elif not generation.rerun and not self.processes():
+                generation.fail("the engine is starting again; try later", Unavailable)
+            else:
+                self._place(generation)
+
+    def _fail(self, slot: Slot, message: str) -> None:
+        for generations in slot.clear():
+            for generation in generations:
+                generation.fail(message)
+
+
+def versions_of(process: WorkerProcess) -> VersionSet:
+    """Set a worker served when it got ready."""
+    served = process.ready.versions
+    return VersionSet(served.seq, served.policy, served.drafter)

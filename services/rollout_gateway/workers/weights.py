@@ -1,0 +1,153 @@
+"""What new weights mean to the engine workers.
+
+Owns the gateway's serving set; bytes and disk are the library's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from paceline.errors import PacelineError, Unavailable
+from paceline.telemetry import get_logger, span
+from paceline.trajectory import VersionSet
+from paceline.v1 import engine_pb2 as pb
+from paceline.weights import Spool
+from rollout_gateway.engines.worker import wire
+from rollout_gateway.workers.process import WorkerProcess
+from rollout_gateway.workers.router import Router, versions_of
+
+VERSIONS_REMEMBERED = 16
+log = get_logger(__name__)
+
+
+class WorkerWeights:
+    """WeightHooks of the gateway: fans versions out to the workers; a worker that cannot follow is
+    replaced.
+    """
+
+    def __init__(self, router: Router, spool: Spool) -> None:
+        self._router = router
+        self._spool = spool
+        self._swap = asyncio.Lock()  # a worker that starts never sees half a commit
+        self._head_hashes: dict[int, str] = {}  # policy version -> lm_head hash
+        self.versions = spool.serving or VersionSet()
+
+    def lm_head_hash(self, policy_version: int) -> str:
+        """Hash of the head of a recent policy version; empty when it is not known."""
+        return self._head_hashes.get(policy_version, "")
+
+    async def load_committed(self, process: WorkerProcess) -> None:
+        """Bring a worker that starts to the serving set."""
+        async with self._swap:
+            started = versions_of(process)
+            self._remember(started.policy, process.ready.lm_head_hash)
+            if started != self.versions:
+                await self._commit_one(process, self.versions, started, pb.PAUSE_MODE_IN_PLACE)
+                self._remember(self.versions.policy, self._spooled_hash(self.versions.policy))
+
+    async def on_prepared(self, target: int, version: int, path: Path) -> None:
+        """Load a version beside the serving one on every worker; the first failure fails the
+        push.
+        """
+        command = pb.WorkerCommand(
+            prepare_weights=pb.PrepareWeights(
+                target=pb.WeightTarget.Name(target), version=version, path=str(path)
+            )
+        )
+        with span("weights.prepare", target=target, version=version):
+            async with self._swap:
+                processes = self._router.processes()
+                answers = await self._router.ask_all(command, processes)
+                for process, answer in zip(processes, answers, strict=True):
+                    if not isinstance(answer, BaseException):
+                        process.prepared.add((target, version))
+                    elif not isinstance(
+                        answer, Unavailable
+                    ):  # a lost worker loads what is committed when it is back
+                        raise answer
+
+    async def on_commit(self, versions: VersionSet, mode: int) -> None:
+        """Serve a set on every worker.
+
+        Raises only when no worker could, and then nothing has changed.
+        """
+        with span(
+            "weights.commit", seq=versions.seq, policy=versions.policy, drafter=versions.drafter
+        ):
+            async with self._swap:
+                processes = self._router.processes()
+                answers = await asyncio.gather(
+                    *(
+                        self._commit_one(process, versions, self.versions, mode)
+                        for process in processes
+                    ),
+                    return_exceptions=True,
+                )
+                failures = [answer for answer in answers if isinstance(answer, BaseException)]
+                if failures and len(failures) == len(processes):
+                    raise failures[0]
+                self.versions = versions
+                self._remember(versions.policy, self._spooled_hash(versions.policy))
+                for process, answer in zip(processes, answers, strict=True):
+                    if isinstance(answer, BaseException):
+                        log.error(
+                            "worker cannot follow a commit; it is replaced",
+                            worker=process.index,
+                            error=answer,
+                        )
+                        process.kill()
+
+    async def on_abort(self, target: int, version: int) -> None:
+        """Forget a prepared version."""
+        command = pb.WorkerCommand(
+            abort_weights=pb.AbortWeights(target=pb.WeightTarget.Name(target), version=version)
+        )
+        async with self._swap:
+            for process in self._router.processes():
+                process.prepared.discard((target, version))
+            await self._router.ask_all(command)
+
+    async def _commit_one(
+        self, process: WorkerProcess, versions: VersionSet, serving: VersionSet, mode: int
+    ) -> None:
+        parts = (
+            (pb.WEIGHT_TARGET_POLICY, versions.policy),
+            (pb.WEIGHT_TARGET_DRAFTER, versions.drafter),
+        )
+        before = (serving.policy, serving.drafter)
+        for (target, version), served in zip(parts, before, strict=True):
+            if (
+                version != served
+                and (target, version) not in process.prepared
+                and self._spool.has(target, version)
+            ):
+                path = str(self._spool.path(target, version))
+                prepare = pb.PrepareWeights(target=target, version=version, path=path)
+                await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
+        commit = pb.CommitWeights(
+            versions=wire.versions_to(versions),
+            mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
+        )
+        await self._ask(process, pb.WorkerCommand(commit_weights=commit))
+        process.prepared -= set(parts)
+
+    async def _ask(self, process: WorkerProcess, command: pb.WorkerCommand) -> None:
+        answer = (await self._router.ask_all(command, [process]))[0]
+        if isinstance(answer, BaseException):
+            raise answer
+
+    def _spooled_hash(self, policy_version: int) -> str:
+        try:
+            manifest = self._spool.manifest(pb.WEIGHT_TARGET_POLICY, policy_version)
+        except PacelineError as error:
+            log.warning("manifest of the serving policy cannot be read", error=str(error))
+            return ""
+        return manifest.lm_head_hash if manifest is not None else ""
+
+    def _remember(self, policy_version: int, head_hash: str) -> None:
+        if head_hash:
+            self._head_hashes[policy_version] = head_hash
+        for old in sorted(self._head_hashes)[:-VERSIONS_REMEMBERED]:
+            if old != 0:
+                del self._head_hashes[old]

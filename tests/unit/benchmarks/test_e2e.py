@@ -1,0 +1,175 @@
+"""What a comparison of runs says, on runs made by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import demo_runs, e2e
+from benchmarks.demo_runs import Run, read_run
+from benchmarks.e2e import chosen_arms, compare, first_difference, speed_ratio
+from paceline.errors import InvalidInput
+
+
+def steps(
+    rate: float, *, differs_at: int = 0, probe: float | None = None, count: int = 30
+) -> list[dict[str, Any]]:
+    made = []
+    for i in range(count):
+        flipped = bool(differs_at) and i + 1 >= differs_at
+        step: dict[str, Any] = {
+            "step": str(i),
+            "response_tokens": "2000",
+            "rollout_s": 2000 / (rate * (1 + 0.01 * (i % 3))),
+            "tokens_hash": f"{'f' if flipped else 'a'}{i}",
+            "reward_mean": 0.5 + 0.01 * i + (0.1 if flipped else 0.0),
+        }
+        if probe is not None and i % 10 == 9:
+            step["evaluations"] = {"accept_length_probe": probe + 0.1 * (i // 10)}
+        made.append(step)
+    return made
+
+
+def run(
+    seed: int,
+    arm: str,
+    rate: float,
+    *,
+    last: float = 0.9,
+    probe: float | None = None,
+    differs_at: int = 0,
+) -> Run:
+    summary = {
+        "accuracy_first": 0.5,
+        "accuracy_last": last,
+        "drafter_steps_per_rl_step": 2.0,
+        "preempt_wait_share": 0.01,
+        "near_ties": 3,
+        "wall_s": 60.0,
+        "steps": 30,
+        "drafter_steps": 60,
+        "drafter_tokens": 900,
+    }
+    return Run(seed, arm, summary, steps(rate, differs_at=differs_at, probe=probe), 100.0)
+
+
+def runs() -> list[Run]:
+    made = []
+    for seed, last in ((0, 0.7), (1, 0.85), (2, 0.95)):
+        made += [
+            run(seed, "none", 1000.0, last=last),
+            run(seed, "cotrained", 1500.0, last=last, probe=3.0, differs_at=21),
+            run(seed, "frozen", 1200.0, last=last),
+        ]
+    return made
+
+
+def goals() -> dict[str, tuple[float, bool | None]]:
+    return {
+        goal.name.partition(" 1.")[0]: (goal.value, goal.met) for goal in compare(runs(), "t").goals
+    }
+
+
+def test_goals_are_medians_over_seeds() -> None:
+    found = goals()
+    assert found["rise in held-out accuracy"] == (pytest.approx(0.35), True)
+    assert found["final held-out accuracy (ambition)"] == (pytest.approx(0.85), False)
+    assert found["acceptance length, last 20 steps"] == (pytest.approx(3.15), False)
+    assert found["step time not spent waiting for the drafter"] == (pytest.approx(0.99), True)
+
+
+def test_speed_is_compared_step_by_step() -> None:
+    ratio = speed_ratio(runs(), "none")
+    assert ratio is not None
+    assert (ratio.value, ratio.pairs) == (pytest.approx(1.5), 3 * 20)
+    assert ratio.resolved
+    assert goals()["tokens/s, cotrained / none"] == (pytest.approx(1.5), True)
+    assert goals()["tokens/s, cotrained / frozen"] == (pytest.approx(1.25), True)
+    assert speed_ratio(runs()[:1], "none") is None
+
+
+def test_a_ratio_that_is_not_resolved_is_neither_met_nor_missed() -> None:
+    noisy = run(0, "cotrained", 1500.0)
+    for i, step in enumerate(noisy.steps):
+        step["rollout_s"] *= (1.0, 2.0, 0.5, 3.0)[i % 4]  # type: ignore[index]
+    result = compare([run(0, "none", 1000.0), noisy], "t")
+    assert next(goal for goal in result.goals if "none" in goal.name).met is None
+
+
+def test_the_first_step_with_other_tokens_is_named_and_rewards_until_then_are_compared() -> None:
+    baseline, other = run(0, "none", 1000.0), run(0, "cotrained", 1500.0, differs_at=21)
+    assert first_difference(other, baseline) == 21
+    assert first_difference(baseline, baseline) is None
+    row = compare([baseline, other], "t").rows[1]
+    assert (row["tokens differ at"], row["rewards equal"], row["near-ties"]) == ("21", "yes", 3)
+    other.steps[3]["reward_mean"] = 0.0  # type: ignore[index]
+    assert compare([baseline, other], "t").rows[1]["rewards equal"] == "no"
+
+
+@pytest.mark.parametrize("text", ["none,fast", "frozen", "frozen,none", ""])
+def test_arms_that_do_not_go_together_are_refused(text: str) -> None:
+    with pytest.raises(InvalidInput):
+        chosen_arms(text)
+
+
+def test_arms_run_in_the_order_in_which_they_need_each_other() -> None:
+    assert chosen_arms("frozen,none,cotrained") == ("none", "cotrained", "frozen")
+
+
+def write(directory: Path, one: Run, **cost: Any) -> None:
+    directory.mkdir(parents=True)
+    (directory / "summary.json").write_text(json.dumps(one.summary))
+    (directory / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in one.steps))
+    (directory / "bench.json").write_text(json.dumps(cost))
+
+
+def options(out: Path, count: int = 30) -> argparse.Namespace:
+    return argparse.Namespace(
+        quick=False, seeds=1, steps=count, arms="none,cotrained", out=out, overrides=[]
+    )
+
+
+async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(command: list[str]) -> float:
+        pytest.fail(f"started {command}")
+
+    monkeypatch.setattr(demo_runs, "child", refuse)
+    for one in runs()[:2]:
+        write(tmp_path / f"{one.arm}-0" / "demo-0-1", one, cpu_s=12.5, resumed=False)
+    result = await e2e.run(options(tmp_path))
+    assert [row["CPU s"] for row in result.rows] == [12.5, 12.5]
+    with pytest.raises(InvalidInput, match="another length"):
+        await e2e.run(options(tmp_path, count=40))
+
+
+async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    async def pretend(command: list[str]) -> float:
+        commands.append(command)
+        one = next(one for one in runs()[:2] if f"{one.arm}-0" in " ".join(command))
+        directory = tmp_path / f"{one.arm}-0" / "demo-0-1"
+        if not directory.exists():
+            directory.mkdir(parents=True)
+        (directory / "summary.json").write_text(json.dumps(one.summary))
+        (directory / "steps.jsonl").write_text(
+            "".join(json.dumps(step) + "\n" for step in one.steps)
+        )
+        return 1.0
+
+    started = tmp_path / "cotrained-0" / "demo-0-1"
+    started.mkdir(parents=True)
+    (started / "config.toml").write_text("")
+    monkeypatch.setattr(demo_runs, "child", pretend)
+    await e2e.run(options(tmp_path))
+    assert "--no-speculation" in commands[0]
+    assert commands[1][-2:] == ["--resume", "demo-0-1"]
+    assert (
+        read_run(started, 0, "cotrained").cpu_s is None
+    )  # the cost of the first part is not known

@@ -1,0 +1,174 @@
+"""Figures of a rollout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from coordinator.calls.figures import (
+    Samples,
+    accuracy,
+    gate_figures,
+    pulls,
+    quantile,
+    rollout_figures,
+    round_costs,
+)
+from coordinator.journal.codec import decode_event, encode_event
+from coordinator.machine.events import GateDecided
+from paceline.v1.drafter_pb2 import Contender, GateDecision
+from paceline.v1.engine_pb2 import ArmStats
+from paceline.v1.rollout_pb2 import (
+    ClosedGroup,
+    RunTasksRequest,
+    SampleFinished,
+    TasksFinished,
+    TaskSpec,
+)
+from paceline.v1.trajectory_pb2 import Reward, SpeculationStats
+
+
+def sample(group: str, index: int, **values: object) -> SampleFinished:
+    return SampleFinished(group_id=group, sample_index=index, smallest_gap=1.0, **values)  # type: ignore[arg-type]
+
+
+def test_samples_are_ordered_by_task_and_sample_and_a_repeated_call_adds_none() -> None:
+    tasks = [TaskSpec(group_id=f"g{i}", task_index=i) for i in range(3)]
+    samples = Samples(RunTasksRequest(tasks=tasks))
+    for group, index in (("g2", 0), ("g0", 1), ("g0", 0), ("g2", 0)):
+        samples.add(sample(group, index))
+    assert [(one.group_id, one.sample_index) for one in samples.ordered] == [
+        ("g0", 0),
+        ("g0", 1),
+        ("g2", 0),
+    ]
+
+
+def test_sessions_of_open_traffic_are_kept_apart_and_in_one_order() -> None:
+    ended = [
+        sample(group, index, session_id=name)
+        for group, index, name in (("b", 0, "s1"), ("a", 0, "s3"), ("a", 0, "s2"), ("b", 0, "s1"))
+    ]
+    samples = Samples(RunTasksRequest(open_groups=2))
+    for one in ended:
+        samples.add(one)
+    assert [(one.group_id, one.session_id) for one in samples.ordered] == [
+        ("a", "s2"),
+        ("a", "s3"),
+        ("b", "s1"),
+    ]
+
+
+def test_a_step_without_samples_has_figures() -> None:
+    figures = rollout_figures([], TasksFinished())
+    assert (figures["samples"], figures["reward_mean"], figures["length_quantiles"]) == (
+        0,
+        0.0,
+        (0, 0, 0),
+    )
+
+
+def test_rollout_figures_leave_unscored_samples_out_of_the_reward() -> None:
+    ended = [
+        sample("a", 0, reward=Reward(value=1.0), response_tokens=4, tokens_hash="aa"),
+        sample("a", 1, reward=Reward(value=0.0), response_tokens=8, tokens_hash="bb"),
+        SampleFinished(
+            group_id="a", sample_index=2, response_tokens=6, tokens_hash="cc", smallest_gap=1e-6
+        ),
+    ]
+    stats = SpeculationStats(
+        drafted_rounds=4, drafted_round_tokens=10, trained_rounds=3, trained_round_tokens=9
+    )
+    closed = [ClosedGroup(group_id="a", scored_sessions=2), ClosedGroup(group_id="b")]
+    figures = rollout_figures(
+        ended,
+        TasksFinished(
+            scored=2, unscored=1, response_tokens=18, speculation=stats, closed_groups=closed
+        ),
+    )
+    assert figures["reward_mean"] == 0.5
+    assert figures["accept_length"] == 2.5
+    assert (figures["trained_round_tokens"], figures["trained_rounds"]) == (9, 3)
+    assert figures["near_ties"] == 1
+    assert figures["length_quantiles"] == (6, 8, 8)
+    assert figures["closed_groups"] == {"a": 2, "b": 0}
+    assert figures["tokens_hash"] == hashlib.sha256(b"aabbcc").hexdigest()[:16]
+
+
+def test_a_sample_without_reward_is_not_right() -> None:
+    assert accuracy([sample("a", 0, reward=Reward(value=1.0)), sample("a", 1)]) == 0.5
+    assert accuracy([]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([], 0.5, 0),
+        ([3], 0.9, 3),
+        ([1, 2, 3, 4], 0.5, 2),
+        (list(range(1, 11)), 0.9, 9),
+        ([1, 5], 1.0, 5),
+    ],
+)
+def test_quantiles_are_values_that_occur(values: list[int], share: float, expected: int) -> None:
+    assert quantile(values, share) == expected
+
+
+def test_pulls_are_summed_over_batch_groups() -> None:
+    arms = [ArmStats(arm="off", batch_group=1, pulls=2), ArmStats(arm="eagle:3_1_4", pulls=5)]
+    assert pulls([*arms, ArmStats(arm="off", batch_group=5, pulls=3)]) == {
+        "eagle:3_1_4": 5,
+        "off": 5,
+    }
+
+
+def arm(name: str, group: int, pulls: int, tokens_per_s: float, length: float) -> ArmStats:
+    return ArmStats(
+        arm=name,
+        batch_group=group,
+        pulls=pulls,
+        mean_tokens_per_s=tokens_per_s,
+        mean_accept_length=length,
+    )
+
+
+def test_a_round_costs_its_tokens_by_their_rate_relative_to_plain_decoding() -> None:
+    arms = [
+        arm("off", 1, 10, 100.0, 1.0),
+        arm("eagle:3_1_4", 1, 30, 200.0, 3.0),  # 15 ms against 10 ms
+        arm("off", 5, 10, 400.0, 1.0),
+        arm("eagle:3_1_4", 5, 10, 500.0, 2.5),  # 5 ms against 2.5 ms
+        arm("eagle:3_1_4", 21, 99, 500.0, 2.5),  # nothing to compare with
+        arm("ngram:4_1_5", 1, 0, 0.0, 0.0),
+    ]
+    assert round_costs(arms) == pytest.approx({"eagle:3_1_4": (30 * 1.5 + 10 * 2.0) / 40})
+    assert round_costs([]) == round_costs(arms[1:2]) == {}
+
+
+def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
+    gate = GateDecision(
+        drafter_version=3,
+        decision="kept",
+        kind="eagle",
+        candidate_speedup=1.75,
+        survival=[0.5, 0.25],
+        conditional=[0.5, 0.5],
+        lengths_by_bucket={"late": 1.5},
+        costs_measured=True,
+        leaderboard=[
+            Contender(kind="lstm", speedup=2.0, accept_length=2.5),
+            Contender(kind="eagle", speedup=1.75),
+        ],
+    )
+    figures = gate_figures(gate)
+    told = {field.name for field in GateDecision.DESCRIPTOR.fields}
+    assert told - set(figures) == {"drafter_version", "decision", "promoted", "leaderboard"}, (
+        "these are the event's"
+    )
+    assert (figures["survival"], figures["conditional"]) == ((0.5, 0.25), (0.5, 0.5))
+    assert figures["leaderboard_speedups"] == {"lstm": 2.0, "eagle": 1.75}
+    assert (figures["lengths_by_bucket"], figures["costs_measured"]) == ({"late": 1.5}, 1)
+    event = GateDecided(1.0, 2, "kept", 3, figures)
+    assert decode_event("GateDecided", 1.0, json.loads(json.dumps(encode_event(event)))) == event

@@ -1,0 +1,131 @@
+"""Which tasks a step and an evaluation ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.calls.tasks import TaskSource
+from coordinator.config import CoordinatorConfig
+from coordinator.machine.state import Evaluation
+from paceline.errors import ConfigError
+from paceline.tasks import Task, write_tasks
+from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN
+
+
+def source(directory: Path, *, tasks: int = 5, prompts: int = 3, **keys: object) -> TaskSource:
+    write_tasks(
+        directory / "train.jsonl",
+        [Task(f"t{i}", f"{i}=", str(i), {"split": "train"}) for i in range(tasks)],
+    )
+    write_tasks(directory / "heldout.jsonl", [Task(f"h{i}", f"{i}=", str(i)) for i in range(8)])
+    config = CoordinatorConfig.model_validate(
+        {
+            "tasks_path": str(directory / "train.jsonl"),
+            "heldout_path": str(directory / "heldout.jsonl"),
+            "prompts_per_step": prompts,
+            "evaluation": {"heldout_prompts": 6, "probe_prompts": 2},
+            **keys,
+        }
+    )
+    return TaskSource(config)
+
+
+def test_a_step_asks_for_the_same_tasks_whenever_it_is_asked(tmp_path: Path) -> None:
+    first, again = source(tmp_path).step_request(4, 10), source(tmp_path).step_request(4, 99)
+    assert first.tasks == again.tasks
+    assert (first.purpose, first.context.step, first.context.epoch) == (PURPOSE_TRAIN, 4, 10)
+    assert [task.task_index for task in first.tasks] == [0, 1, 2]
+    assert first.tasks[0].metadata["split"] == "train"
+
+
+def test_a_step_that_spans_two_epochs_holds_no_task_twice(tmp_path: Path) -> None:
+    requests = [source(tmp_path).step_request(step, 1) for step in range(20)]
+    assert all(len({task.task_id for task in request.tasks}) == 3 for request in requests)
+    assert {task.task_id for request in requests for task in request.tasks} == {
+        f"t{i}" for i in range(5)
+    }
+
+
+def test_group_ids_are_unique_over_steps(tmp_path: Path) -> None:
+    groups = [
+        task.group_id for step in range(5) for task in source(tmp_path).step_request(step, 1).tasks
+    ]
+    assert len(set(groups)) == len(groups)
+
+
+def test_evaluations_draw_alike_at_both_ends_of_a_run(tmp_path: Path) -> None:
+    start = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 0, 1)
+    end = source(tmp_path).evaluation_request(Evaluation.ACCURACY, 200, 900)
+    assert (
+        [t.task_id for t in start.tasks]
+        == [t.task_id for t in end.tasks]
+        == [f"h{i}" for i in range(6)]
+    )
+    assert (start.run_seed, start.context.step) == (end.run_seed, end.context.step)
+    assert (start.purpose, start.samples_per_task, start.sampling.temperature) == (
+        PURPOSE_EVAL,
+        1,
+        1.0,
+    )
+
+
+def test_the_probe_forces_its_arm_on_its_own_prompts(tmp_path: Path) -> None:
+    request = source(tmp_path).evaluation_request(Evaluation.PROBE, 10, 5)
+    assert (request.forced_arm, len(request.tasks), request.capture) == ("eagle:5_1_6", 2, False)
+
+
+def test_open_traffic_asks_for_groups_and_has_no_tasks(tmp_path: Path) -> None:
+    evaluation = {"environment": "single_turn", "reward": "math_answer", "heldout_prompts": 6}
+    keys: dict[str, Any] = {
+        "tasks_path": "",
+        "environment": "external",
+        "reward": "agent",
+        "evaluation": evaluation,
+    }
+    request = source(tmp_path, **keys).step_request(4, 10)
+    assert (source(tmp_path, **keys).samples_per_step, source(tmp_path).samples_per_step) == (0, 24)
+    assert (len(request.tasks), request.open_groups, request.samples_per_task) == (0, 3, 8)
+    assert (request.environment, request.reward, request.context.step) == ("external", "agent", 4)
+    asked = source(tmp_path, **keys).evaluation_request(Evaluation.ACCURACY, 0, 1)
+    assert (asked.environment, asked.reward, asked.open_groups) == ("single_turn", "math_answer", 0)
+    assert [task.task_id for task in asked.tasks] == [f"h{i}" for i in range(6)]
+
+
+def test_drawn_tasks_may_be_offered_to_agents_and_evaluated_by_the_gateway(tmp_path: Path) -> None:
+    made = source(tmp_path, environment="external", evaluation={"environment": "single_turn"})
+    request = made.step_request(0, 1)
+    assert (len(request.tasks), request.open_groups, request.environment) == (3, 0, "external")
+    asked = made.evaluation_request(Evaluation.PROBE, 0, 1)
+    assert (asked.environment, asked.reward) == ("single_turn", "math_answer")
+
+
+def test_too_few_tasks_for_a_step_are_refused_with_both_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"seen: 9; allowed: 1\.\.5"):
+        source(tmp_path, prompts=9)
+
+
+def test_other_tasks_come_from_their_step_on_and_evaluations_follow_them(tmp_path: Path) -> None:
+    for name in ("later", "later_heldout"):
+        write_tasks(
+            tmp_path / f"{name}.jsonl", [Task(f"{name}{i}", f"{i}=", str(i)) for i in range(4)]
+        )
+    later = {"from_step": 2, "tasks_path": str(tmp_path / "later.jsonl")}
+    tasks = source(tmp_path, later=later | {"heldout_path": str(tmp_path / "later_heldout.jsonl")})
+    drawn = [{task.task_id[0] for task in tasks.step_request(step, 1).tasks} for step in range(4)]
+    assert drawn == [{"t"}, {"t"}, {"l"}, {"l"}]
+    asked = [
+        tasks.evaluation_request(Evaluation.PROBE, finished, 1).tasks[0].task_id
+        for finished in range(5)
+    ]
+    assert asked == ["h0", "h0", "h0", "later_heldout0", "later_heldout0"]
+    kept = source(tmp_path, later=later)
+    assert kept.evaluation_request(Evaluation.PROBE, 4, 1).tasks[0].task_id == "h0"
+
+
+def test_later_tasks_are_checked_at_the_start(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "few.jsonl", [Task("a", "1=", "1")])
+    with pytest.raises(ConfigError, match="has too few tasks"):
+        source(tmp_path, later={"from_step": 2, "tasks_path": str(tmp_path / "few.jsonl")})

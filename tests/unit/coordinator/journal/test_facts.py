@@ -1,0 +1,60 @@
+"""What subscribers are told of a transition."""
+
+from __future__ import annotations
+
+from coordinator.journal.facts import facts_of
+from coordinator.machine import events
+from coordinator.machine.events import Event
+from coordinator.machine.state import Settings, State, Versions
+from coordinator.machine.step import step
+from paceline.v1 import coordinator_pb2 as pb
+
+
+def told(state: State, event: Event) -> tuple[State, list[pb.Fact]]:
+    after, issued = step(state, event)
+    return after, facts_of("r", state, event, after, issued, record=None, samples=8)
+
+
+def test_a_step_s_facts_begin_with_its_begin_and_name_every_slot() -> None:
+    state, _ = told(State(), events.RunStarted(1.0, Settings(workers=2), Versions()))
+    state, facts = told(state, events.StepBegan(2.0, 0))
+    assert [fact.WhichOneof("fact") for fact in facts] == [
+        "step_began",
+        "slot_changed",
+        "slot_changed",
+    ]
+    assert facts[0].step_began.samples == 8
+    slot = facts[1].slot_changed.slot
+    assert (slot.slot, slot.holder, slot.epoch, slot.worker_state) == (
+        0,
+        pb.HOLDER_ENGINE,
+        1,
+        pb.WORKER_STATE_GENERATING,
+    )
+    assert {(fact.context.run_id, fact.context.epoch, fact.at_s) for fact in facts} == {
+        ("r", 1, 2.0)
+    }
+
+
+def test_a_refused_event_is_no_fact() -> None:
+    state, _ = told(State(), events.RunStarted(1.0, Settings(), Versions()))
+    state, _ = told(state, events.StepBegan(2.0, 0))
+    assert told(state, events.ShareDone(3.0, 0, 0))[1] == []
+
+
+def test_a_failure_and_a_new_set_are_facts() -> None:
+    state, _ = told(State(), events.RunStarted(1.0, Settings(), Versions()))
+    for event in (
+        events.StepBegan(2.0, 0),
+        events.TasksFinished(3.0, 1),
+        events.PolicyPrepared(4.0, 2, 1),
+    ):
+        state, _ = told(state, event)
+    state, facts = told(state, events.Committed(5.0, Versions(1, 1, 0)))
+    assert [
+        fact.version_committed.versions.policy
+        for fact in facts
+        if fact.HasField("version_committed")
+    ] == [1]
+    _, facts = told(state, events.Deadline(6.0, state.phase_epoch, "close", 9.0))
+    assert [fact.run_finished.failure for fact in facts] == ["close of step 1 took longer than 9 s"]

@@ -1,0 +1,468 @@
+"""The machine against the transitions of DESIGN 3, event by event."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from coordinator.machine import commands, events
+from coordinator.machine.state import (
+    WORKER_TRANSITIONS,
+    Cause,
+    Evaluation,
+    Holder,
+    MachineError,
+    Phase,
+    Service,
+    Settings,
+    Slot,
+    State,
+    Versions,
+    WorkerState,
+    free_slots,
+    lease_slots,
+    move_workers,
+)
+from coordinator.machine.step import step
+from coordinator.machine.transitions import Outcome
+
+DESIGN_TABLE = {
+    ("idle", "StepBegan"): "generating",
+    ("generating", "ShareDone"): "released",
+    ("released", "LeaseGranted"): "training",
+    ("training", "DrafterDone"): "completed",
+    ("training", "Preempted"): "completed",
+    ("completed", "StepBegan"): "generating",
+    ("released", "StepBegan"): "generating",
+}
+TWO = Settings(workers=2, total_steps=2, training_interval_steps=1)
+
+
+def run(state: State, *happened: events.Event) -> Outcome:
+    """The state after the events, and the commands of the last one."""
+    issued: tuple[commands.Command, ...] = ()
+    for event in happened:
+        state, issued = step(state, event)
+    return state, issued
+
+
+def begun(settings: Settings = TWO) -> State:
+    """Step 0 generates."""
+    return run(State(), events.RunStarted(0, settings, Versions()), events.StepBegan(1, 0))[0]
+
+
+def training() -> State:
+    """Worker 0 has released its slot to the drafter, worker 1 generates."""
+    state = begun()
+    return step(state, events.ShareDone(2, state.phase_epoch, 0))[0]
+
+
+def in_policy() -> State:
+    """The policy trains."""
+    state = training()
+    state = step(state, events.TasksFinished(3, state.phase_epoch))[0]
+    return step(state, events.Preempted(4, state.lease_epoch))[0]
+
+
+def in_commit() -> State:
+    """p1 is prepared and being committed."""
+    state = in_policy()
+    return run(
+        state,
+        events.PolicyStepped(5, state.phase_epoch, 1),
+        events.PolicyPrepared(6, state.phase_epoch, 1),
+    )[0]
+
+
+@pytest.mark.parametrize(("before", "cause"), list(product(WorkerState, Cause)))
+def test_workers_move_as_the_design_says_and_in_no_other_way(
+    before: WorkerState, cause: Cause
+) -> None:
+    state = State(workers=(before,))
+    expected = DESIGN_TABLE.get((before.value, cause.value))
+    if expected is None:
+        with pytest.raises(MachineError, match=cause.value):
+            move_workers(state, [0], cause)
+    else:
+        assert move_workers(state, [0], cause).workers == (WorkerState(expected),)
+    assert len(WORKER_TRANSITIONS) == len(DESIGN_TABLE)
+
+
+def test_a_held_slot_is_never_leased_again() -> None:
+    state = lease_slots(State(slots=(Slot(), Slot())), [1], Holder.DRAFTER)
+    with pytest.raises(MachineError, match="held by drafter"):
+        lease_slots(state, [0, 1], Holder.POLICY)
+
+
+def test_fencing_gives_a_freed_slot_a_new_epoch_and_confirmation_keeps_the_old() -> None:
+    state = lease_slots(State(slots=(Slot(),)), [0], Holder.DRAFTER)
+    assert free_slots(state, [0]).slots == (Slot(Holder.NONE, 1),)
+    assert free_slots(state, [0], fence=True).slots == (Slot(Holder.NONE, 2),)
+
+
+def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
+    state, issued = run(State(), events.RunStarted(0, TWO, Versions()))
+    assert issued == (commands.BeginStep(0),)
+    state, issued = step(state, events.StepBegan(1, 0))
+    assert issued == (commands.RunTasks(0, 1),)
+    assert state.slots == (Slot(Holder.ENGINE, 1),) * 2
+    assert state.workers == (WorkerState.GENERATING,) * 2
+
+
+def test_the_first_released_slot_goes_to_the_drafter_while_the_other_worker_generates() -> None:
+    state = begun()
+    state, issued = step(state, events.ShareDone(2, 1, 1))
+    assert issued == (commands.ActivateDrafter(0, 2, (1,), 30.0, Versions()),)
+    assert state.slots == (Slot(Holder.ENGINE, 1), Slot(Holder.DRAFTER, 2))
+    assert state.workers == (WorkerState.GENERATING, WorkerState.TRAINING)
+
+
+SERIAL = replace(TWO, serial_drafter=True)
+
+
+def serial_drafting() -> State:
+    """p1 is prepared, and the drafter trains before it is committed."""
+    state = begun(SERIAL)
+    state = run(
+        state, events.ShareDone(2, state.phase_epoch, 0), events.TasksFinished(3, state.phase_epoch)
+    )[0]
+    return step(state, events.PolicyPrepared(5, state.phase_epoch, 1))[0]
+
+
+def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commit() -> None:
+    state = begun(SERIAL)
+    state, issued = step(state, events.ShareDone(2, state.phase_epoch, 0))
+    assert issued == ()
+    state, issued = step(state, events.TasksFinished(3, state.phase_epoch))
+    assert [type(command) for command in issued] == [commands.TrainPolicy]
+    state, issued = step(state, events.PolicyPrepared(5, state.phase_epoch, 1))
+    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, Versions()),)
+    assert (state.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
+    state, issued = run(
+        state,
+        events.GatePromoted(6, state.lease_epoch, 4),
+        events.Detached(7, state.lease_epoch, "x"),
+    )
+    assert issued == (commands.Commit(0, state.epoch, Versions(1, 1, 4)),)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.RankLost(6, 3, Service.DRAFTER_TRAINER, "died"),
+        events.ServiceLost(6, Service.DRAFTER_TRAINER, "away"),
+        events.Deadline(6, 3, "preempt", 2.0),
+    ],
+)
+def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: events.Event) -> None:
+    state, issued = step(serial_drafting(), event)
+    assert state.phase is Phase.COMMIT
+    assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [
+        Versions(1, 1, 0)
+    ]
+
+
+def test_a_resumed_run_ends_the_serial_drafters_lease_first() -> None:
+    state, issued = step(serial_drafting(), events.Resumed(6, 2))
+    assert issued == (commands.PreemptDrafter(0, state.lease_epoch, 2.0),)
+    assert step(state, events.Preempted(7, state.lease_epoch))[0].phase is Phase.COMMIT
+
+
+def test_the_last_released_slot_stays_free() -> None:
+    state = begun(replace(TWO, workers=1))
+    state, issued = step(state, events.ShareDone(2, 1, 0))
+    assert (issued, state.slots) == ((), (Slot(Holder.NONE, 1),))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [replace(TWO, drafter_enabled=False), replace(TWO, min_workers_for_training=2)],
+    ids=["disabled", "too_few_released"],
+)
+def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: Settings) -> None:
+    assert step(begun(settings), events.ShareDone(2, 1, 0))[1] == ()
+
+
+def test_the_drafter_trains_only_in_every_nth_step() -> None:
+    state = replace(begun(replace(TWO, training_interval_steps=2)), step=1)
+    assert step(state, events.ShareDone(2, 1, 0))[1] == ()
+    assert step(replace(state, step=2), events.ShareDone(2, 1, 0))[1] != ()
+
+
+def test_several_released_slots_are_leased_together_up_to_the_limit() -> None:
+    settings = replace(TWO, workers=4, min_workers_for_training=2, max_drafter_slots=2)
+    state, issued = run(begun(settings), events.ShareDone(2, 1, 3), events.ShareDone(3, 1, 1))
+    assert [
+        command.slots for command in issued if isinstance(command, commands.ActivateDrafter)
+    ] == [(1, 3)]
+    assert step(state, events.ShareDone(4, 1, 0))[1] == ()
+
+
+def test_finished_tasks_preempt_the_drafter_before_the_policy_gets_its_slots() -> None:
+    state = training()
+    state, issued = step(state, events.TasksFinished(3, 1))
+    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert state.phase is Phase.PREEMPT
+    state, issued = step(state, events.Preempted(4, 2))
+    assert issued == (commands.TrainPolicy(0, 3, (0, 1), 0),)
+    assert state.workers == (WorkerState.COMPLETED, WorkerState.RELEASED)
+    assert state.slots == (Slot(Holder.POLICY, 3),) * 2
+
+
+@pytest.mark.parametrize("reason", ["epochs", "no_data", "max_steps"])
+def test_a_drafter_that_is_done_frees_its_slot_while_others_generate(reason: str) -> None:
+    state, issued = step(training(), events.Detached(3, 2, reason))
+    assert (state.workers[0], state.slots[0], issued) == (
+        WorkerState.COMPLETED,
+        Slot(Holder.NONE, 2),
+        (),
+    )
+
+
+def test_an_unanswered_preemption_frees_the_slot_under_a_new_epoch() -> None:
+    state = step(training(), events.TasksFinished(3, 1))[0]
+    state, issued = step(state, events.Deadline(5, 2, "preempt", 2.0))
+    assert issued == (commands.TrainPolicy(0, 4, (0, 1), 0),)
+    assert step(state, events.Preempted(6, 2)) == (state, (commands.Refuse("Preempted", 2, 2),))
+
+
+def test_a_late_activation_is_preempted() -> None:
+    state, issued = step(training(), events.Deadline(33, 2, "activation", 30.0))
+    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    assert step(state, events.TasksFinished(34, 1))[1] == ()
+
+
+def test_a_lost_drafter_rank_frees_the_slot_and_does_not_end_the_run() -> None:
+    state, issued = step(training(), events.RankLost(3, 2, Service.DRAFTER_TRAINER, "rank 0 died"))
+    assert (state.phase, state.lease, issued) == (Phase.ROLLOUT, None, ())
+    assert state.slots[0] == Slot(Holder.NONE, 3)
+
+
+def test_a_promoted_drafter_is_served_with_the_next_policy() -> None:
+    state = training()
+    state = run(
+        state,
+        events.DrafterActivated(2, 2),
+        events.GatePromoted(3, 2, 7),
+        events.TasksFinished(4, 1),
+    )[0]
+    state = step(state, events.Preempted(5, 2))[0]
+    state = step(state, events.PolicyStepped(6, state.phase_epoch, 1))[0]
+    state, issued = step(state, events.PolicyPrepared(7, state.phase_epoch, 1))
+    assert issued == (commands.Commit(0, 4, Versions(1, 1, 7)),)
+    state, issued = step(state, events.Committed(8, Versions(1, 1, 7)))
+    assert issued == (commands.CloseStep(0), commands.BeginStep(1))
+    assert (state.versions, state.previous_drafter, state.promoted) == (Versions(1, 1, 7), 0, None)
+
+
+def test_a_promotion_overtaken_by_the_preemption_is_kept_for_the_next_commit() -> None:
+    state = step(in_policy(), events.GatePromoted(5, 2, 7))[0]
+    assert state.promoted == 7
+
+
+@pytest.mark.parametrize("decision", ["kept", "refused", "frozen", "reopened", "rolled_back"])
+def test_other_decisions_of_the_gate_are_records_that_change_nothing(decision: str) -> None:
+    for state in (training(), in_policy()):
+        assert step(state, events.GateDecided(5, 2, decision, 7)) == (state, ())
+
+
+def test_a_newer_candidate_replaces_an_uncommitted_one() -> None:
+    state, issued = run(training(), events.GatePromoted(3, 2, 7), events.GatePromoted(4, 2, 8))
+    assert (state.promoted, issued) == (8, (commands.AbortDrafter(0, 2, 7),))
+
+
+def test_slots_are_free_while_the_policy_is_pushed() -> None:
+    state = in_policy()
+    state = step(state, events.PolicyStepped(5, state.phase_epoch, 1))[0]
+    assert {slot.holder for slot in state.slots} == {Holder.NONE}
+
+
+def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq() -> None:
+    state = replace(begun(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, step=0)
+    state = run(
+        state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1)
+    )[0]
+    state = step(state, events.Preempted(4, state.lease_epoch))[0]
+    state, issued = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))
+    assert issued == (commands.Commit(0, state.epoch, Versions(4, 0, 4)),)
+    state, issued = step(state, events.Committed(7, Versions(4, 0, 4)))
+    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 4)),)
+    state, issued = step(state, events.Committed(8, Versions(5, 1, 4)))
+    assert (state.versions, state.previous_drafter) == (Versions(5, 1, 4), None)
+    assert issued == (commands.CloseStep(0), commands.BeginStep(1))
+
+
+def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_served() -> None:
+    state = replace(
+        in_policy(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, rollback=True
+    )
+    state = step(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
+    state, issued = step(state, events.CommitFailed(7, Versions(4, 0, 4), "d4 is not spooled"))
+    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 7)),)
+
+
+def test_acceptance_of_a_drafter_that_no_longer_serves_is_refused() -> None:
+    state = begun()
+    assert step(state, events.AcceptanceFell(2, 7)) == (
+        state,
+        (commands.Refuse("AcceptanceFell", 7, 0),),
+    )
+
+
+def test_a_failed_commit_leaves_the_candidate_out_and_then_pushes_the_policy_again() -> None:
+    state = in_policy()
+    state = run(
+        state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.phase_epoch, 1)
+    )[0]
+    state, issued = step(state, events.CommitFailed(7, Versions(1, 1, 7), "d7 is not prepared"))
+    assert issued == (commands.AbortDrafter(0, 5, 7), commands.Commit(0, 5, Versions(2, 1, 0)))
+    state, issued = step(state, events.CommitFailed(8, Versions(2, 1, 0), "p1 is not prepared"))
+    assert issued == (commands.TrainPolicy(0, 6, (0, 1), 0),)
+    state = step(state, events.PolicyPrepared(9, 6, 1))[0]
+    assert state.committing == Versions(3, 1, 0)
+
+
+def test_a_commit_that_keeps_failing_ends_the_run_with_its_message() -> None:
+    state = in_commit()
+    for _ in range(3):
+        assert state.committing is not None
+        state, issued = step(state, events.CommitFailed(7, state.committing, "p1 is not prepared"))
+        if state.phase is Phase.POLICY:
+            state = step(state, events.PolicyPrepared(8, state.phase_epoch, 1))[0]
+    assert state.phase is Phase.FAILED
+    assert issued == (commands.FinishRun("commit: p1 is not prepared (attempt 3 of 3)"),)
+
+
+def test_evaluations_are_made_at_both_ends_and_at_their_interval() -> None:
+    settings = replace(
+        TWO, workers=1, total_steps=3, accuracy_enabled=True, probe_enabled=True, probe_every=2
+    )
+    state, issued = step(State(), events.RunStarted(0, settings, Versions()))
+    made: dict[int, list[Evaluation]] = {}
+    while not isinstance(issued[-1], commands.FinishRun):
+        match issued[-1]:
+            case commands.Evaluate(kind, finished, epoch):
+                assert {slot.holder for slot in state.slots} == {Holder.ENGINE}
+                made.setdefault(finished, []).append(kind)
+                state, issued = step(state, events.EvaluationDone(1, epoch, kind, 0.5))
+            case commands.BeginStep(number):
+                state, issued = step(state, events.StepBegan(1, number))
+            case commands.RunTasks(_, epoch):
+                state, issued = step(state, events.TasksFinished(1, epoch))
+            case commands.TrainPolicy(_, epoch, _, version):
+                state, issued = step(state, events.PolicyPrepared(1, epoch, version + 1))
+            case commands.Commit(_, _, versions):
+                state, issued = step(state, events.Committed(1, versions))
+            case commands.SaveCheckpoints(_, epoch):
+                state, issued = step(state, events.CheckpointsSaved(1, epoch))
+    both = [Evaluation.ACCURACY, Evaluation.PROBE]
+    assert made == {0: both, 2: [Evaluation.PROBE], 3: both}
+
+
+def test_a_stopped_run_finishes_the_running_step() -> None:
+    state = step(in_commit(), events.StopRequested(6))[0]
+    assert state.committing is not None
+    state, issued = step(state, events.Committed(7, state.committing))
+    assert (state.phase, state.step) == (Phase.CLOSING, 1)
+    assert isinstance(issued[-1], commands.SaveCheckpoints)
+
+
+def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() -> None:
+    state, issued = step(training(), events.ServiceLost(3, Service.GATEWAY, "connection refused"))
+    assert issued == (commands.AwaitService(Service.GATEWAY), commands.PreemptDrafter(0, 2, 2.0))
+    state, issued = step(state, events.ServiceBack(4, Service.GATEWAY))
+    assert issued == ()
+    state, issued = step(state, events.Preempted(5, 2))
+    assert issued == (commands.RunTasks(0, state.epoch),)
+    assert state.workers == (WorkerState.GENERATING,) * 2
+    assert step(state, events.ShareDone(6, 1, 0)) == (
+        state,
+        (commands.Refuse("ShareDone", 1, state.epoch),),
+    )
+
+
+def test_a_lost_drafter_trainer_frees_the_slot_and_the_rollout_goes_on() -> None:
+    state, issued = step(
+        training(), events.ServiceLost(3, Service.DRAFTER_TRAINER, "connection refused")
+    )
+    assert issued == (commands.AwaitService(Service.DRAFTER_TRAINER),)
+    assert (state.phase, state.lease) == (Phase.ROLLOUT, None)
+
+
+def test_a_lost_worker_gets_its_share_again_under_a_new_epoch_and_not_for_ever() -> None:
+    state = begun()
+    state, issued = step(state, events.WorkerLost(2, 1, 1))
+    assert issued == (commands.RunTasks(0, state.epoch),)
+    for _ in range(2):
+        state, issued = step(state, events.WorkerLost(3, state.phase_epoch, 1))
+    assert issued == (commands.FinishRun("worker 1 of the gateway died (attempt 3 of 3)"),)
+
+
+@pytest.mark.parametrize("what", ["rollout"])
+def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: str) -> None:
+    state, issued = step(training(), events.Deadline(600, 1, what, 600.0))
+    assert issued[-1] == commands.FinishRun("rollout of step 0 took longer than 600 s")
+    state, issued = step(state, events.Resumed(700, 2))
+    assert issued == (commands.PreemptDrafter(0, 2, 2.0),)
+    state, issued = step(state, events.Deadline(702, 2, "preempt", 2.0))
+    assert issued == (commands.RunTasks(0, state.epoch),)
+
+
+def test_resuming_issues_the_interrupted_call_again() -> None:
+    assert step(in_policy(), events.Resumed(9, 2))[1] == (commands.TrainPolicy(0, 5, (0, 1), 0),)
+    assert step(in_commit(), events.Resumed(9, 2))[1] == (commands.Commit(0, 5, Versions(1, 1, 0)),)
+    ready = step(State(), events.RunStarted(0, TWO, Versions()))[0]
+    assert step(ready, events.Resumed(9, 2))[1] == (commands.BeginStep(0),)
+
+
+def test_a_finished_run_says_so_and_goes_on_when_more_steps_are_wanted() -> None:
+    finished = replace(begun(), phase=Phase.FINISHED, step=2, slots=(Slot(),) * 2)
+    assert step(finished, events.Resumed(9, 2))[1] == (commands.FinishRun(""),)
+    assert step(finished, events.Resumed(9, 3))[1] == (commands.BeginStep(2),)
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (State(), events.Resumed(1, 2)),
+        (State(), events.StepBegan(1, 0)),
+        (begun(), events.RunStarted(1, TWO, Versions())),
+        (begun(), events.StepBegan(1, 0)),
+        (begun(), events.TasksFinished(1, 99)),
+        (begun(), events.ShareDone(1, 1, 5)),
+        (begun(), events.Preempted(1, 9)),
+        (begun(), events.Committed(1, Versions(5, 1, 0))),
+        (training(), events.ShareDone(1, 1, 0)),
+        (in_policy(), events.TasksFinished(1, 3)),
+        (in_policy(), events.PolicyPrepared(1, 3, 5)),
+        (in_commit(), events.PolicyPrepared(1, 4, 1)),
+        (in_commit(), events.EvaluationDone(1, 4, Evaluation.PROBE, 1.0)),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, State) else str(value.phase),
+)
+def test_an_illegal_event_names_itself_and_the_state(state: State, event: events.Event) -> None:
+    with pytest.raises(MachineError) as caught:
+        step(state, event)
+    assert type(event).__name__ in caught.value.event
+    assert state.phase.value in caught.value.state
+
+
+@pytest.mark.parametrize(
+    ("state", "event"),
+    [
+        (in_policy(), events.ShareDone(1, 1, 1)),
+        (in_policy(), events.TasksFinished(1, 1)),
+        (in_policy(), events.Detached(1, 2, "preempted")),
+        (in_commit(), events.PolicyStepped(1, 3, 1)),
+        (in_commit(), events.Committed(1, Versions(0, 0, 0))),
+        (in_commit(), events.RankLost(1, 3, Service.POLICY_TRAINER, "late")),
+        (begun(), events.EvaluationDone(1, 0, Evaluation.PROBE, 1.0)),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, State) else str(value.phase),
+)
+def test_a_late_event_changes_nothing(state: State, event: events.Event) -> None:
+    after, issued = step(state, event)
+    assert after == state
+    assert isinstance(issued[0], commands.Refuse)

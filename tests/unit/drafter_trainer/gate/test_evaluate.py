@@ -1,0 +1,247 @@
+"""The packed chain is the engine's chain, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
+
+from drafter_trainer.gate.evaluate import (
+    BUCKETS,
+    PIECE_POSITIONS,
+    PROMPT_END,
+    GateJob,
+    chain_matches,
+    chain_survival,
+    position_buckets,
+)
+from drafter_trainer.gate.judge import accepted_tokens
+from drafter_trainer.learn.heads import PolicyHead
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.sample import FeatureSample
+from paceline.speculators import PackedRow
+from paceline.speculators.eagle.net import EagleNet
+
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Thousands of tiny products: a second thread only waits for the first."""
+    torch.set_num_threads(1)
+
+
+def rough_net(seed: int) -> EagleNet:
+    """A net that is right now and then."""
+    policy, net = toy_policy(), EagleNet(TARGET, seed=seed)
+    net.bind(policy.embed, policy.head)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return net.eval()
+
+
+@torch.inference_mode()
+def slow_matches(net: EagleNet, one: FeatureSample) -> list[list[bool]]:
+    """Drafts from every position with a generated token ahead: the sequence grows by the net's own
+    states.
+    """
+    tokens, matches = one.token_ids, []
+    for t in range(one.positions):
+        if not one.generated[t + 2]:
+            continue
+        hidden, row = one.hidden[: t + 1], []
+        for step in range(STEPS):
+            ahead = t + 2 + step
+            if ahead >= len(tokens):
+                row.append(False)
+                continue
+            inputs = tokens[1:ahead][None]
+            out = net.features(hidden[None], inputs, torch.arange(inputs.shape[1])[None])[0, -1]
+            row.append(bool(net.logits(out).argmax() == tokens[ahead]))
+            hidden = torch.cat([hidden, out[None]])
+        matches.append(row)
+    return matches
+
+
+def test_chain_matches_are_those_of_a_sequence_that_grows_step_by_step() -> None:
+    samples = [sample(length, seed) for seed, length in enumerate((14, 5, 22))]
+    net = rough_net(3)
+    got = chain_matches(net, pack(samples, window=512), toy_policy().policy_head(), STEPS)
+    expected = torch.tensor([row for one in samples for row in slow_matches(net, one)])
+    assert torch.equal(got, expected)
+    assert 0 < expected.float().mean() < 1
+    assert len(expected[0]) == STEPS
+
+
+def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
+    """At a temperature near 0 the toy policy draws its argmax, so survival is the count of
+    matches.
+    """
+    samples = [sample(30 + seed, seed) for seed in range(7)]
+    nets = (rough_net(3), rough_net(4))
+    job = GateJob(
+        nets, samples, {HASH: toy_policy().policy_head()}, steps=STEPS, window=512, temperature=1e-4
+    )
+    pieces = 0
+    while not job.done:
+        job.advance()
+        pieces += 1
+    assert pieces >= 2 * sum(one.positions for one in samples) / PIECE_POSITIONS
+    measured = job.measured()
+    for net, got in zip(nets, measured.accepted, strict=True):
+        counts = np.concatenate(
+            [accepted_tokens(np.array(slow_matches(net, one))) for one in samples]
+        )
+        assert abs(got.sum(axis=1).mean() - counts.mean()) < 1e-3
+    assert (
+        len(measured.documents)
+        == len(measured.buckets)
+        == sum(int(one.generated[2:].sum()) for one in samples)
+    )
+    assert sorted(np.unique(measured.documents, return_counts=True)[1]) == sorted(
+        int(one.generated[2:].sum()) for one in samples
+    )
+
+
+def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> None:
+    policy, other = toy_policy(), "ff" * 8
+    heads = {
+        HASH: policy.policy_head(),
+        other: PolicyHead(other, 1, policy.embed.flip(0), policy.head.flip(0)),
+    }
+    samples = [sample(20, 0), sample(24, 1, head=other)]
+    net, alone = rough_net(3), []
+    for one in samples:
+        row, head = pack([one], window=512), heads[one.lm_head_hash]
+        alone.append(chain_survival(net, row, head, STEPS, temperature=1.0).numpy())
+    job = GateJob([net], samples, heads, steps=STEPS, window=512, temperature=1.0)
+    while not job.done:
+        job.advance()
+    (got,) = job.measured().accepted
+    assert sorted(got.sum(axis=1)) == pytest.approx(sorted(np.concatenate(alone).sum(axis=1)))
+    assert job.head is heads[other]
+
+
+class TableNet:
+    """Drafts by a table of logits [V, V] over the token before: everything about it can be
+    enumerated.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def bind(self, embed: torch.Tensor, head: torch.Tensor) -> None:
+        """Nothing is shared."""
+
+    def chain_logits(self, row: PackedRow, steps: int) -> list[torch.Tensor]:
+        tokens, logits = row.next_tokens, []
+        for _ in range(steps):
+            logits.append(self.table[tokens])
+            tokens = torch.cat([tokens[1:], tokens[:1]])
+        return logits
+
+
+SYMBOLS, DEPTH, HEAT = 3, 3, 0.7
+
+
+def paths() -> tuple[PackedRow, PolicyHead, torch.Tensor, torch.Tensor]:
+    """Every continuation of token 0 by DEPTH tokens as a document, with its probability [P]; and p
+    [V, V].
+
+    The state after a token is its one-hot vector, so the head's columns are the policy's logits
+    behind each token.
+    """
+    logits = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(5)).double()
+    p = (logits / HEAT).softmax(-1)
+    drawn = torch.cartesian_prod(*[torch.arange(SYMBOLS)] * DEPTH)
+    tokens = torch.cat([torch.zeros(len(drawn), 1, dtype=torch.int64), drawn], dim=1)
+    weights = p[tokens[:, :-1], tokens[:, 1:]].prod(dim=1)
+    first = torch.arange(len(drawn) * DEPTH).view(-1, DEPTH)
+    row = PackedRow(
+        states=torch.zeros(first.numel(), SYMBOLS),
+        next_states=torch.eye(SYMBOLS)[tokens[:, :-1].reshape(-1)],
+        next_tokens=tokens[:, :-1].reshape(-1),
+        draft_tokens=tokens[:, 1:].reshape(-1),
+        positions=torch.arange(DEPTH).repeat(len(drawn)),
+        parents=torch.where(
+            torch.arange(first.numel()) % DEPTH > 0, torch.arange(first.numel()) - 1, -1
+        ),
+        documents=torch.arange(len(drawn)).repeat_interleave(DEPTH),
+        valid=torch.ones(first.numel(), dtype=torch.bool),
+        lm_head_hash="00" * 8,
+    )
+    head = PolicyHead("00" * 8, 0, torch.eye(SYMBOLS), logits.T.float())
+    return row, head, weights, p
+
+
+def test_greedy_survival_is_what_enumerating_all_draws_gives_and_varies_less_than_matches() -> None:
+    row, head, weights, p = paths()
+    table = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(11))
+    net: Any = TableNet(table)
+    survival, token, exact = 1.0, 0, []
+    for _ in range(DEPTH):  # the engine's chain from token 0
+        draft = int(table[token].argmax())
+        survival *= float(p[token, draft])
+        exact.append(survival)
+        token = draft
+    got = chain_survival(net, row, head, DEPTH, temperature=HEAT)[::DEPTH]
+    drawn = chain_matches(net, row, head, DEPTH)[::DEPTH].long().cumprod(1).double()
+    assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
+    assert (weights[:, None] * drawn).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
+    variances = [
+        (weights[:, None] * (one - torch.tensor(exact)) ** 2).sum(0) for one in (got, drawn)
+    ]
+    assert (variances[0] < variances[1]).all()
+    assert 0.02 < exact[-1] < exact[0] < 0.98
+
+
+def test_sampled_survival_is_what_enumerating_all_drafts_gives() -> None:
+    row, head, weights, p = paths()
+    table = torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(9))
+    q = (table.double() / HEAT).softmax(-1)
+    accepted = torch.minimum(p, q)  # P(drafted and accepted) of a token behind another
+    reached, exact = torch.eye(SYMBOLS, dtype=torch.float64)[0], []
+    for _ in range(DEPTH):
+        reached = reached @ accepted
+        exact.append(float(reached.sum()))
+    net: Any = TableNet(table)
+    got = chain_survival(net, row, head, DEPTH, temperature=HEAT, sampled=True)[::DEPTH]
+    assert (weights[:, None] * got).sum(0).tolist() == pytest.approx(exact, abs=1e-6)
+
+
+def test_drafts_of_tokens_that_others_wrote_are_not_counted() -> None:
+    """A tool's answer in the middle: the chain ends before it, and its own positions are not
+    judged.
+    """
+    one = sample(20, 1)
+    generated = one.generated.clone()
+    generated[10:14] = False
+    broken, head = dataclasses.replace(one, generated=generated), toy_policy().policy_head()
+    survival = chain_survival(
+        rough_net(3), pack([broken], window=512), head, STEPS, temperature=1.0
+    )
+    judged = [t for t in range(one.positions) if generated[t + 2]]
+    assert len(survival) == len(judged)
+    for row, t in zip(survival, judged, strict=True):
+        tokens = list(range(t + 2, min(t + 2 + STEPS, len(generated))))
+        stop = next((i for i, token in enumerate(tokens) if not generated[token]), len(tokens))
+        assert (row[stop:] == 0).all()
+        assert row[0] > 0
+    buckets = [BUCKETS[i] for i in position_buckets(pack([broken], window=512))]
+    expected = []
+    for t in judged:
+        last_other = max((s for s in range(t) if not generated[s + 2]), default=-99)
+        expected.append(
+            "prompt_end"
+            if t - last_other <= PROMPT_END
+            else "early"
+            if 2 * t < one.positions
+            else "late"
+        )
+    assert buckets == expected

@@ -1,0 +1,121 @@
+"""Acceptance length is what counting gives; noise is that of whole sequences; nothing is promoted
+inside it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from drafter_trainer.config import GateConfig
+from drafter_trainer.gate.economy import RoundCosts
+from drafter_trainer.gate.judge import Chain, accepted_tokens, conditional, judge
+
+
+def test_accepted_tokens_are_those_before_the_first_miss() -> None:
+    matches = np.random.default_rng(0).random((300, 5)) < 0.6
+    counted = []
+    for row in matches:
+        accepted = 0
+        for match in row:
+            if not match:
+                break
+            accepted += 1
+        counted.append(accepted)
+    assert accepted_tokens(matches).tolist() == counted
+
+
+FREE = dict.fromkeys(range(1, 6), 1.0)
+
+
+def chain(
+    counts: npt.ArrayLike, kind: str = "eagle", costs: dict[int, float] | None = None
+) -> Chain:
+    """Accepted drafts [N] of at most 5 as their survivals."""
+    accepted = (np.asarray(counts)[:, None] > np.arange(5)).astype(np.float64)
+    return Chain(kind, accepted, costs or FREE)
+
+
+def test_length_counts_the_bonus_token_and_the_difference_is_paired() -> None:
+    verdict = judge(chain([2, 0, 1, 5]), chain([1, 0, 1, 2]), np.array([0, 0, 1, 1]), resamples=200)
+    assert (verdict.candidate, verdict.serving, verdict.positions) == (3.0, 2.0, 4)
+    assert verdict.survival == (0.75, 0.5, 0.25, 0.25, 0.25)
+    assert verdict.serving_survival == (0.75, 0.25, 0.0, 0.0, 0.0)
+    assert conditional(verdict.survival) == pytest.approx((0.75, 2 / 3, 0.5, 1.0, 1.0))
+    assert conditional(verdict.serving_survival) == pytest.approx((0.75, 1 / 3, 0.0, 0.0, 0.0))
+
+
+def test_noise_is_the_standard_error_of_independent_sequences() -> None:
+    draw = np.random.default_rng(1)
+    serving = draw.integers(1, 5, 400)
+    candidate = serving + draw.integers(-1, 2, 400)
+    verdict = judge(chain(candidate), chain(serving), np.arange(400), resamples=2_000)
+    expected = 1.96 * (candidate - serving).std() / math.sqrt(400)
+    assert verdict.noise == pytest.approx(expected, rel=0.1)
+    assert verdict.serving_noise == pytest.approx(1.96 * serving.std() / math.sqrt(400), rel=0.1)
+    tenfold = [np.repeat(values, 10) for values in (candidate, serving, np.arange(400))]
+    repeated = judge(chain(tenfold[0]), chain(tenfold[1]), tenfold[2], resamples=2_000)
+    assert repeated.noise == pytest.approx(expected, rel=0.1), (
+        "positions of one sequence are no independent evidence"
+    )
+
+
+def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
+    promoted = {0.0: 0, 0.4: 0}
+    for better in promoted:
+        for seed in range(200):
+            draw = np.random.default_rng(seed)
+            serving = draw.integers(1, 4, 300)
+            candidate = serving + draw.integers(-1, 2, 300) + (draw.random(300) < better)
+            verdict = judge(chain(candidate), chain(serving), np.arange(300) // 10, resamples=200)
+            promoted[better] += verdict.better
+    assert promoted[0.0] <= 14  # 2.5 % on this side of the interval: 5 expected
+    assert promoted[0.4] >= 190
+
+
+def test_one_sequence_or_no_difference_promotes_nothing() -> None:
+    many, one = np.arange(50) // 5, np.zeros(50, dtype=np.int64)
+    high, low = chain(np.full(50, 4)), chain(np.full(50, 1))
+    assert judge(high, low, one, resamples=200).noise == math.inf
+    assert not judge(high, low, one, resamples=200).better
+    assert not judge(low, low, many, resamples=200).better
+    assert judge(high, low, many, resamples=200).better
+
+
+def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
+    documents = np.arange(50) // 5
+    dear, cheap = {1: 1.5, 3: 2.5, 5: 3.5}, {1: 1.1, 3: 1.3}
+    long, short = chain(np.full(50, 4), "eagle", dear), chain(np.full(50, 3), "lstm", cheap)
+    verdict = judge(long, short, documents, resamples=200)
+    assert (verdict.candidate, verdict.serving) == (5.0, 4.0)
+    # 2 / 1.5, 4 / 2.5, 5 / 3.5 against 2 / 1.1, 4 / 1.3
+    assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 4 / 1.3))
+    assert not verdict.better
+    assert judge(short, long, documents, resamples=200).better
+    same = Chain("lstm", long.accepted, dear)
+    assert judge(same, short, documents, resamples=200).better, "within a kind length alone decides"
+
+
+def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:
+    settings = GateConfig(
+        draft_steps=4, verify_cost=0.125, draft_cost={"lstm": 0.0625}, other_draft_cost=0.25
+    )
+    costs = RoundCosts(settings)
+    assert costs.table(["lstm"]) == ({"lstm": {1: 1.1875, 2: 1.375, 3: 1.5625, 4: 1.75}}, False)
+    costs.take(
+        {
+            "eagle:3_1_4": 1.5,
+            "eagle:2_4_8": 9.0,
+            "eagle:9_1_10": 2.0,
+            "off": 1.0,
+            "eagle:1_1_2": 0.0,
+        }
+    )
+    assert costs.table(["eagle"]) == ({"eagle": {3: 1.5}}, True)
+    table, measured = costs.table(["eagle", "lstm"])
+    assert (table["eagle"][2], measured) == (1.75, False), (
+        "measured and configured costs do not compare"
+    )

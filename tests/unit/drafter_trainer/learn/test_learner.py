@@ -1,0 +1,113 @@
+"""What a learner keeps when it leaves its device and when its process ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from unit.drafter_trainer.samples import TARGET, sample, toy_policy
+
+from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.learn.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.learn.membership import on_cpu
+from drafter_trainer.learn.sharded import bring_back, lay_aside
+from drafter_trainer.rows.batcher import pack
+from paceline.errors import DataLoss
+from paceline.models.config import ModelConfig
+from paceline.speculators.eagle.net import EagleNet
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
+HEAD = toy_policy().policy_head()
+
+
+def learner(target: ModelConfig = TARGET, *, micro_batches: int = 2) -> DrafterLearner:
+    config = OptimizerConfig(lr=1e-2, warmup_steps=2)
+    return DrafterLearner(EagleNet(target, seed=1), config, micro_batches=micro_batches)
+
+
+def learn(one: DrafterLearner, first: int, last: int) -> None:
+    for row in ROWS[first:last]:
+        one.micro_step(row, HEAD)
+
+
+def weights(one: DrafterLearner) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in one.snapshot().state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+def test_leaving_the_device_in_the_middle_of_a_step_changes_no_number() -> None:
+    whole, broken = learner(), learner()
+    learn(whole, 0, 8)
+    learn(broken, 0, 3)
+    for resumed in range(3, 8):
+        broken.offload()
+        broken.attach(broken.members)
+        learn(broken, resumed, resumed + 1)
+    assert broken.total_steps == 4
+    assert same(weights(broken), weights(whole))
+
+
+def test_memory_is_given_back_and_refilled_under_the_same_tensors() -> None:
+    whole, broken = learner(), learner()
+    learn(whole, 0, 8)
+    learn(broken, 0, 3)
+    live = broken.sharded.local()
+    assert any(key.startswith("gradient/") for key in live), "the partial gradient is not kept"
+    aside = lay_aside(live)
+    assert {tensor.untyped_storage().nbytes() for tensor in live.values()} == {0}
+    bring_back(live, aside)
+    learn(broken, 3, 8)
+    assert same(weights(broken), weights(whole))
+
+
+def test_a_change_of_membership_carries_the_partial_gradient_and_the_same_members_keep_their_shards() -> (
+    None
+):
+    whole, moved = learner(), learner()
+    learn(whole, 0, 8)
+    learn(moved, 0, 3)
+    before = moved.sharded
+    moved.attach(moved.members)
+    assert moved.sharded is before
+    moved.attach(on_cpu(1))
+    assert moved.sharded is not before
+    learn(moved, 3, 8)
+    assert (moved.total_steps, moved.total_tokens) == (whole.total_steps, whole.total_tokens)
+    assert same(weights(moved), weights(whole))
+
+
+def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None:
+    whole, first, second = learner(), learner(), learner()
+    learn(whole, 0, 8)
+    learn(first, 0, 4)
+    writer = CheckpointWriter(tmp_path, lambda state, directory: None)
+    writer.write(first.state(), 1, first.members)
+    learn(first, 4, 6)  # training goes on while it is written
+    writer.wait()
+    second.load_state(read_checkpoint(tmp_path / "checkpoint-1", second.state(), second.members))
+    assert second.total_steps == 2
+    learn(second, 4, 8)
+    assert same(weights(second), weights(whole))
+    assert (second.total_steps, second.total_tokens) == (whole.total_steps, whole.total_tokens)
+
+
+def test_the_state_of_another_drafter_is_data_loss() -> None:
+    state = learner().state()
+    del state["model"]["fc.weight"]
+    with pytest.raises(DataLoss, match="another drafter"):
+        learner().load_state(state)
+
+
+def test_a_step_takes_as_many_rows_as_it_is_to_take() -> None:
+    one = learner(micro_batches=3)
+    assert [one.micro_step(row, HEAD).stepped for row in ROWS] == [False, False, True] * 2 + [
+        False,
+        False,
+    ]
+    assert one.total_steps == 2

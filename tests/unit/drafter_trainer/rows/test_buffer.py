@@ -1,0 +1,295 @@
+"""What is kept, what is dropped and counted, what is drawn, and what is never trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from unit.drafter_trainer.samples import (
+    TARGET,
+    batch,
+    sample,
+    sample_with_rejected,
+    sessions,
+    with_rejected,
+)
+
+from drafter_trainer.rows.buffer import FeatureBuffer
+from drafter_trainer.rows.sample import FeatureSample, sample_from
+from paceline.errors import DataLoss
+from paceline.streams import FeatureBatch
+from paceline.tensors import from_numpy
+
+EVERY = 5
+HEADS = ("old", "mid", "new")
+
+
+def buffer(
+    *, samples: int = 100, byte_budget: int = 1 << 20, heldout: int = 64, **settings: Any
+) -> FeatureBuffer:
+    budgets = {"max_samples": samples, "byte_budget": byte_budget, "heldout_samples": heldout}
+    return FeatureBuffer(**{"heldout_every": EVERY, "seed": 0, **budgets, **settings})
+
+
+def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:
+    """Training samples of these lengths in tokens by RL step, each step with a policy version and
+    head of its own.
+    """
+    names = iter(sessions(sum(map(len, lengths.values())), heldout=False, every=EVERY))
+    return [
+        dataclasses.replace(
+            sample(length, 0, session=next(names), version=step, head=HEADS[step]), step=step
+        )
+        for step, part in lengths.items()
+        for length in part
+    ]
+
+
+def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget() -> None:
+    trained = sessions(12, heldout=False, every=EVERY)
+    made = [sample(10, seed, session=name) for seed, name in enumerate(trained)]
+    by_count, by_bytes = buffer(samples=5), buffer(byte_budget=made[0].nbytes * 4 + 1)
+    for one in made:
+        by_count.add(one)
+        by_bytes.add(one)
+    assert (len(by_count), by_count.dropped["evicted"]) == (5, 7)
+    assert (len(by_bytes), by_bytes.dropped["evicted"], by_bytes.nbytes) == (
+        4,
+        8,
+        made[0].nbytes * 4,
+    )
+    kept = {one.session for one in by_count.draw(10_000, recency=1, known={made[0].lm_head_hash})}
+    assert kept == set(trained[-5:])
+
+
+def test_short_samples_of_past_steps_go_first_then_their_long_ones_and_this_steps_last() -> None:
+    made = steps_of({0: (10, 30, 20, 40), 1: (12, 50, 14, 60), 2: (16, 18)})
+    held = buffer(samples=len(made))
+    for one in made:
+        held.add(one)
+    # The shorter half of 10, 30, 20, 40 is 10 and 20, that of 12, 50, 14, 60 is 12 and 14.
+    order = [10, 20, 12, 14, 30, 40, 50, 60, 16, 18]
+    gone = list[int]()
+    for number in range(len(made)):
+        before = Counter(one.positions + 2 for one in held)
+        held.add(dataclasses.replace(steps_of({2: (100 + number,)})[0], step=2))
+        after = Counter(one.positions + 2 for one in held)
+        gone += (before - after).elements()
+    assert gone == order
+
+
+@pytest.mark.parametrize(
+    ("arrived", "share"), [((), 0.5), ((40,), 0.25), ((40, 45), 0.0), ((40, 45, 50), 0.0)]
+)
+def test_draws_are_of_the_previous_steps_long_samples_until_this_step_delivers_as_many(
+    arrived: tuple[int, ...], share: float
+) -> None:
+    held = buffer()
+    for one in steps_of({0: (90, 95), 1: (10, 40, 12, 35), 2: (9, 8, 11, *arrived)}):
+        held.add(one)
+    drawn = Counter[str]()
+    for _ in range(2_000):
+        # So small a weight leaves older heads to the draws of long samples alone.
+        samples = held.draw(30, recency=1e-9, known=HEADS)
+        (head,) = {one.lm_head_hash for one in samples}
+        drawn[head] += 1
+        if head == "mid":
+            assert {one.positions + 2 for one in samples} <= {40, 35}
+    assert drawn["old"] == 0
+    assert drawn["mid"] / 2_000 == pytest.approx(share, abs=0.04)
+
+
+def test_where_the_previous_steps_long_samples_are_too_few_or_headless_draws_are_of_what_there_is() -> (
+    None
+):
+    held = buffer(long_share=1.0)
+    for one in steps_of({1: (10, 40, 12), 2: (9, 8, 11)}):
+        held.add(one)
+    assert {one.step for one in held.draw(100, recency=0.5, known=["mid", "new"])} == {1}
+    assert {one.step for one in held.draw(100, recency=1e-9, known=["mid", "new"], at_least=3)} == {
+        2
+    }
+    assert {one.step for one in held.draw(100, recency=0.5, known=["new"])} == {2}
+
+
+def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_are_not_mixed_in() -> (
+    None
+):
+    made = steps_of({0: (90, 95), 1: (10, 40, 12, 11, 50), 2: (9,)})
+    late, made[5:7] = made[5:7], []
+    held = buffer(long_share=1.0, samples=8)
+    for one in (*made, *late):
+        held.add(
+            dataclasses.replace(one, lm_head_hash="one")
+        )  # nothing but their step tells them apart
+    drawn = [one for _ in range(50) for one in held.draw(60, recency=1, known=["one"])]
+    assert {one.positions + 2 for one in drawn} == {40, 12, 50}
+    held.forget(lambda one: one.step == 1, "other")
+    for number in range(2):
+        held.add(dataclasses.replace(steps_of({2: (20 + number,)})[0], step=2))
+    assert [one.positions + 2 for one in held] == [10, 11, 40, 12, 50, 20, 21]
+
+
+def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_seed() -> None:
+    length, window = 120, 16
+    (name,) = sessions(1, heldout=False, every=EVERY)
+    rows = torch.arange(length - 1.0)[:, None].expand(
+        -1, TARGET.hidden_size
+    )  # a row says where it stands
+    tokens = torch.arange(length)
+    long = dataclasses.replace(
+        sample(length, 3, session=name), hidden=rows, token_ids=tokens, generated=tokens >= 50
+    )
+    starts = {seed: list[int]() for seed in (0, 1, 2)}
+    for seed, found in starts.items():
+        held = buffer(window=window, seed=min(seed, 1))
+        held.add(long)
+        for _ in range(400):
+            (one,) = held.draw(100, recency=1, known=[long.lm_head_hash])
+            assert one.positions == window
+            assert one.generated[2:].any(), "a stretch of the prompt alone teaches nothing"
+            found.append(int(one.hidden[0, 0]))
+            assert torch.equal(one.hidden[:, 0], torch.arange(found[-1], found[-1] + window + 1.0))
+            assert torch.equal(one.token_ids, torch.arange(found[-1], found[-1] + window + 2))
+    assert starts[1] == starts[2] != starts[0]
+    # Targets stand at positions 48 .. 117; the first window that reaches one starts at 33, the last
+    # window at 102.
+    assert 33 <= min(starts[0]) < 40
+    assert max(starts[0]) == 102
+    assert len(set(starts[0])) > 60
+
+
+def test_a_held_out_sample_is_one_window_that_never_changes_and_holds_no_rejected_drafts() -> None:
+    (name,) = sessions(1, heldout=True, every=EVERY)
+    long = dataclasses.replace(sample_with_rejected(100, 3), session=name)
+    windows = []
+    for seed in (0, 1):
+        held = buffer(window=16, seed=seed)
+        held.add(long)
+        windows += [*held.heldout([long.lm_head_hash]), *held.heldout([long.lm_head_hash])]
+    assert len(windows) == 4
+    for one in windows:
+        assert (one.positions, one.branches) == (16, None)
+        assert torch.equal(one.hidden, windows[0].hidden)
+    assert windows[0].hidden.untyped_storage().nbytes() == 17 * TARGET.hidden_size * 4
+
+
+@pytest.mark.parametrize("rejected", [True, False])
+def test_rejected_drafts_count_and_are_kept_when_asked_for(rejected: bool) -> None:
+    held = buffer(rejected=rejected)
+    (name,) = sessions(1, heldout=False, every=EVERY)
+    one = dataclasses.replace(sample_with_rejected(20, 3), session=name)
+    plain = sample(20, 3)
+    held.add(one)
+    assert held.tokens == held.tokens_of([one.lm_head_hash]) == 18 + 6 * rejected
+    assert (held.nbytes > plain.nbytes) is rejected
+    (drawn,) = held.draw(100, recency=1, known=[one.lm_head_hash])
+    assert (drawn.branches is not None) is rejected
+    held.forget(lambda _: False, "stale_head")
+    assert (held.nbytes, held.tokens, held.dropped["stale_head"]) == (0, 0, 1)
+
+
+def test_held_out_sessions_are_never_drawn_and_only_the_newest_version_judges() -> None:
+    held = buffer(heldout=3)
+    for seed, name in enumerate(sessions(6, heldout=True, every=EVERY)):
+        held.add(sample(10, seed, session=name, version=seed // 2, head=f"{seed // 2:016x}"))
+    for seed, name in enumerate(sessions(6, heldout=False, every=EVERY)):
+        held.add(sample(10, seed, session=name))
+    heads = [f"{version:016x}" for version in range(3)]
+    assert [one.policy_version for one in held.heldout(heads)] == [2, 2]
+    assert [one.policy_version for one in held.heldout(heads[:2])] == [1], (
+        "only the newest three are kept"
+    )
+    assert held.heldout([]) == []
+    both = held.heldout(heads, at_least=held.heldout(heads)[0].targets * 2 + 1)
+    assert [one.policy_version for one in both] == [1, 2, 2], (
+        "short responses do not keep drafters from being judged"
+    )
+    trained = set(sessions(6, heldout=False, every=EVERY))
+    for _ in range(50):
+        assert {
+            one.session for one in held.draw(40, recency=0.7, known={sample(10, 0).lm_head_hash})
+        } <= trained
+
+
+def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:
+    held = buffer()
+    names = iter(sessions(30, heldout=False, every=EVERY))
+    for head, count in (("old", 10), ("mid", 10), ("new", 5)):
+        for seed in range(count):
+            version = ("old", "mid", "new").index(head)
+            held.add(sample(12, seed, session=next(names), version=version, head=head))
+    drawn = Counter[str]()
+    for _ in range(3_000):
+        (head,) = {
+            one.lm_head_hash for one in held.draw(20, recency=0.5, known={"old", "mid", "new"})
+        }
+        drawn[head] += 1
+    weights = {"old": 0.25 * 10, "mid": 0.5 * 10, "new": 1.0 * 5}
+    for head, weight in weights.items():
+        assert drawn[head] / 3_000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
+    assert held.draw(20, recency=0.5, known={"unknown"}) == []
+    assert {
+        one.lm_head_hash for one in held.draw(20, recency=0.5, known={"mid", "new"}, at_least=6)
+    } == {"mid"}
+
+
+def test_a_draw_is_worth_the_tokens_asked_for_without_repetition() -> None:
+    held = buffer()
+    for seed, name in enumerate(sessions(20, heldout=False, every=EVERY)):
+        held.add(sample(8 + seed, seed, session=name))
+    known = {sample(8, 0).lm_head_hash}
+    for tokens in (1, 30, 100):
+        drawn = held.draw(tokens, recency=1, known=known)
+        assert len({one.session for one in drawn}) == len(drawn)
+        assert len(drawn) == 1 or sum(one.positions for one in drawn) <= tokens
+    assert len(held.draw(10_000, recency=1, known=known)) == 20
+    assert len(held.draw(1, recency=1, known=known, at_least=3)) == 3
+
+
+def test_stale_heads_are_dropped_and_counted() -> None:
+    held = buffer()
+    for seed, name in enumerate(sessions(6, heldout=False, every=EVERY)):
+        held.add(sample(10, seed, session=name, head="old" if seed < 4 else "new"))
+    held.forget(lambda one: one.lm_head_hash == "new", "stale_head")
+    assert (len(held), held.dropped["stale_head"]) == (2, 4)
+    assert held.tokens == held.tokens_of({"new"}) == 2 * 8
+    assert held.nbytes == 2 * sample(10, 0).nbytes
+
+
+def bad_batches() -> dict[str, FeatureBatch]:
+    good = batch(10, 0)
+    infinite = np.full((9, TARGET.hidden_size), np.inf, dtype=np.float32)
+    gap = good.positions.copy()
+    gap[4:] += 1
+    foreign = good.token_ids.copy()
+    foreign[3] = TARGET.vocab_size
+    beside = with_rejected(good)
+    assert beside.rejected is not None
+    strange, broken = np.full(6, -1, dtype=np.int32), from_numpy("rejected_hidden", infinite[:6])
+    return {
+        "short": batch(2, 0),
+        "layer": dataclasses.replace(good, layers="3,7,11"),
+        "convention": dataclasses.replace(good, convention="pre_norm"),
+        "width": dataclasses.replace(good, hidden=from_numpy("hidden", infinite[:, :3])),
+        "not finite": dataclasses.replace(good, hidden=from_numpy("hidden", infinite)),
+        "gap": dataclasses.replace(good, positions=gap),
+        "vocabulary": dataclasses.replace(good, token_ids=foreign),
+        "rejected token": dataclasses.replace(
+            good, rejected=dataclasses.replace(beside.rejected, token_ids=strange)
+        ),
+        "rejected state": dataclasses.replace(
+            good, rejected=dataclasses.replace(beside.rejected, hidden=broken)
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_batches()))
+def test_rows_that_cannot_be_trained_on_are_refused(name: str) -> None:
+    with pytest.raises(DataLoss):
+        sample_from(bad_batches()[name], TARGET)

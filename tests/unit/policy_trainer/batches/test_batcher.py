@@ -1,0 +1,335 @@
+"""Groups out of a memory stream: what a step trains, what it drops and why, what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import DataLoss, ResourceExhausted
+from paceline.streams import encode_trajectory
+from paceline.testing.memory_stream import MemoryStream
+from paceline.trajectory import BranchKey, Trajectory, VersionSpan
+from policy_trainer.batches.batcher import CONSUMER, GROUP, Batch, Batcher, Wanted
+from policy_trainer.records import RecordFile, StepRecord
+
+
+@dataclass
+class Notes:
+    """Marks in memory."""
+
+    trained: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    async def mark_trained(self, keys: Sequence[str], step: int) -> None:
+        self.trained.update(dict.fromkeys(keys, step))
+
+    async def mark_dropped(self, reasons: Mapping[str, str]) -> None:
+        self.dropped.update(reasons)
+
+
+def trajectory(
+    group: str,
+    sample: int,
+    *,
+    step: int = 3,
+    version: int = 3,
+    reward: float | None = 1.0,
+    task: int = 0,
+    branch: int = 0,
+    of: int = 1,
+    group_size: int = 2,
+) -> Trajectory:
+    return Trajectory(
+        key=BranchKey("run", f"{group}-{sample}-{step}", str(branch)),
+        step=step,
+        task_id=f"t{task}",
+        group_id=group,
+        group_size=group_size,
+        task_index=task,
+        sample_index=sample,
+        token_ids=(1, 2, 3),
+        loss_mask=(0, 1, 1),
+        behavior_logprobs=(0.0, -1.0, -1.0),
+        version_spans=(VersionSpan(1, 3, version),),
+        reward=reward,
+        seed=0,
+        temperature=1.0,
+        branch_count=of,
+    )
+
+
+def session(group: str, sample: int, branches: int, **more: Any) -> list[Trajectory]:
+    """All branches of one session."""
+    return [
+        trajectory(group, sample, branch=branch, of=branches, **more) for branch in range(branches)
+    ]
+
+
+class Bench:
+    """A batcher over a memory stream."""
+
+    def __init__(self, max_staleness: int = 0, max_pending: int = 100) -> None:
+        self.stream = MemoryStream("trajectories")
+        self.notes = Notes()
+        self.batcher = Batcher(
+            self.stream, self.notes, max_staleness=max_staleness, max_pending=max_pending
+        )
+
+    async def append(self, *trajectories: Trajectory) -> None:
+        for made in trajectories:
+            await self.stream.append(*encode_trajectory(made))
+
+
+def wanted(
+    *groups: str, deadline_s: float = 5.0, step: int = 3, version: int = 3, size: int = 2
+) -> Wanted:
+    return Wanted(step, version, tuple((group, size) for group in groups), deadline_s)
+
+
+async def test_a_step_waits_for_all_siblings_and_is_sorted_by_task_and_sample() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("b", 1, task=1), trajectory("a", 1), trajectory("b", 0, task=1))
+    collecting = asyncio.create_task(bench.batcher.collect(wanted("a", "b")))
+    done, _ = await asyncio.wait({collecting}, timeout=0.05)
+    assert not done, "closed without a sibling"
+    await bench.append(trajectory("a", 0))
+    batch = await collecting
+    assert [(t.task_index, t.sample_index) for t in batch.trajectories] == [
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+    ]
+    assert batch.record.dropped == {}
+
+
+async def test_at_the_deadline_a_group_closes_with_two_scored_siblings_and_is_dropped_with_fewer() -> (
+    None
+):
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(
+        trajectory("a", 0), trajectory("a", 1), trajectory("b", 0), trajectory("c", 0)
+    )
+    await bench.append(trajectory("c", 1, reward=None), trajectory("c", 2, reward=None))
+    batch = await bench.batcher.collect(wanted("a", "b", "c", deadline_s=0.05, size=3))
+    assert [t.group_id for t in batch.trajectories] == ["a", "a"]
+    assert batch.record.dropped_groups == {"too_few_siblings": 1, "unscored": 1}
+    await bench.batcher.settle(batch.record)
+    assert bench.notes.dropped == {
+        "b-0-3/0": "too_few_siblings",
+        "c-0-3/0": "too_few_siblings",
+        "c-1-3/0": "unscored",
+        "c-2-3/0": "unscored",
+    }
+    assert (await bench.stream.depth()).entries == 2
+
+
+async def test_a_group_waits_for_every_branch_of_its_sessions_and_not_for_more_of_one() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(*session("a", 0, 3), *session("a", 1, 2)[:1])
+    collecting = asyncio.create_task(bench.batcher.collect(wanted("a")))
+    done, _ = await asyncio.wait({collecting}, timeout=0.05)
+    assert not done, "three branches of one session are no two sessions"
+    await bench.append(*session("a", 1, 2)[1:])
+    batch = await collecting
+    assert [str(t.key) for t in batch.trajectories] == [
+        "a-0-3/0",
+        "a-0-3/1",
+        "a-0-3/2",
+        "a-1-3/0",
+        "a-1-3/1",
+    ]
+
+
+async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(*session("a", 0, 2), *session("a", 1, 1), *session("a", 2, 3)[:2])
+    await bench.append(*session("b", 0, 2, task=1), *session("b", 1, 2, task=1)[:1])
+    batch = await bench.batcher.collect(wanted("a", "b", deadline_s=0.05, size=3))
+    assert [str(t.key) for t in batch.trajectories] == ["a-0-3/0", "a-0-3/1", "a-1-3/0"]
+    assert batch.record.dropped_groups == {"incomplete_session": 1}
+    await bench.batcher.settle(batch.record)
+    assert bench.notes.dropped == {
+        "a-2-3/0": "incomplete_session",
+        "a-2-3/1": "incomplete_session",
+        "b-0-3/0": "too_few_siblings",
+        "b-0-3/1": "too_few_siblings",
+        "b-1-3/0": "incomplete_session",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"version": 1}, "stale"), ({"reward": None}, "unscored")]
+)
+async def test_one_branch_that_cannot_be_trained_drops_its_session(
+    change: dict[str, Any], reason: str
+) -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(*session("a", 0, 1), *session("a", 1, 1))
+    await bench.append(trajectory("a", 2, of=2), trajectory("a", 2, branch=1, of=2, **change))
+    batch = await bench.batcher.collect(wanted("a", size=3))
+    assert [str(t.key) for t in batch.trajectories] == ["a-0-3/0", "a-1-3/0"]
+    assert set(batch.record.dropped.values()) == {("a-2-3/0", reason), ("a-2-3/1", reason)}
+
+
+async def test_a_group_of_size_zero_is_not_waited_for_and_counts_as_dropped() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("a", 0), trajectory("a", 1))
+    groups = (("a", 2), ("none", 0))
+    batch = await asyncio.wait_for(bench.batcher.collect(Wanted(3, 3, groups, deadline_s=60)), 5)
+    assert len(batch.trajectories) == 2
+    assert batch.record.dropped_groups == {"unscored": 1}
+    only_empty = await asyncio.wait_for(
+        bench.batcher.collect(Wanted(3, 3, (("none", 0),), deadline_s=60)), 5
+    )
+    assert only_empty.trajectories == []
+
+
+@pytest.mark.parametrize(("group_size", "trained"), [(1, 1), (2, 0), (8, 0)])
+async def test_a_lone_session_is_trained_only_where_its_group_was_opened_for_one(
+    group_size: int, trained: int
+) -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("a", 0, group_size=group_size))
+    batch = await bench.batcher.collect(wanted("a", size=1))
+    assert len(batch.trajectories) == trained
+    assert batch.record.dropped_groups == ({} if trained else {"too_few_siblings": 1})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.lists(st.integers(1, 4), min_size=2, max_size=4), min_size=1, max_size=3),
+    draw=st.randoms(use_true_random=False),
+    data=st.data(),
+)
+def test_whatever_the_order_of_arrival_a_batch_is_the_complete_sessions_in_one_order(
+    counts: list[list[int]], draw: Any, data: st.DataObject
+) -> None:
+    groups = [chr(ord("a") + number) for number in range(len(counts))]
+    whole = [
+        session(group, sample, branches, task=task, group_size=len(sizes))
+        for task, (group, sizes) in enumerate(zip(groups, counts, strict=True))
+        for sample, branches in enumerate(sizes)
+    ]
+    cut = [data.draw(st.integers(0, len(one))) for one in whole]
+    arrived = [branch for one, keep in zip(whole, cut, strict=True) for branch in one[:keep]]
+    draw.shuffle(arrived)
+    complete = [one for one, keep in zip(whole, cut, strict=True) if keep == len(one)]
+    siblings = {group: sum(one[0].group_id == group for one in complete) for group in groups}
+    expected = [str(b.key) for one in complete if siblings[one[0].group_id] >= 2 for b in one]
+
+    async def collect() -> Batch:
+        bench = Bench()
+        await bench.stream.create_group(GROUP)
+        await bench.append(*arrived)
+        await bench.stream.read(GROUP, CONSUMER, len(whole) * 4, 0)
+        await bench.batcher.open()  # takes up all that will come
+        sizes = tuple(
+            (group, len(sessions)) for group, sessions in zip(groups, counts, strict=True)
+        )
+        return await bench.batcher.collect(Wanted(3, 3, sizes, deadline_s=0))
+
+    batch = asyncio.run(collect())
+    assert [str(t.key) for t in batch.trajectories] == expected
+    dropped = {key for key, _ in batch.record.dropped.values()}
+    assert dropped | set(expected) == {str(b.key) for b in arrived}
+    assert not dropped & set(expected)
+
+
+async def test_stale_trajectories_are_dropped_and_those_of_later_steps_are_kept() -> None:
+    bench = Bench(max_staleness=1)
+    await bench.batcher.open()
+    await bench.append(
+        trajectory("a", 0, version=2),
+        trajectory("a", 1),
+        trajectory("old", 0, step=1, version=1),
+        trajectory("next", 0, step=4),
+        trajectory("next", 1, step=4),
+    )
+    batch = await bench.batcher.collect(wanted("a"))
+    assert len(batch.trajectories) == 2
+    await bench.batcher.settle(batch.record)
+    assert bench.notes.dropped == {"old-0-1/0": "stale"}
+    later = await bench.batcher.collect(wanted("next", step=4, version=4))
+    assert len(later.trajectories) == 2
+
+
+async def test_an_entry_that_does_not_decode_is_a_dead_letter_and_counted_as_dropped() -> None:
+    bench = Bench()
+    await bench.batcher.open()
+    fields, payload = encode_trajectory(trajectory("a", 7))
+    await bench.stream.append(fields, payload[:-3])
+    await bench.stream.append({"what": "ever"}, b"")
+    await bench.append(trajectory("a", 0), trajectory("a", 1))
+    batch = await bench.batcher.collect(wanted("a"))
+    assert len(batch.trajectories) == 2
+    assert bench.batcher.dead_letters == (await bench.stream.depth()).dead == 2
+    assert bench.notes.dropped == {"a-7-3/0": "undecodable"}
+
+
+async def test_entries_stay_until_a_checkpoint_and_a_restart_replays_exactly_the_recorded_batch() -> (
+    None
+):
+    bench = Bench()
+    await bench.batcher.open()
+    await bench.append(trajectory("a", 1), trajectory("a", 0))
+    batch = await bench.batcher.collect(wanted("a", deadline_s=0.05, size=3))
+    await bench.batcher.settle(batch.record)
+    await bench.batcher.mark(batch.record)
+    await bench.append(trajectory("a", 2))
+    await bench.stream.read(GROUP, CONSUMER, 10, 0)
+
+    again = Batcher(bench.stream, bench.notes, max_staleness=0, max_pending=100)
+    await again.open()
+    assert again.take(batch.record).trajectories == batch.trajectories
+    await again.settle(batch.record)
+    await again.release(batch.record)
+    assert bench.notes.trained == {"a-0-3/0": 3, "a-1-3/0": 3}
+    assert (await bench.stream.depth()).entries == 1
+    with pytest.raises(DataLoss, match="step 3"):
+        again.take(batch.record)
+
+
+async def test_no_more_than_the_bound_is_held_for_later_steps() -> None:
+    bench = Bench(max_pending=3)
+    await bench.batcher.open()
+    await bench.append(*(trajectory("later", i, step=9) for i in range(4)))
+    with pytest.raises(ResourceExhausted):
+        await bench.batcher.collect(wanted("a", deadline_s=1))
+
+
+def record(step: int) -> StepRecord:
+    return StepRecord(
+        step, step, {f"{step}-0": f"s{step}/0"}, {"9-0": ("x/0", "stale")}, {"stale": 1}
+    )
+
+
+def test_records_survive_a_torn_line_and_leave_with_their_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "records.jsonl"
+    records = RecordFile(path)
+    assert records.load() == []
+    for step in (1, 2, 3):
+        records.append(record(step))
+    assert RecordFile(path).load() == [record(1), record(2), record(3)]
+    with path.open("a") as file:
+        file.write('{"step": 4, "pol')
+    assert RecordFile(path).load()[-1] == record(3)
+    records.forget(2)
+    assert records.load() == [record(3)]
+    path.write_text("{}\n" + path.read_text())
+    with pytest.raises(DataLoss, match="line 1"):
+        records.load()

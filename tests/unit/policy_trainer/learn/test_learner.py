@@ -1,0 +1,149 @@
+"""The learner on one in-process rank: warm-up, several updates, exact resume from a checkpoint."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.errors import ConfigError, DataLoss
+from paceline.local.ports import free_port
+from policy_trainer.batches.batch import TrainBatch, make_batch
+from policy_trainer.config import AlgorithmConfig, OptimizerConfig, PolicyTrainerConfig
+from policy_trainer.learn.checkpoint import (
+    Checkpoints,
+    policy_weights,
+    restore_optimizer,
+    take_snapshot,
+)
+from policy_trainer.learn.learner import Learner
+from policy_trainer.learn.model import load_policy
+from policy_trainer.learn.parallel import join_ranks, shard
+from policy_trainer.messages import BatchFacts, Progress
+
+trajectories = runpy.run_path(str(Path(__file__).parents[1] / "sharded_step.py"))["trajectories"]
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RANK": 0,
+            "WORLD_SIZE": 1,
+            "LOCAL_RANK": 0,
+            "MASTER_PORT": free_port(),
+        }.items():
+            patch.setenv(name, str(value))
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        yield join_ranks("cpu", 60)
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=request.param,
+        initializer_range=0.2,
+    )
+    directory = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
+    config = PolicyTrainerConfig.model_validate(
+        {"optimizer": OptimizerConfig(lr=1e-3, warmup_steps=3), **settings}
+    )
+    return Learner(config, shard(load_policy(model), mesh, reshard_after_forward=False), mesh)
+
+
+def batch(step: int) -> TrainBatch:
+    draw = torch.Generator().manual_seed(step)
+    return make_batch(trajectories(), torch.randn(24, generator=draw))
+
+
+def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    straight, first = learner(model_dir, mesh), learner(model_dir, mesh)
+    for step in range(4):
+        straight.step(batch(step))
+    first.step(batch(0))
+    first.step(batch(1))
+    checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=0)
+    progress = Progress(
+        policy_version=2, step=1, trajectories_trained=48, batch=BatchFacts(tokens=5)
+    )
+    directory = checkpoints.write(take_snapshot(first), progress)
+    assert checkpoints.newest() == directory
+    assert checkpoints.progress(directory) == progress
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in directory.iterdir()
+    }
+
+    resumed = learner(directory, mesh)
+    restore_optimizer(resumed, directory)
+    resumed.step(batch(2))
+    resumed.step(batch(3))
+    expected = policy_weights(straight)
+    for name, weight in policy_weights(resumed).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_old_checkpoints_are_pruned_but_for_every_nth(
+    model_dir: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    snapshot = take_snapshot(learner(model_dir, mesh))
+    checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=4)
+    (tmp_path / ".step-9.tmp").mkdir()
+    for version in range(1, 8):
+        checkpoints.write(snapshot, Progress(policy_version=version))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6", "step-7"]
+    (tmp_path / "step-7" / "trainer.json").write_text("{")
+    with pytest.raises(DataLoss, match="step-7"):
+        checkpoints.progress(tmp_path / "step-7")
+
+
+def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    once = learner(model_dir, mesh)
+    twice = learner(model_dir, mesh, algorithm=AlgorithmConfig(updates_per_step=2))
+    first, second = once.step(batch(0)), twice.step(batch(0))
+    assert once.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
+    assert twice.optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 / 3)
+    assert first.loss == second.loss
+    assert first.clip_fraction == 0.0
+    weights = policy_weights(once)
+    assert any(
+        not torch.equal(weight, weights[name]) for name, weight in policy_weights(twice).items()
+    )
+
+
+def test_a_batch_without_advantage_leaves_the_weights_alone(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    still = learner(model_dir, mesh)
+    before = policy_weights(still)
+    figures = still.step(make_batch(trajectories(), torch.zeros(24)))
+    assert (figures.loss, figures.grad_norm) == (0.0, 0.0)
+    assert all(torch.equal(weight, before[name]) for name, weight in policy_weights(still).items())
+
+
+def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        load_policy(tmp_path)

@@ -1,0 +1,49 @@
+"""Past responses are kept within bounds and shown only to those who asked for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_gateway.api.http.responses.store import PastResponses, UnknownResponse
+from rollout_gateway.chat.messages import Message
+from rollout_gateway.config import SessionsConfig
+from rollout_gateway.sessions.assignment import Assignment
+from rollout_gateway.sessions.session import Caller, Session
+
+ANYBODY = Caller()
+SAID = (Message("user", "Hi"), Message("assistant", "x" * 1000))
+
+
+def caller(name: str) -> Caller:
+    return Caller(Session(name, Assignment(""), SessionsConfig()))
+
+
+def test_the_oldest_make_room_by_number_and_by_bytes() -> None:
+    for past in (PastResponses(most=3), PastResponses(most_bytes=4000)):
+        for index in range(10):
+            past.put({"id": f"r{index}"}, SAID, ANYBODY)
+        assert [past.get(f"r{index}", ANYBODY).messages for index in (7, 8, 9)] == [SAID] * 3
+        with pytest.raises(UnknownResponse):
+            past.get("r6", ANYBODY)
+
+
+def test_one_larger_than_all_there_is_room_for_is_not_kept() -> None:
+    past = PastResponses(most_bytes=500)
+    past.put({"id": "r"}, SAID, ANYBODY)
+    with pytest.raises(UnknownResponse):
+        past.get("r", ANYBODY)
+    past.put({"id": "small"}, SAID[:1], ANYBODY)
+    assert past.get("small", ANYBODY).body == {"id": "small"}
+
+
+def test_a_session_sees_its_own_and_the_token_sees_all() -> None:
+    past = PastResponses()
+    past.put({"id": "r"}, SAID, caller("one"))
+    assert past.get("r", caller("one")).owner == "one"
+    assert past.get("r", ANYBODY).owner == "one"
+    for act in (past.get, past.drop):
+        with pytest.raises(UnknownResponse):
+            act("r", caller("two"))
+    past.drop("r", caller("one"))
+    with pytest.raises(UnknownResponse):
+        past.drop("r", ANYBODY)

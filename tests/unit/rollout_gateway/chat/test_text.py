@@ -1,0 +1,193 @@
+"""Streamed text equals the text decoded at once, whatever the cuts; stop strings never show."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from chat_models import add_bos, byte_level, codec_of, metaspace, prepending
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import processors
+
+from paceline.errors import ConfigError, InvalidInput
+from rollout_gateway.chat.messages import ChatRequest, Message
+from rollout_gateway.chat.text import TextCodec
+
+DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
+CODEC = TextCodec(DEMO)
+
+
+def streamed(ids: list[int], cuts: list[int], stop: tuple[str, ...] = (), matched: str = "") -> str:
+    stream = CODEC.stream(stop)
+    text, rest = "", list(ids)
+    for cut in cuts:
+        text += stream.push(rest[:cut])
+        rest = rest[cut:]
+    return text + stream.push(rest) + stream.finish(matched)
+
+
+@settings(max_examples=200, deadline=None)
+@example(text="000\x80\u0800\u0800\U00010000\U00010000", cuts=[1, 1, 1, 2, 2, 3, 1, 4, 4])
+@given(text=st.text(max_size=20), cuts=st.lists(st.integers(1, 4), max_size=30))
+def test_streamed_text_equals_the_whole(text: str, cuts: list[int]) -> None:
+    ids = list(CODEC.encode(text))
+    assert streamed(ids, cuts) == CODEC.decode(ids) == text
+
+
+def test_an_incomplete_character_is_held_back() -> None:
+    stream = CODEC.stream()
+    head, *tail = CODEC.encode("é")[1:]
+    assert stream.push([head]) == ""
+    assert stream.push(tail) == "é"
+
+
+@given(ids=st.lists(st.integers(0, 319), max_size=60))
+@settings(max_examples=50, deadline=None)
+def test_any_ids_can_be_streamed(ids: list[int]) -> None:
+    assert isinstance(streamed(ids, [1] * len(ids)), str)
+
+
+@pytest.mark.parametrize("cuts", [[1] * 20, [3, 3], []])
+def test_a_stop_string_is_cut_off_and_its_beginning_held_back(cuts: list[int]) -> None:
+    ids = list(CODEC.encode("12 - 3 -- ")[1:])
+    assert streamed(ids, cuts, stop=(" --",), matched=" --") == "12 - 3"
+    assert streamed(ids, cuts, stop=("xyz",)) == "12 - 3 -- "
+
+
+def chat(text: str) -> ChatRequest:
+    return ChatRequest((Message("user", text),))
+
+
+def test_a_chat_begins_with_bos_once() -> None:
+    assert CODEC.encode_chat(chat("1+1=")) == CODEC.encode("1+1=")
+    assert list(CODEC.encode("1+1=")).count(CODEC.encode("")[0]) == 1
+
+
+def write_template(directory: Path, template: str) -> TextCodec:
+    shutil.copy(DEMO / "tokenizer.json", directory)
+    settings_of = {"bos_token": {"content": "<bos>"}, "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings_of))
+    return TextCodec(directory)
+
+
+def test_a_template_that_writes_bos_keeps_one(tmp_path: Path) -> None:
+    codec = write_template(tmp_path, "{{ bos_token }}{{ messages[0]['content'] }}")
+    assert codec.encode_chat(chat("7")) == codec.encode("7")
+
+
+def test_a_template_cannot_leave_its_sandbox_and_may_refuse(tmp_path: Path) -> None:
+    codec = write_template(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(InvalidInput, match="refused"):
+        codec.encode_chat(chat("7"))
+    codec = write_template(tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidInput, match="roles must alternate"):
+        codec.encode_chat(chat("7"))
+
+
+def test_a_model_without_a_template_has_no_conversations() -> None:
+    with pytest.raises(InvalidInput, match="no chat template"):
+        codec_of(byte_level([])).encode_chat(chat("7"))
+
+
+@pytest.mark.parametrize(
+    "encode", [CODEC.encode, CODEC.encode_piece, lambda text: CODEC.encode_chat(chat(text))]
+)
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_refused(
+    encode: Callable[[str], tuple[int, ...]], text: str
+) -> None:
+    with pytest.raises(InvalidInput, match="UTF-8"):
+        encode(text)
+
+
+TOKENIZERS = {
+    "byte-level": byte_level(["<s>", "</s>"]),
+    "byte-level with a space first": byte_level(["<s>", "</s>"], prefix=True),
+    "metaspace always": metaspace(["<s>", "</s>"], "always"),
+    "metaspace first": metaspace(["<s>", "</s>"], "first"),
+    "metaspace never": metaspace(["<s>", "</s>"], "never"),
+    "space by the normalizer": prepending(["<s>", "</s>"]),
+    "without special tokens": metaspace([], "always"),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=40, deadline=None)
+@example(text="hello")
+@example(text=" hello")
+@example(text="\nuser")
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=12))
+def test_a_piece_gets_neither_bos_nor_a_space_before_it(name: str, text: str) -> None:
+    codec = piece_codec(name)
+    before = codec.encode("sum")
+    whole = codec.decode_all([*before, *codec.encode_piece(text)])
+    assert whole == codec.decode_all(before) + text
+
+
+@functools.cache
+def piece_codec(name: str) -> TextCodec:
+    tokenizer = TOKENIZERS[name]
+    if tokenizer.token_to_id("<s>") is not None:
+        add_bos(tokenizer, "<s>")
+    return codec_of(tokenizer)
+
+
+@pytest.mark.parametrize("name", list(TOKENIZERS)[:-1])
+def test_a_piece_behind_a_special_token_is_spelled_as_in_a_whole_text(name: str) -> None:
+    codec = piece_codec(name)
+    bos, *whole = codec.encode("</s><s>hello world")
+    assert codec.token_text(bos) == "<s>"
+    assert codec.encode_piece("</s><s>hello world") == tuple(whole)
+    assert codec.encode_piece("") == ()
+
+
+def test_a_tokenizer_that_ends_texts_does_not_begin_a_chat_with_the_end() -> None:
+    tokenizer = byte_level(["</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+    )
+    codec = codec_of(tokenizer, chat_template="{{ messages[0].content }}")
+    assert codec.decode_all(codec.encode_chat(chat("hello"))) == "hello"
+
+
+def test_lengths_left_in_a_tokenizer_file_cut_nothing() -> None:
+    tokenizer = byte_level([])
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    codec = codec_of(tokenizer)
+    assert codec.decode(codec.encode("a longer text than that")) == "a longer text than that"
+
+
+def test_what_follows_a_message_begins_behind_the_end_that_was_said() -> None:
+    codec = codec_of(
+        byte_level(["<|end|>"]),
+        chat_template="{% for m in messages %}{{ m.content }}<|end|>\n{% endfor %}",
+    )
+    request = ChatRequest((Message("user", "a"), Message("assistant", "b"), Message("user", "c")))
+    (end,) = codec.encode_piece("<|end|>")
+    after = {
+        said: codec.encode_after(request, 1, said) for said in [(65, end), (65,), (), (end, 65)]
+    }
+    assert [None if ids is None else codec.decode_all(ids) for ids in after.values()] == [
+        "\nc<|end|>\n",
+        "<|end|>\nc<|end|>\n",
+        "<|end|>\nc<|end|>\n",
+        "<|end|>\nc<|end|>\n",
+    ]
+
+
+@pytest.mark.parametrize("content", [b"{", b"{}", b"\xff", b"[]"])
+def test_a_broken_tokenizer_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json is no tokenizer"):
+        TextCodec(tmp_path)
+
+
+def test_a_directory_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tokenizer"):
+        TextCodec(tmp_path)

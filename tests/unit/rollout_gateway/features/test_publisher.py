@@ -1,0 +1,83 @@
+"""What the publisher keeps, drops and counts."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout_gateway.config import FeaturesConfig
+from rollout_gateway.engines.worker.ring import RowArray, row_dtype
+from rollout_gateway.features.publisher import FeaturePublisher, Origin
+
+TOKENS = [10, 11, 12, 13, 14, 15]
+
+
+def rows(*positions: int, version: int = 0, tokens: list[int] = TOKENS) -> RowArray:
+    made = np.zeros(len(positions), dtype=row_dtype(4))
+    made["request_id"] = 1
+    made["position"] = positions
+    made["token_id"] = [tokens[position] for position in positions]
+    made["policy_version"] = version
+    return made
+
+
+def origin() -> Origin:
+    return Origin("run", 0, "s", 2, TOKENS)
+
+
+def publisher(**settings: int) -> FeaturePublisher:
+    import redis.asyncio
+
+    client = redis.asyncio.Redis(port=1)  # never reached: nothing is started
+    return FeaturePublisher(client, FeaturesConfig(**settings), lambda version: f"head-{version}")  # type: ignore[arg-type]
+
+
+async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows() -> None:
+    sender = publisher(queue_batches=1)
+    for _ in range(3):
+        sender.expect(1)
+        sender.take(rows(0, 1, 2, 3, 4))
+        sender.publish(1, origin())
+    assert sender.rows_dropped == 10
+
+
+async def test_rows_beyond_the_budget_are_dropped_and_counted() -> None:
+    sender = publisher(gather_bytes=rows(0, 1).nbytes)
+    sender.expect(1)
+    sender.take(rows(0, 1))
+    sender.take(rows(2))
+    assert sender.rows_dropped == 1
+    sender.forget(1)
+    sender.expect(1)
+    sender.take(rows(0, 1))
+    assert sender.rows_dropped == 1
+
+
+async def test_rows_nobody_asked_for_are_ignored() -> None:
+    sender = publisher()
+    sender.take(rows(0, 1))
+    sender.publish(1, origin())
+    assert sender.rows_dropped == 0
+
+
+async def test_rejected_drafts_count_as_rows_when_their_batch_is_dropped() -> None:
+    sender = publisher(queue_batches=1)
+    draft = rows(2)
+    draft["parent"], draft["token_id"] = 1, 99
+    for _ in range(2):
+        sender.expect(1)
+        sender.take(rows(0, 1))
+        sender.take(draft)
+        sender.publish(1, origin())
+    assert sender.rows_dropped == 3
+
+
+async def test_a_rejected_draft_whose_parent_found_no_room_is_dropped_and_counted() -> None:
+    sender = publisher(gather_bytes=rows(0, 1, 2).nbytes)
+    orphan = rows(4)
+    orphan["parent"], orphan["token_id"] = 1, 99
+    sender.expect(1)
+    for part in (rows(0, 1), rows(2, 3), orphan):  # the second does not fit
+        sender.take(part)
+    assert sender.rows_dropped == 2
+    sender.publish(1, origin())
+    assert sender.rows_dropped == 3

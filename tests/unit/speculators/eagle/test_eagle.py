@@ -1,0 +1,210 @@
+"""The EAGLE network, its chain and its checkpoint; engine's drafter and trainer's module agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from random_models import FAMILIES, save_random
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from paceline.errors import InvalidInput, WeightsError
+from paceline.models.decoder import DecoderWeights
+from paceline.models.loading import load_model
+from paceline.speculators import DraftBatch, DraftShape, SpeculatorSetup
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet, EagleOptions, chain_features
+
+TOKENS = 30
+
+
+def rough_net(weights: DecoderWeights, **options: object) -> EagleNet:
+    """A net whose every weight matters."""
+    net = EagleNet(weights.config, EagleOptions(**options), seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    net.bind(weights.embed, weights.head)
+    return net
+
+
+def rows(seed: int = 0, batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 97, (batch, 64), generator=generator), torch.randn(
+        batch, 64, 48, generator=generator
+    )
+
+
+def test_the_layer_is_a_llama_layer_without_input_norm(tmp_path: Path) -> None:
+    model = save_random(tmp_path, "llama")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    layer = LlamaDecoderLayer(model.config, 0)
+    missing = layer.load_state_dict(net.layers[0].state_dict(), strict=False).missing_keys
+    assert missing == ["input_layernorm.weight"]
+    layer.input_layernorm = nn.Identity()
+    tokens, hidden = rows()
+    positions = torch.arange(TOKENS).expand(2, -1)
+    causal = torch.full((TOKENS, TOKENS), float("-inf")).triu(1)[None, None]
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens[:, 1 : TOKENS + 1])
+        x = net.fc(torch.cat((embedded, hidden[:, :TOKENS]), dim=-1))
+        angles = LlamaRotaryEmbedding(model.config)(x, positions)
+        expected = layer(x, attention_mask=causal, position_embeddings=angles)
+        got = net.features(hidden[:, :TOKENS], tokens[:, 1 : TOKENS + 1], positions)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fc_bias", [False, True])
+def test_engine_drafts_what_the_trainers_chain_predicts(
+    family: str, fc_bias: bool, tmp_path: Path
+) -> None:
+    save_random(tmp_path, family)
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights, fc_bias=fc_bias)
+    net.save(tmp_path / "drafter")
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
+    tokens, hidden = rows()
+    known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
+    known[1:3], states[1:3] = tokens, hidden
+    with torch.inference_mode():
+        # First at a short length, then after a pause in which the sequences grew by different
+        # amounts.
+        drafter.propose(DraftBatch([1, 2], [5, 9], known, states), DraftShape(4))
+        lengths = [TOKENS, TOKENS - 7]
+        drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(5)).tokens
+        for row, n in enumerate(lengths):
+            sequence = torch.cat((tokens[row, :n], drafts[row]))[None]
+            positions = torch.arange(n + 4)[None]
+            chain = chain_features(
+                net, hidden[row : row + 1, : n + 4], sequence[:, 1:], positions, 5
+            )
+            expected = [int(net.logits(features)[0, n - 2].argmax()) for features in chain]
+            assert drafts[row].tolist() == expected
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_node_of_a_tree_scores_as_its_path_alone(family: str, tmp_path: Path) -> None:
+    """Oracle: the trainer's chain over each path, one by one."""
+    save_random(tmp_path, family)
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights)
+    net.save(tmp_path / "drafter")
+    drafter = EagleDrafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, tmp_path / "drafter"))
+    tokens, hidden = rows()
+    known, states = torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64, 48)
+    known[1:3], states[1:3] = tokens, hidden
+    lengths = [TOKENS, TOKENS - 7]
+    with torch.inference_mode():
+        drafts = drafter.propose(DraftBatch([1, 2], lengths, known, states), DraftShape(4, 3, 12))
+    assert drafts.parents is not None
+    for row, n in enumerate(lengths):
+        for node in range(12):
+            path, above = [], node + 1
+            while above:
+                path.insert(0, int(drafts.tokens[row, above - 1]))
+                above = int(drafts.parents[row, above - 1])
+            sequence = torch.cat((tokens[row, :n], torch.tensor(path)))[None]
+            count = n - 1 + len(path)
+            with torch.no_grad():
+                chain = chain_features(
+                    net,
+                    hidden[row : row + 1, :count],
+                    sequence[:, 1:],
+                    torch.arange(count)[None],
+                    len(path),
+                )
+                steps = [
+                    torch.log_softmax(net.logits(features)[0, n - 2], dim=-1) for features in chain
+                ]
+            expected = sum(float(step[token]) for step, token in zip(steps, path, strict=True))
+            assert float(drafts.scores[row, node].log()) == pytest.approx(expected, abs=1e-3)
+
+
+def test_a_chain_step_sees_true_rows_and_its_own_earlier_steps(tmp_path: Path) -> None:
+    """Oracle: one plain forward over true rows followed by the chain's own rows, for one starting
+    row.
+    """
+    save_random(tmp_path, "qwen3")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    tokens, hidden = rows(batch=1)
+    start, steps = 11, 4
+    with torch.no_grad():
+        chain = chain_features(net, hidden[:, :40], tokens[:, 1:41], torch.arange(40)[None], steps)
+        inputs = hidden[:, : start + 1]
+        for step in range(steps):
+            length = start + 1 + step
+            out = net.features(inputs, tokens[:, 1 : length + 1], torch.arange(length)[None])
+            torch.testing.assert_close(chain[step][:, start], out[:, -1], atol=1e-5, rtol=0)
+            inputs = torch.cat((inputs, out[:, -1:]), dim=1)
+
+
+def test_packed_documents_do_not_see_each_other(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    tokens, hidden = rows(batch=1)
+    lengths = (12, 18)
+    document = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+    mask = (document[:, None] == document[None]) & torch.ones(30, 30, dtype=torch.bool).tril()
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    with torch.no_grad():
+        packed = chain_features(net, hidden[:, :30], tokens[:, 1:31], positions, 3, mask[None])
+        alone = chain_features(net, hidden[:, 12:30], tokens[:, 13:31], torch.arange(18)[None], 3)
+    for step in range(3):
+        torch.testing.assert_close(
+            packed[step][:, 12 : 30 - step], alone[step][:, : 18 - step], atol=1e-5, rtol=0
+        )
+
+
+def test_the_targets_tensors_are_neither_trained_nor_exported(tmp_path: Path) -> None:
+    save_random(tmp_path, "llama")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    names = set(net.export_tensors())
+    assert "fc.weight" in names
+    assert "layers.0.self_attn.q_proj.weight" in names
+    assert not {
+        name for name in names if "embed" in name or "head" in name or "input_layernorm" in name
+    }
+    assert {name for name, _ in net.named_parameters()} == names
+
+
+def test_a_checkpoint_survives_the_round_trip(tmp_path: Path) -> None:
+    save_random(tmp_path, "qwen2")
+    weights = load_model(tmp_path, dtype=torch.float32)
+    net = rough_net(weights)
+    net.save(tmp_path / "drafter")
+    again = EagleNet.read(tmp_path / "drafter", weights.config)
+    for name, tensor in net.export_tensors().items():
+        assert torch.equal(tensor, again.export_tensors()[name])
+    raw = json.loads((tmp_path / "drafter" / "config.json").read_text())
+    assert raw["architectures"] == ["Qwen2ForCausalLMEagle"]
+    assert raw["max_position_embeddings"] == weights.config.max_position_embeddings
+
+
+def test_a_drafter_of_another_target_is_refused_by_name(tmp_path: Path) -> None:
+    save_random(tmp_path / "a", "llama")
+    save_random(tmp_path / "b", "llama", vocab_size=101)
+    small, large = (load_model(tmp_path / part, dtype=torch.float32) for part in "ab")
+    rough_net(small).save(tmp_path / "drafter")
+    with pytest.raises(InvalidInput, match="vocab_size"):
+        EagleNet.read(tmp_path / "drafter", large.config)
+    tensors = rough_net(small).export_tensors()
+    tensors.pop("fc.weight")
+    with pytest.raises(WeightsError, match=r"fc\.weight"):
+        rough_net(small).load_tensors(tensors)
+
+
+def test_gradients_reach_every_weight_through_the_chain(tmp_path: Path) -> None:
+    save_random(tmp_path, "qwen3")
+    net = rough_net(load_model(tmp_path, dtype=torch.float32))
+    tokens, hidden = rows()
+    chain = chain_features(net, hidden[:, :20], tokens[:, 1:21], torch.arange(20).expand(2, -1), 2)
+    chain[1].square().mean().backward()
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0
+        for parameter in net.parameters()
+    )

@@ -1,0 +1,235 @@
+"""ArcticLSTMSpeculator against its formula in float64, and its checkpoint against what Arctic's
+loader names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
+
+from drafter_trainer.rows.batcher import pack
+from paceline.errors import InvalidInput, WeightsError
+from paceline.speculators import read_drafter
+from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
+
+HEADS = 4
+CONFIG = {
+    "architectures": ["ArcticLSTMSpeculatorPreTrainedModel"],
+    "model_type": "mlp_speculator",
+    "base_model_name_or_path": "",
+    "vocab_size": VOCABULARY,
+    "input_hidden_dim": HIDDEN,
+    "inner_dim": "12",
+    "proj_dim": "12",
+    "emb_dim": "12",
+    "n_predict": HEADS,
+    "top_k_tokens_per_head": [1, 1, 1, 1],
+    "n_candidates": HEADS,
+    "method": "sum_lstm",
+    "tie_weights": True,
+    "tie_lstm_embs": True,
+    "scale_input": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def rough_net(**options: object) -> LstmNet:
+    """A net whose every weight matters."""
+    settings = {"n_predict": HEADS, "inner_dim": 12, **options}
+    net = LstmNet.fresh(TARGET, LstmOptions.model_validate(settings), seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.3)
+    return net
+
+
+def gelu(x: Tensor) -> Tensor:
+    cumulative: Tensor = 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+    return x * cumulative
+
+
+def expected_logits(net: LstmNet, hidden: Tensor, tokens: list[int]) -> list[Tensor]:
+    """The cell on one position in float64, gate by gate: h_t [H] and the tokens t + 1, t + 2,
+    ...
+    """
+    tensors = {name: tensor.double() for name, tensor in net.export_tensors().items()}
+    if net.options.tie_lstm_embs:
+        tensors |= {
+            f"{gate}_emb.0.weight": tensors["forget_emb.0.weight"]
+            for gate in ("input", "cell", "output")
+        }
+    state_weight: float = 0.5 ** (0.5 / net.options.n_predict)
+    ratio: float = math.sqrt((1 - state_weight**2) * (net.width / 2)) / state_weight
+
+    def gate(kind: str, state: Tensor, step: int, token: int) -> Tensor:
+        weight = tensors[f"{kind}_proj.{0 if step == 0 else 1}.weight"]
+        return weight @ state + ratio * tensors[f"{kind}_emb.0.weight"][token]
+
+    def norm(kind: str, x: Tensor) -> Tensor:
+        x = x / (x.square().mean() + 1e-6).sqrt()
+        return x * tensors[f"{kind}_ln.0.weight"] + tensors[f"{kind}_ln.0.bias"]
+
+    state, memory = hidden.double(), torch.zeros(net.width, dtype=torch.float64)
+    if net.options.scale_input:
+        state = state / (state.square().mean() + 1e-6).sqrt() / math.sqrt(2)
+    logits = []
+    for step, token in enumerate(tokens):
+        forget, take, out = (
+            gate(kind, state, step, token).sigmoid() for kind in ("forget", "input", "output")
+        )
+        memory = forget * memory + take * gelu(norm("cell", gate("cell", state, step, token)))
+        state = out * gelu(norm("state", memory))
+        logits.append(tensors["head.0.weight"] @ state)
+    return logits
+
+
+@pytest.mark.parametrize("tie_lstm_embs", [False, True])
+@pytest.mark.parametrize("scale_input", [False, True])
+@pytest.mark.parametrize("inner_dim", [0, 12])
+def test_the_chain_is_the_gated_cell_with_gelu(
+    tie_lstm_embs: bool, scale_input: bool, inner_dim: int
+) -> None:
+    net = rough_net(tie_lstm_embs=tie_lstm_embs, scale_input=scale_input, inner_dim=inner_dim)
+    one = sample(14, 0)
+    with torch.no_grad():
+        chain = net.chain_logits(pack([one], window=512), HEADS)
+    for t in range(14 - 2 - HEADS):
+        expected = expected_logits(
+            net, one.hidden[t], one.token_ids[t + 1 : t + 1 + HEADS].tolist()
+        )
+        for got, logits in zip(chain, expected, strict=True):
+            torch.testing.assert_close(got[t].double(), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_fresh_matrices_have_the_spread_of_their_smaller_side_and_norms_do_nothing() -> None:
+    net = LstmNet.fresh(TARGET, LstmOptions(inner_dim=400), seed=0)
+    for name, tensor in net.export_tensors().items():
+        if "_ln." in name:
+            assert torch.equal(tensor, torch.full((400,), float(name.endswith("weight"))))
+        else:
+            assert float(tensor.std()) == pytest.approx(min(tensor.shape) ** -0.5, rel=0.05), name
+
+
+def test_names_and_shapes_are_those_of_the_loader() -> None:
+    shared = {
+        "forget_emb.0.weight": (23, 12),
+        "forget_proj.0.weight": (12, 16),
+        "forget_proj.1.weight": (12, 12),
+        "input_proj.0.weight": (12, 16),
+        "input_proj.1.weight": (12, 12),
+        "output_proj.0.weight": (12, 16),
+        "output_proj.1.weight": (12, 12),
+        "cell_proj.0.weight": (12, 16),
+        "cell_proj.1.weight": (12, 12),
+        "cell_ln.0.weight": (12,),
+        "cell_ln.0.bias": (12,),
+        "state_ln.0.weight": (12,),
+        "state_ln.0.bias": (12,),
+        "head.0.weight": (23, 12),
+    }
+    assert {
+        name: tuple(tensor.shape) for name, tensor in rough_net().export_tensors().items()
+    } == shared
+    apart = rough_net(tie_lstm_embs=False).export_tensors()
+    assert {name: tuple(tensor.shape) for name, tensor in apart.items()} == {
+        **shared,
+        "input_emb.0.weight": (23, 12),
+        "output_emb.0.weight": (23, 12),
+        "cell_emb.0.weight": (23, 12),
+    }
+
+
+@pytest.mark.parametrize("tie_lstm_embs", [False, True])
+def test_a_checkpoint_survives_the_round_trip(tie_lstm_embs: bool, tmp_path: Path) -> None:
+    net = rough_net(tie_lstm_embs=tie_lstm_embs)
+    net.save(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        **CONFIG,
+        "tie_lstm_embs": tie_lstm_embs,
+    }
+    again, row = read_drafter(tmp_path, TARGET), pack([sample(14, 0)], window=512)
+    assert isinstance(again, LstmNet)
+    for got, expected in zip(
+        again.chain_logits(row, HEADS), net.chain_logits(row, HEADS), strict=True
+    ):
+        assert torch.equal(got, expected)
+
+
+def test_tied_tensors_under_all_their_names_are_read_if_they_agree() -> None:
+    net, again = rough_net(), rough_net().twin()
+    stored = net.export_tensors()
+    written = stored | {f"head.{i}.weight": stored["head.0.weight"] for i in range(HEADS)}
+    written |= {
+        f"{gate}_emb.0.weight": stored["forget_emb.0.weight"].clone()
+        for gate in ("input", "cell", "output")
+    }
+    again.load_tensors({f"speculator.{name}": tensor for name, tensor in written.items()})
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in again.export_tensors().items())
+    with pytest.raises(WeightsError, match=r"cell_emb\.0\.weight is tied to forget_emb"):
+        again.load_tensors(written | {"cell_emb.0.weight": stored["forget_emb.0.weight"].double()})
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("input_proj.1.weight", None),
+        ("cell_proj.0.weight", torch.zeros(12, 12)),
+        ("head.4.weight", torch.zeros(23, 12)),
+        ("state_ln.0.weight", torch.full((12,), torch.inf)),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: Tensor | None) -> None:
+    net, tensors = rough_net(), rough_net().export_tensors()
+    if change is None:
+        del tensors[name]
+    else:
+        tensors[name] = change
+    with pytest.raises(WeightsError, match=name):
+        net.load_tensors(tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["MLPSpeculatorPreTrainedModel"]),
+        ("vocab_size", 24),
+        ("input_hidden_dim", 12),
+        ("n_predict", 1),
+        ("method", "sum_rnn"),
+        ("method", None),
+        ("tie_weights", False),
+        ("tie_lstm_embs", None),
+        ("inner_dim", "12.24"),
+        ("inner_dim", ""),
+        ("proj_dim", "24"),
+        ("emb_dim", 0),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_key(
+    key: str, value: object, tmp_path: Path
+) -> None:
+    rough_net().save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, key: value}))
+    with pytest.raises(InvalidInput, match=key):
+        LstmNet.read(tmp_path, TARGET)
+
+
+def test_widths_as_numbers_are_read_as_well(tmp_path: Path) -> None:
+    rough_net().save(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "inner_dim": 12, "proj_dim": 12, "emb_dim": 12})
+    )
+    assert LstmNet.read(tmp_path, TARGET).width == 12
+
+
+def test_one_draft_is_refused_since_it_would_leave_weights_untrained() -> None:
+    with pytest.raises(ValidationError, match="n_predict"):
+        LstmOptions(n_predict=1)
