@@ -25,6 +25,7 @@ import paceline
 from benchmarks.paired import Ratio, paired_ratio
 from benchmarks.result import BenchResult, Goal, Row
 from paceline.errors import NotFound
+from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.text import TextCodec
@@ -77,7 +78,7 @@ class BenchWorker:
     async def start(self, context: zmq.asyncio.Context) -> None:
         """Raises what WorkerProcess.start raises."""
         began = time.perf_counter()
-        await self._process.start(context, READY_S)
+        await self._process.start(context, patient(READY_S))
         self.start_s = time.perf_counter() - began
 
     async def stop(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pytest
 import redis.asyncio
 from hypothesis import settings
 
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, wait_redis
 from paceline.streams import connect
@@ -21,6 +22,15 @@ settings.register_profile("fixed", derandomize=True)
 settings.load_profile(
     "fixed"
 )  # a run says the same twice; look for new cases with --hypothesis-profile=default
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test's timeout follows the machine, as the deadlines within it do."""
+    marked = item.get_closest_marker("timeout")
+    seconds = marked.args[0] if marked else float(item.config.getvalue("timeout"))
+    item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
+    return (yield)
 
 
 @dataclass
@@ -39,7 +49,7 @@ class RedisServer:
         log = self.launcher.directory / "redis.log"
         with log.open("ab") as output:
             self.process = subprocess.Popen(self.launcher.command(), stdout=output, stderr=output)
-        asyncio.run(wait_redis(self.url, 10.0))
+        asyncio.run(wait_redis(self.url, patient(10.0)))
 
     def start_without_waiting(self) -> None:
         self.process = subprocess.Popen(

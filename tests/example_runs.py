@@ -14,8 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from paceline.local.patience import patient
+
 ROOT = Path(__file__).parents[1]
-READY_S = 60.0
+READY_S = patient(60.0)
 Serve = Callable[[str], str]
 """Starts the gateway of an example and gives its address."""
 
@@ -45,7 +47,7 @@ def background(*words: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=patient(30))
         finally:
             process.kill()
 

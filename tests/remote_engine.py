@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from paceline import errors
+from paceline.local.patience import patient
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -144,7 +145,7 @@ class WorkerClient:
         if self.process.poll() is None:
             self.send(shutdown=pb.Shutdown())
             try:
-                self.process.wait(20)
+                self.process.wait(patient(20))
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -272,7 +273,7 @@ class RemoteEngine:
     def step(self) -> list[Chunk]:
         """Until a round has given tokens; several may have passed."""
         before = self._tokens
-        until = time.monotonic() + 60
+        until = time.monotonic() + patient(60)
         while not self._client.chunks and self._tokens == before:
             self._refresh()
             self._tokens = self._health.tokens_emitted

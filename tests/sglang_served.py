@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import rollout_gateway
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.base import Chunk, Request, Sampling
@@ -165,7 +166,7 @@ def stock(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=patient(170),
     )
     assert done.returncode == 0, done.stderr[-6000:]
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -20,6 +20,7 @@ import zmq.asyncio
 from benchmarks.gateway.connection import STREAM_DEADLINE_S
 from benchmarks.gateway.load import Order, percentile_ms
 from paceline.errors import DeadlineExceeded, InternalError
+from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.text import TextCodec
@@ -127,7 +128,7 @@ async def direct_worker(
     found.append(DirectWorker(process, TextCodec(model)))
     context = zmq.asyncio.Context()
     try:
-        await process.start(context, READY_S)
+        await process.start(context, patient(READY_S))
         yield found[0]
     finally:
         await process.stop()

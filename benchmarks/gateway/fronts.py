@@ -21,6 +21,7 @@ import httpx
 from benchmarks.demo_runs import say
 from benchmarks.gateway.script import MAX_BATCH, MODEL
 from paceline.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.processes import child_environment, last_lines
 
@@ -160,7 +161,8 @@ async def _serving(
 async def _until_healthy(
     name: str, process: asyncio.subprocess.Process, url: str, log: Path
 ) -> None:
-    deadline = time.monotonic() + START_DEADLINE_S
+    deadline_s = patient(START_DEADLINE_S)
+    deadline = time.monotonic() + deadline_s
     async with httpx.AsyncClient(timeout=5.0) as client:
         while time.monotonic() < deadline:
             if process.returncode is not None:
@@ -174,7 +176,7 @@ async def _until_healthy(
                 pass  # not listening yet; another program's server gives no event
             await asyncio.sleep(LOOK_EVERY_S)
     raise DeadlineExceeded(
-        f"{name} does not serve: {last_lines(log)}", allowed=f"{START_DEADLINE_S} s"
+        f"{name} does not serve: {last_lines(log)}", allowed=f"{deadline_s:.0f} s"
     )
 
 

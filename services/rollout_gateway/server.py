@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 
 from paceline.errors import ConfigError
+from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, is_loopback
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
@@ -121,7 +122,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
     task = asyncio.create_task(server.serve(sockets=sockets))
     listening = asyncio.create_task(server.listening.wait())
     await asyncio.wait(
-        (task, listening), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED
+        (task, listening), timeout=patient(START_DEADLINE_S), return_when=asyncio.FIRST_COMPLETED
     )
     if not server.listening.is_set():
         listening.cancel()

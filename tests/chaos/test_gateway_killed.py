@@ -8,11 +8,12 @@ import sys
 
 import pytest
 
+from paceline.local.patience import patient
 from paceline.streams import OpenSessions, connect
 
 pytestmark = pytest.mark.chaos
 
-DEADLINE_S = 30
+DEADLINE_S = patient(30)
 CHILD = """
 import asyncio, sys
 from paceline.streams import OpenSessions, connect

@@ -18,6 +18,7 @@ import pytest
 from integration.gateway.http_agent import SLOW, Agent, user
 
 from paceline.config import SecurityConfig
+from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 from paceline.rpc import channel, wait_healthy
 from paceline.streams import Ledger, RedisStream, connect, decode_trajectory, run_key
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.chaos
 
 TOKENIZER = Path(__file__).parents[2] / "examples" / "demo" / "policy_start"
 TOKEN = "the-gateways-token"
-START_S = 60
+START_S = patient(60)
 
 
 class Gateway:
@@ -39,7 +40,7 @@ class Gateway:
         grpc_port, http_port = free_ports(2)
         self.address, self._url = f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}"
         self.http = httpx.AsyncClient(
-            base_url=self._url, timeout=20, headers={"authorization": f"Bearer {TOKEN}"}
+            base_url=self._url, timeout=patient(20), headers={"authorization": f"Bearer {TOKEN}"}
         )
         keys = {
             "run.id": run_id,
@@ -119,7 +120,9 @@ async def step_of(gateway: Gateway, run_id: str, groups: int) -> list[Any]:
         open_groups=groups,
     )
     async with channel(gateway.address, SecurityConfig()) as peer:
-        return [event async for event in RolloutServiceStub(peer).RunTasks(request, timeout=20)]
+        return [
+            event async for event in RolloutServiceStub(peer).RunTasks(request, timeout=patient(20))
+        ]
 
 
 async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_stays(
@@ -141,7 +144,7 @@ async def test_sessions_of_a_killed_gateway_are_told_failed_and_what_was_final_s
     await held.act("complete", {"reward": 1.0})  # no step has taken it
     begun = asyncio.Event()
     stream = asyncio.create_task(until_broken(streaming, begun))
-    await asyncio.wait_for(begun.wait(), 10)
+    await asyncio.wait_for(begun.wait(), patient(10))
     await gateway.kill()
     with pytest.raises(httpx.TransportError):
         await stream
@@ -203,14 +206,14 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
     )
     claim = {"claim": True, "wait_s": 10}
     async with channel(gateway.address, SecurityConfig()) as peer:
-        call = RolloutServiceStub(peer).RunTasks(request, timeout=60)
+        call = RolloutServiceStub(peer).RunTasks(request, timeout=patient(60))
         first, second = await gateway.opened(**claim), await gateway.opened(**claim)
         for agent in (first, second):
             await agent.chat([user("1+1=")], max_tokens=4)
         await first.act("complete", {"reward": 1.0})
         assert (await anext(aiter(call))).WhichOneof("event") == "sample"
         client = connect(redis_url)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patient(10)):
             while not (await Ledger(client, run_id).count()).final:
                 pass
         await gateway.kill()
@@ -218,7 +221,7 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
     await gateway.start()
     async with channel(gateway.address, SecurityConfig()) as peer:
         told: list[Any] = []
-        call = RolloutServiceStub(peer).RunTasks(request, timeout=60)
+        call = RolloutServiceStub(peer).RunTasks(request, timeout=patient(60))
         repeated = await gateway.opened(**claim)
         assert repeated.id == second.id
         assert "failed: infra" in (await second.chat([user("x")], status=409))["error"]["message"]
@@ -231,7 +234,7 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
         if event.HasField("sample")
     }
     assert samples == {first.id: 1.0, second.id: 0.5}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while (await Ledger(client, run_id).count()).final != 2:
             pass
     record = await Ledger(client, run_id).get(f"{second.id}/0")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from paceline.local.patience import patient
 from paceline.streams import RedisStream, connect, run_key
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ async def test_appends_and_reads_go_on_after_an_outage(
     client = connect(durable_server.url)
     stream = RedisStream(client, run_key(run_id, "s"))
     await stream.create_group("g")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(patient(30)):
         _, numbers = await asyncio.gather(_append_all(stream, durable_server), _read_all(stream))
     assert numbers == list(range(TOTAL))
     depth = await stream.depth()

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from safetensors.torch import load_file
 
 from paceline.config import SecurityConfig
+from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
 from paceline.streams import FeatureBatch, RedisStream, encode_features, run_key
 from paceline.tensors import from_numpy, head_hash
@@ -87,14 +88,14 @@ class World:
             *(f"{key}={value}" for key, value in keys.items()),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        await wait_healthy(self.address, SECURITY, 60)
+        await wait_healthy(self.address, SECURITY, patient(60))
 
     async def stop(self, number: int = signal.SIGTERM) -> None:
         if self.process is not None and self.process.returncode is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.send_signal(number)
-            await asyncio.wait_for(self.process.wait(), 30)
-            _, alive = psutil.wait_procs(children, timeout=10)
+            await asyncio.wait_for(self.process.wait(), patient(30))
+            _, alive = psutil.wait_procs(children, timeout=patient(10))
             assert not alive, "ranks are left behind"
 
     @property
@@ -131,13 +132,15 @@ class World:
     async def _activate(self, request: pb.ActivateRequest) -> AsyncIterator[pb.ActivateResponse]:
         async with channel(self.address, SECURITY) as peer:
             with rpc_errors():
-                async for response in DrafterServiceStub(peer).Activate(request, timeout=120):
+                async for response in DrafterServiceStub(peer).Activate(
+                    request, timeout=patient(120)
+                ):
                     yield response
 
     async def call(self, name: str, request: Any) -> Any:
         async with channel(self.address, SECURITY) as peer:
             with rpc_errors():
-                return await getattr(DrafterServiceStub(peer), name)(request, timeout=30)
+                return await getattr(DrafterServiceStub(peer), name)(request, timeout=patient(30))
 
     async def preempt(self, epoch: int) -> pb.PreemptResponse:
         response: pb.PreemptResponse = await self.call(

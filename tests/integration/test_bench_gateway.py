@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.gateway.report import turn_goals, turn_rows
 from benchmarks.gateway.turns import TurnPlan, measure_turns
+from paceline.local.patience import patient
 
 COMMAND = [
     sys.executable,
@@ -44,7 +45,7 @@ def test_every_stream_is_whole_all_sessions_answer_and_no_process_is_left(tmp_pa
         str(tmp_path / "g.json"),
     ]
     done = subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=120, check=False
+        [*COMMAND, *words], capture_output=True, text=True, timeout=patient(120), check=False
     )
     assert done.returncode == 0, done.stderr
     assert "sessions held open" in done.stdout
@@ -71,7 +72,7 @@ def test_an_interrupted_bench_leaves_no_process() -> None:
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 4  # load, gateway, its worker, the worker called directly
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=patient(30)) == 130
     process.stderr.close()
     assert [
         one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE

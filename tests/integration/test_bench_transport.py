@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.local.patience import patient
+
 
 def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) -> None:
     before = {
@@ -31,7 +33,7 @@ def test_bench_measures_both_transports_and_leaves_no_process(tmp_path: Path) ->
         [sys.executable, "-m", "benchmarks", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr

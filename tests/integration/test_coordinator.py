@@ -30,6 +30,7 @@ from paceline.errors import (
     WeightsError,
 )
 from paceline.events import FactSubscriber
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.report.slots import (
     drafter_train_slot_s,
@@ -59,7 +60,7 @@ from paceline.v1.trajectory_pb2 import PURPOSE_TRAIN, Reward, SpeculationStats, 
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer, add_WeightServiceServicer_to_server
 
 SECURITY = SecurityConfig()
-WAIT_S = 20.0
+WAIT_S = patient(20.0)
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -600,7 +601,7 @@ async def test_a_finished_run_ends_at_once_without_its_peers(
     async with running_peers(Script()) as peers:
         config = config_of(overrides(peers, redis_url, tmp_path, steps=1))
         await run_to_end(config)
-    await asyncio.wait_for(serve(config, asyncio.Event()), 5.0)
+    await asyncio.wait_for(serve(config, asyncio.Event()), patient(5.0))
     assert len(records_of(await journal_of(config))) == 1
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from paceline.local.patience import patient
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SMALL = (
@@ -60,7 +62,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
 
 def test_a_short_demo_leaves_a_summary_a_report_and_no_process(tmp_path: Path) -> None:
     process = demo(tmp_path, "--steps", "3", *SMALL)
-    output, _ = process.communicate(timeout=400)
+    output, _ = process.communicate(timeout=patient(400))
     assert process.returncode == 0, output
     run = tmp_path / "demo-0-1"
     summary = json.loads((run / "summary.json").read_text())
@@ -88,13 +90,13 @@ def test_an_interrupted_demo_leaves_no_process_and_is_taken_up_again(tmp_path: P
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) >= 6 + 2 + 3  # services and Redis, engine workers, trainer ranks
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=patient(60))
     assert process.returncode == 130, output
     assert "--resume demo-0-1" in output
     assert [child for child in family if child.is_running()] == []
     assert left_over(tmp_path) == []
     done = demo(tmp_path, "--resume", "demo-0-1", "--steps", "3")
-    output, _ = done.communicate(timeout=300)
+    output, _ = done.communicate(timeout=patient(300))
     assert done.returncode == 0, output
     summary = json.loads((tmp_path / "demo-0-1/summary.json").read_text())
     assert summary["steps"] >= 2
@@ -106,7 +108,7 @@ def test_a_killed_gateway_is_restarted_and_the_run_goes_on(tmp_path: Path) -> No
     lines = wait_for(process, "step 1/4")
     started = next(line for line in lines if line.startswith("gateway started"))
     os.kill(int(started.split("pid ")[1].split(")")[0]), signal.SIGKILL)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=patient(300))
     assert process.returncode == 0, output
     assert "gateway restarted" in output
     summary = json.loads((tmp_path / "demo-0-1/summary.json").read_text())
@@ -117,7 +119,7 @@ def test_a_service_that_cannot_start_is_reported_once_with_the_end_of_its_log(
     tmp_path: Path,
 ) -> None:
     process = demo(tmp_path, "--steps", "1", f"gateway.model={tmp_path / 'nowhere'}")
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=patient(120))
     assert process.returncode == 1
     assert "not a checkpoint directory" in output
     assert "--resume demo-0-1" in output

@@ -39,6 +39,7 @@ from paceline.errors import (
     StaleEpoch,
     Unavailable,
 )
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.models.config import read_config
 from paceline.rpc import channel
@@ -173,7 +174,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")
         await asyncio.wait_for(
-            world.receiver.entered.wait(), 60
+            world.receiver.entered.wait(), patient(60)
         )  # the gateway loads the drafter, and takes its time
         assert (await world.preempt(1)).stopped_after_s < 2.0, "a preemption waited for a push"
         detached = await until(running, "detached")
@@ -355,7 +356,7 @@ async def preempt_often(world: World, epochs: range) -> None:
 async def checkpoints_while_training(world: World, count: int) -> list[int]:
     """Steps behind the next `count` checkpoints; each is begun when the one before is complete."""
     begun = [(await world.status()).checkpoint_steps]
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(patient(60)):
         while len(begun) <= count:
             status = await world.status()
             if status.checkpoint_steps > begun[-1]:
@@ -394,4 +395,4 @@ def test_the_parent_imports_no_torch() -> None:
         "import drafter_trainer.server, sys; assert 'torch' not in sys.modules and "
         "'transformers' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))

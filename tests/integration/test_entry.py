@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 
 STUB = Path(__file__).parent / "entry_stub.py"
@@ -28,7 +29,7 @@ def _start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=patient(30))
     return process.returncode, out, err
 
 

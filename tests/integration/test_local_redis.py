@@ -16,6 +16,7 @@ import pytest
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.child import RestartPolicy
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import RedisStream, connect, run_key
@@ -32,7 +33,7 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
     config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
     launches = run_launches(config, [], [f"run.dir={tmp_path}"])[:2]
     async with Supervisor(launches, tmp_path, policy=RestartPolicy(base_s=0.05)) as supervisor:
-        await supervisor.start(20.0)
+        await supervisor.start(patient(20.0))
         client = connect(urls.durable)
         stream = RedisStream(client, run_key(run_id, "s"))
         await stream.create_group("g")
@@ -56,7 +57,7 @@ async def test_a_redis_that_others_run_and_is_not_there_fails_the_start_soon(
     monkeypatch.setattr("paceline.local.supervisor.EXTERNAL_REDIS_S", 0.3)
     supervisor = Supervisor(run_launches(ServiceConfig(), [], [])[:2], tmp_path)
     with pytest.raises(Unavailable, match=f"Redis at {url} does not answer"):
-        await supervisor.start(20.0)
+        await supervisor.start(patient(20.0))
 
 
 def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_signal() -> None:
@@ -72,5 +73,5 @@ def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_sign
     )
     assert process.poll() is None
     process.terminate()
-    assert process.wait(10) == 0
+    assert process.wait(patient(10)) == 0
     process.stdout.close()

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import SecurityConfig
 from paceline.errors import StaleEpoch, Unavailable, WeightsError
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
 from paceline.streams import Ledger, RedisStream, connect, encode_trajectory, run_key
@@ -139,7 +140,7 @@ class World:
 
     async def start(self, **overrides: object) -> None:
         self.process = await self.spawn(**overrides)
-        await wait_healthy(self.address, SECURITY, 60)
+        await wait_healthy(self.address, SECURITY, patient(60))
 
     async def append(self, step: int, version: int) -> list[Trajectory]:
         ledger = Ledger(self.client, self.run)
@@ -165,7 +166,7 @@ class World:
         )
         async with channel(self.address, SECURITY) as peer:
             with rpc_errors():
-                call = PolicyServiceStub(peer).TrainStep(request, timeout=60)
+                call = PolicyServiceStub(peer).TrainStep(request, timeout=patient(60))
                 return [getattr(news, news.WhichOneof("event")) async for news in call]
 
     async def commit(self, version: int) -> None:
@@ -178,7 +179,7 @@ class World:
     async def status(self) -> pb.GetPolicyStatusResponse:
         async with channel(self.address, SECURITY) as peer:
             response: pb.GetPolicyStatusResponse = await PolicyServiceStub(peer).GetPolicyStatus(
-                pb.GetPolicyStatusRequest(), timeout=10
+                pb.GetPolicyStatusRequest(), timeout=patient(10)
             )
             return response
 
@@ -186,8 +187,8 @@ class World:
         if self.process is not None and self.process.returncode is None:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.send_signal(number)
-            await asyncio.wait_for(self.process.wait(), 30)
-            _, alive = psutil.wait_procs(children, timeout=10)
+            await asyncio.wait_for(self.process.wait(), patient(30))
+            _, alive = psutil.wait_procs(children, timeout=patient(10))
             assert not alive, "ranks are left behind"
 
     def weights(self, version: int) -> dict[str, Any]:
@@ -272,7 +273,9 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
     world: World,
 ) -> None:
     await world.start(ranks=1)
-    batch, stepped, _ = await asyncio.wait_for(world.step(0, 0, sessions=0, deadline_s=60), 30)
+    batch, stepped, _ = await asyncio.wait_for(
+        world.step(0, 0, sessions=0, deadline_s=60), patient(30)
+    )
     assert (batch.trajectories, dict(batch.dropped), stepped.grad_norm) == (
         0,
         {"unscored": GROUPS},
@@ -347,7 +350,7 @@ async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(wor
     assert len(await world.step(0, 0, epoch=5)) == 3
     await world.stop()
     refused = await world.spawn(resume="false")
-    assert await asyncio.wait_for(refused.wait(), 20) == 2
+    assert await asyncio.wait_for(refused.wait(), patient(20)) == 2
 
 
 async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trained_twice(

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from paceline.errors import DeadlineExceeded
+from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup, RankLost
 
 HERE = Path(__file__).parent
@@ -27,7 +28,7 @@ def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
 @pytest.fixture
 async def ranks(tmp_path: Path) -> AsyncIterator[RankGroup]:
     group = _group(tmp_path)
-    await group.start(20.0)
+    await group.start(patient(20.0))
     yield group
     await group.stop(2.0)
 
@@ -74,7 +75,7 @@ async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGro
     await ranks.stop(2.0)
     assert ranks.pids == []
     assert not any(psutil.pid_exists(pid) for pid in before)
-    await ranks.start(20.0)
+    await ranks.start(patient(20.0))
     await ranks.send(b"again")
     assert (await ranks.receive(10.0))[1] == b"again"
 
@@ -82,7 +83,7 @@ async def test_a_stopped_group_leaves_no_process_and_starts_again(ranks: RankGro
 async def test_a_rank_that_dies_at_its_start_is_quoted(tmp_path: Path) -> None:
     group = _group(tmp_path, 1, RANK_ECHO="dies")
     with pytest.raises(RankLost, match="no device for this rank"):
-        await group.start(20.0)
+        await group.start(patient(20.0))
     assert group.pids == []
 
 
@@ -99,7 +100,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         "from paceline.ranks.group import RankGroup\n"
         "async def main():\n"
         f"    group = RankGroup('rank_echo', 1, 1, [], pathlib.Path({str(tmp_path)!r}))\n"
-        "    await group.start(20.0)\n"
+        "    await group.start(patient(20.0))\n"
         "    print(group.pids[0], flush=True)\n"
         "    await group.receive(60.0)\n"
         "asyncio.run(main())\n"
@@ -114,5 +115,5 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs([rank], timeout=5)
+    _, alive = psutil.wait_procs([rank], timeout=patient(5))
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]

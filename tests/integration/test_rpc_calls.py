@@ -14,6 +14,7 @@ import pytest
 from paceline import errors, telemetry
 from paceline.config import SecurityConfig, TelemetryConfig
 from paceline.errors import PacelineError, StaleEpoch
+from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, error_from_rpc, responses, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2 import (
@@ -116,14 +117,14 @@ async def call_many_written(to: grpc.aio.Channel, request: bytes, deadline_s: fl
 
 
 async def call_gather(to: grpc.aio.Channel, request: bytes) -> bytes:
-    call = to.stream_unary(f"/{NAME}/Gather")(timeout=10)
+    call = to.stream_unary(f"/{NAME}/Gather")(timeout=patient(10))
     await call.write(request)
     await call.done_writing()
     return await call
 
 
 async def call_converse(to: grpc.aio.Channel, request: bytes) -> bytes:
-    call = to.stream_stream(f"/{NAME}/Converse")(timeout=10)
+    call = to.stream_stream(f"/{NAME}/Converse")(timeout=patient(10))
     await call.write(request)
     answer = await call.read()
     await call.done_writing()
@@ -251,7 +252,7 @@ async def test_the_callers_deadline_ends_the_call_on_both_sides(
     servicer, to = echo
     with pytest.raises(errors.DeadlineExceeded), rpc_errors():
         await answer(to, b"hang", 0.3)
-    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+    await asyncio.wait_for(servicer.cancelled.wait(), patient(5))
 
 
 async def test_a_unary_call_without_a_deadline_gets_the_servers(
@@ -274,7 +275,7 @@ async def test_a_streaming_call_may_last_beyond_the_servers_cap(
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(servicer.cancelled.wait(), 0.5)
     call.cancel()
-    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+    await asyncio.wait_for(servicer.cancelled.wait(), patient(5))
 
 
 async def test_a_caller_that_goes_away_cancels_the_method(
@@ -286,14 +287,14 @@ async def test_a_caller_that_goes_away_cancels_the_method(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(servicer.cancelled.wait(), 5)
+    await asyncio.wait_for(servicer.cancelled.wait(), patient(5))
 
 
 async def test_a_reader_cancelled_between_the_calls_start_and_its_first_message_ends_the_call(
     echo: tuple[Echo, grpc.aio.Channel],
 ) -> None:
     _, to = echo
-    call: Any = to.unary_stream(f"/{NAME}/Many")(b"hang", timeout=60)
+    call: Any = to.unary_stream(f"/{NAME}/Many")(b"hang", timeout=patient(60))
 
     async def read() -> None:
         async for _ in responses(call):
@@ -355,27 +356,27 @@ async def test_a_command_of_an_old_epoch_is_refused(weights: WeightServiceStub) 
     def command(epoch: int) -> PrepareRequest:
         return PrepareRequest(context=CommandContext(run_id="r", epoch=epoch))
 
-    assert (await weights.Prepare(command(5), timeout=10)).complete
+    assert (await weights.Prepare(command(5), timeout=patient(10))).complete
     with pytest.raises(StaleEpoch, match="seen: 4; allowed: at least 5"), rpc_errors():
-        await weights.Prepare(command(4), timeout=10)
+        await weights.Prepare(command(4), timeout=patient(10))
 
 
 async def test_a_unary_call_is_retried_while_the_peer_is_unavailable(
     weights: WeightServiceStub,
 ) -> None:
-    assert await weights.Abort(AbortRequest(), timeout=10) == AbortResponse()
+    assert await weights.Abort(AbortRequest(), timeout=patient(10)) == AbortResponse()
 
 
 async def test_a_streaming_call_is_not_retried(weights: WeightServiceStub) -> None:
     with pytest.raises(errors.Unavailable, match="push 1"), rpc_errors():
-        await weights.Push(iter([PushRequest()]), timeout=10)
+        await weights.Push(iter([PushRequest()]), timeout=patient(10))
 
 
 async def test_a_method_that_a_servicer_leaves_out_is_a_missing_capability(
     weights: WeightServiceStub,
 ) -> None:
     with pytest.raises(errors.MissingCapability) as caught, rpc_errors():
-        await weights.GetVersions(GetVersionsRequest(), timeout=10)
+        await weights.GetVersions(GetVersionsRequest(), timeout=patient(10))
     assert caught.value.reason == "UNIMPLEMENTED"
 
 
@@ -383,5 +384,5 @@ async def test_a_method_that_nobody_serves_is_a_missing_capability(
     echo: tuple[Echo, grpc.aio.Channel],
 ) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await echo[1].unary_unary("/paceline.test.Nobody/Home")(b"", timeout=10)
+        await echo[1].unary_unary("/paceline.test.Nobody/Home")(b"", timeout=patient(10))
     assert type(error_from_rpc(caught.value)) is errors.MissingCapability

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
+from paceline.local.patience import patient
 from paceline.rpc import Server, channel, rpc_errors, wait_healthy, wait_ready
 from paceline.v1.weights_pb2 import GetVersionsRequest, GetVersionsResponse
 from paceline.v1.weights_pb2_grpc import (
@@ -41,7 +42,9 @@ async def serving(security: SecurityConfig, address: str = "127.0.0.1:0") -> Asy
 async def ask(address: str, security: SecurityConfig) -> list[int]:
     async with channel(address, security) as to:
         with rpc_errors():
-            response = await WeightServiceStub(to).GetVersions(GetVersionsRequest(), timeout=20)
+            response = await WeightServiceStub(to).GetVersions(
+                GetVersionsRequest(), timeout=patient(20)
+            )
     return list(response.prepared_policy)
 
 
@@ -70,17 +73,17 @@ async def test_a_wrong_or_missing_token_is_refused(
         assert (caught.value.reason, caught.value.seen) == ("UNAUTHENTICATED", seen)
         async with channel(f"127.0.0.1:{port}", tokens[given]) as to:
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
-                await WeightServiceStub(to).Push(iter(()), timeout=20)
+                await WeightServiceStub(to).Push(iter(()), timeout=patient(20))
 
 
 async def test_health_answers_without_the_token(tokens: dict[str, SecurityConfig]) -> None:
     async with serving(tokens["right"]) as port:
-        await wait_healthy(f"127.0.0.1:{port}", tokens["no"], 20)
+        await wait_healthy(f"127.0.0.1:{port}", tokens["no"], patient(20))
 
 
 def openssl(directory: Path, *arguments: str) -> None:
     subprocess.run(
-        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60
+        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=patient(60)
     )
 
 

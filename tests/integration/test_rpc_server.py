@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import ServerReflectionStub
 
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, Unavailable
+from paceline.local.patience import patient
 from paceline.rpc import Server, channel, wait_healthy, wait_ready
 from paceline.v1.weights_pb2 import (
     AbortRequest,
@@ -62,7 +63,7 @@ async def running() -> AsyncIterator[tuple[Server, Slow, str]]:
 
 
 async def check(to: grpc.aio.Channel, name: str) -> str:
-    response = await HealthStub(to).Check(HealthCheckRequest(service=name), timeout=10)
+    response = await HealthStub(to).Check(HealthCheckRequest(service=name), timeout=patient(10))
     return str(HealthCheckResponse.ServingStatus.Name(response.status))
 
 
@@ -89,7 +90,7 @@ async def test_a_flag_set_before_the_start_holds() -> None:
 async def test_wait_healthy_returns_when_the_flag_turns(running: tuple[Server, Slow, str]) -> None:
     server, _, address = running
     server.set_serving(NAME, False)
-    waiting = asyncio.ensure_future(wait_healthy(address, OFF, 10))
+    waiting = asyncio.ensure_future(wait_healthy(address, OFF, patient(10)))
     async with channel(address, OFF) as to:
         watch = HealthStub(to).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
@@ -104,7 +105,7 @@ async def test_wait_healthy_waits_for_a_server_that_is_yet_to_start() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    waiting = asyncio.ensure_future(wait_healthy(f"127.0.0.1:{port}", OFF, 20))
+    waiting = asyncio.ensure_future(wait_healthy(f"127.0.0.1:{port}", OFF, patient(20)))
     await asyncio.sleep(0)
     server, _ = make(f"127.0.0.1:{port}")
     assert await server.start() == port
@@ -152,25 +153,25 @@ async def test_a_graceful_stop_lets_a_running_call_finish_and_refuses_new_ones()
     async with channel(f"127.0.0.1:{await server.start()}", OFF) as to:
         watch = HealthStub(to).Watch(HealthCheckRequest())
         assert (await watch.read()).status == HealthCheckResponse.SERVING
-        call = WeightServiceStub(to).Abort(AbortRequest(), timeout=30)
+        call = WeightServiceStub(to).Abort(AbortRequest(), timeout=patient(30))
         await slow.entered.wait()
         stopping = asyncio.ensure_future(server.stop(20))
         assert (await watch.read()).status == HealthCheckResponse.NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
         with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
-            await to.unary_unary(f"/{NAME}/Unretried")(b"", timeout=5)
+            await to.unary_unary(f"/{NAME}/Unretried")(b"", timeout=patient(5))
         assert not stopping.done()
         slow.go_on.set()
         assert await call == AbortResponse()
-        await asyncio.wait_for(stopping, 10)
+        await asyncio.wait_for(stopping, patient(10))
 
 
 async def test_a_stop_cancels_what_outlasts_the_grace() -> None:
     server, slow = make()
     async with channel(f"127.0.0.1:{await server.start()}", OFF) as to:
-        call = WeightServiceStub(to).Abort(AbortRequest(), timeout=30)
+        call = WeightServiceStub(to).Abort(AbortRequest(), timeout=patient(30))
         await slow.entered.wait()
-        await asyncio.wait_for(server.stop(0.1), 10)
+        await asyncio.wait_for(server.stop(0.1), patient(10))
         with pytest.raises(grpc.aio.AioRpcError):
             await call
 
@@ -188,9 +189,12 @@ async def test_a_channel_finds_a_restarted_server_again() -> None:
     port = await first.start()
     async with channel(f"127.0.0.1:{port}", OFF) as to:
         stub = WeightServiceStub(to)
-        await stub.GetVersions(GetVersionsRequest(), timeout=10)
+        await stub.GetVersions(GetVersionsRequest(), timeout=patient(10))
         await first.stop(0)
         second, _ = make(f"127.0.0.1:{port}")
         await second.start()
-        assert await stub.GetVersions(GetVersionsRequest(), timeout=10) == GetVersionsResponse()
+        assert (
+            await stub.GetVersions(GetVersionsRequest(), timeout=patient(10))
+            == GetVersionsResponse()
+        )
         await second.stop(0)

@@ -19,6 +19,7 @@ import pytest
 from paceline.config import SecurityConfig
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.supervisor import Supervisor
 from paceline.rpc import wait_healthy
@@ -60,7 +61,7 @@ class Events(list[ChildEvent]):
             self._heard.notify_all()
 
     async def until(self, fits: Callable[[Events], bool]) -> None:
-        async with asyncio.timeout(20), self._heard:
+        async with asyncio.timeout(patient(20)), self._heard:
             await self._heard.wait_for(lambda: fits(self))
 
     def kinds(self, name: str) -> list[str]:
@@ -80,13 +81,13 @@ def _end_when_healthy(name: str) -> Callable[[ChildEvent], None]:
 async def test_work_done_before_anyone_looked_counts_as_finished(tmp_path: Path) -> None:
     done = Launch("coordinator", (sys.executable, "-c", ""), _launch("x").healthy, ends_run=True)
     async with Supervisor([done], tmp_path) as supervisor:
-        await supervisor.start(30.0)
-        await asyncio.wait_for(supervisor.wait_finished(), 20)
+        await supervisor.start(patient(30.0))
+        await asyncio.wait_for(supervisor.wait_finished(), patient(20))
 
 
 def _gone(pids: list[int]) -> bool:
     processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    _, alive = psutil.wait_procs(processes, timeout=5)
+    _, alive = psutil.wait_procs(processes, timeout=patient(5))
     return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -98,7 +99,7 @@ async def test_services_start_after_what_they_depend_on_and_stop_in_reverse(tmp_
         _launch("first"),
     ]
     supervisor = Supervisor(launches, tmp_path, on_event=events.hear)
-    await supervisor.start(30.0)
+    await supervisor.start(patient(30.0))
     pids = list(supervisor.pids.values())
     assert list(supervisor.pids) == ["first", "middle", "last"]
     assert [(event.name, event.kind) for event in events] == [
@@ -119,7 +120,7 @@ async def test_a_killed_service_is_restarted_and_healthy_again(tmp_path: Path) -
     async with Supervisor(
         [_launch("one"), _launch("two")], tmp_path, on_event=events.hear, policy=QUICK
     ) as supervisor:
-        await supervisor.start(30.0)
+        await supervisor.start(patient(30.0))
         before = supervisor.pids
         os.kill(before["one"], signal.SIGKILL)
         await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
@@ -134,11 +135,11 @@ async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path
     async with Supervisor(
         [launch], tmp_path, on_event=_end_when_healthy("gateway"), policy=QUICK
     ) as supervisor:
-        await supervisor.start(30.0)
+        await supervisor.start(patient(30.0))
         with pytest.raises(
             Unavailable, match=r"(?s)gateway exited with status 7, time 3.*the disk is full"
         ) as caught:
-            await asyncio.wait_for(supervisor.wait_finished(), 60)
+            await asyncio.wait_for(supervisor.wait_finished(), patient(60))
         assert str(tmp_path / "logs" / "gateway.log") in str(caught.value)
         assert starts.read_text() == "xxx"
 
@@ -148,8 +149,8 @@ async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path)
     async with Supervisor(
         launches, tmp_path, on_event=_end_when_healthy("coordinator")
     ) as supervisor:
-        await supervisor.start(30.0)
-        await asyncio.wait_for(supervisor.wait_finished(), 20)
+        await supervisor.start(patient(30.0))
+        await asyncio.wait_for(supervisor.wait_finished(), patient(20))
         assert list(supervisor.pids) == ["other"]
 
 
@@ -163,14 +164,14 @@ async def test_a_service_that_dies_at_its_start_fails_at_once_and_takes_all_down
     with pytest.raises(
         Unavailable, match=r"(?s)broken exited with status 1 at its start.*no such model"
     ):
-        await supervisor.start(30.0)
+        await supervisor.start(patient(30.0))
     assert supervisor.pids == {}
 
 
 async def test_a_service_that_never_serves_fails_with_its_name(tmp_path: Path) -> None:
     supervisor = Supervisor([_launch("sick", "--sick")], tmp_path, health_s=1.0)
     with pytest.raises(Unavailable, match="sick is not healthy"):
-        await supervisor.start(30.0)
+        await supervisor.start(patient(30.0))
     assert supervisor.pids == {}
 
 
@@ -185,11 +186,11 @@ async def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> 
     events = Events()
     taken = _launch("taken")
     async with Supervisor([taken], tmp_path / "a") as first:
-        await first.start(30.0)
+        await first.start(patient(30.0))
         second = Supervisor([_launch("other"), taken], tmp_path / "b", on_event=events.hear)
         port = taken.ports[0][0].rpartition(":")[2]
         with pytest.raises(Unavailable, match=rf"port {port} is in use.*addresses\.taken"):
-            await second.start(30.0)
+            await second.start(patient(30.0))
     assert events == []
 
 
@@ -198,7 +199,7 @@ async def test_a_service_that_ignores_sigterm_is_killed_with_what_it_started(
 ) -> None:
     note = tmp_path / "grandchild"
     supervisor = Supervisor([_launch("deaf", "--deaf", "--grandchild", str(note))], tmp_path)
-    await supervisor.start(30.0)
+    await supervisor.start(patient(30.0))
     pids = [supervisor.pids["deaf"], int(note.read_text())]
     began = time.monotonic()
     await supervisor.stop(1.0)
@@ -210,7 +211,7 @@ async def test_what_a_crashed_service_started_is_gone_before_its_restart(tmp_pat
     note, events = tmp_path / "grandchild", Events()
     launch = _launch("one", "--grandchild", str(note))
     async with Supervisor([launch], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
-        await supervisor.start(30.0)
+        await supervisor.start(patient(30.0))
         orphan = int(note.read_text())
         os.kill(supervisor.pids["one"], signal.SIGKILL)
         await events.until(lambda heard: heard.kinds("one").count("healthy") == 2)
@@ -224,7 +225,7 @@ def test_services_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         "from test_supervisor import _launch, Supervisor\n"
         "async def main():\n"
         f"    supervisor = Supervisor([_launch('one')], pathlib.Path({str(tmp_path)!r}))\n"
-        "    await supervisor.start(30.0)\n"
+        "    await supervisor.start(patient(30.0))\n"
         "    print(supervisor.pids['one'], flush=True)\n"
         "    await supervisor.wait_finished()\n"
         "asyncio.run(main())\n"

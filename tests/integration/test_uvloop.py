@@ -13,6 +13,7 @@ import uvloop
 
 from paceline.errors import DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.v1.coordinator_pb2 import Fact
@@ -27,7 +28,7 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 def test_ranks_talk_and_their_death_is_seen(tmp_path: Path) -> None:
     async def main() -> None:
         async with RankGroup("rank_echo", 2, 1, [], tmp_path, {"PYTHONPATH": str(HERE)}) as ranks:
-            await ranks.start(20.0)
+            await ranks.start(patient(20.0))
             await ranks.send(b"x")
             assert {await ranks.receive(10.0), await ranks.receive(10.0)} == {(0, b"x"), (1, b"x")}
             os.kill(ranks.pids[0], signal.SIGKILL)

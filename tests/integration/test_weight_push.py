@@ -26,6 +26,7 @@ from paceline.errors import (
     Unavailable,
     WeightsError,
 )
+from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors
 from paceline.tensors import NamedTensor, from_numpy
 from paceline.trajectory import VersionSet
@@ -67,7 +68,7 @@ class Recorder:
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
         self.loading.set()
-        await asyncio.wait_for(self.may_load.wait(), 10)
+        await asyncio.wait_for(self.may_load.wait(), patient(10))
         self._note("prepared", target, version, path.name)
 
     async def on_commit(self, versions: VersionSet, mode: int) -> None:
@@ -172,14 +173,16 @@ async def send(
             first = None
 
     with rpc_errors():
-        await stub.Prepare(pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10)
-        return await push(messages(), timeout=10)
+        await stub.Prepare(
+            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
+        )
+        return await push(messages(), timeout=patient(10))
 
 
 async def wanted(to: grpc.aio.Channel, manifest: pb.Manifest) -> pb.PrepareResponse:
     with rpc_errors():
         return await WeightServiceStub(to).Prepare(
-            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=10
+            pb.PrepareRequest(context=CONTEXT, manifest=manifest), timeout=patient(10)
         )
 
 
@@ -208,7 +211,7 @@ async def test_generated_client_pushes_to_the_raw_method(start: Start) -> None:
                 target=P, version=1, chunk_index=index, crc32=crc, data=bytes(data), context=context
             )
 
-    response = await WeightServiceStub(receiver.channel).Push(messages(), timeout=10)
+    response = await WeightServiceStub(receiver.channel).Push(messages(), timeout=patient(10))
     assert response.bytes_received == manifest.total_bytes
     assert receiver.spool.prepared == {(P, 1)}
 
@@ -264,8 +267,8 @@ async def test_push_resumes_after_a_dropped_connection(start: Start) -> None:
             yield encode_push(PushChunk(P, 1, index, crc, data, CONTEXT if not index else None))
         await asyncio.Event().wait()
 
-    call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(stall(), timeout=10)
-    await asyncio.wait_for(arrived.wait(), 10)
+    call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(stall(), timeout=patient(10))
+    await asyncio.wait_for(arrived.wait(), patient(10))
     call.cancel()
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes - 3 * CHUNK
@@ -280,7 +283,7 @@ async def test_sender_that_leaves_while_workers_load_does_not_leave_half_a_chang
     receiver = await start()
     receiver.hooks.may_load.clear()
     push = asyncio.create_task(receiver.push(P, 1))
-    await asyncio.wait_for(receiver.hooks.loading.wait(), 10)
+    await asyncio.wait_for(receiver.hooks.loading.wait(), patient(10))
     push.cancel()
     given = tensors(1)
     again = asyncio.create_task(wanted(receiver.channel, manifest_of(given, P, 1)))
@@ -329,7 +332,7 @@ async def test_drafter_rolls_back_to_the_spooled_one_under_a_new_seq(start: Star
         "workers load the old drafter again"
     )
     versions = await WeightServiceStub(receiver.channel).GetVersions(
-        pb.GetVersionsRequest(), timeout=10
+        pb.GetVersionsRequest(), timeout=patient(10)
     )
     assert (versions.versions.drafter, versions.previous.drafter) == (1, 2)
 
@@ -446,14 +449,16 @@ async def test_bytes_that_are_no_message_are_data_loss(start: Start) -> None:
         yield b"\x7a\xff\xff\xff\xff\x0f"
 
     with pytest.raises(DataLoss, match="not a valid PushRequest"), rpc_errors():
-        await receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(messages(), timeout=10)
+        await receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(
+            messages(), timeout=patient(10)
+        )
 
 
 async def test_reflection_shows_the_service(start: Start) -> None:
     receiver = await start()
     stub = reflection_pb2_grpc.ServerReflectionStub(receiver.channel)
     request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE_NAME)
-    call = stub.ServerReflectionInfo(iter([request]), timeout=10)
+    call = stub.ServerReflectionInfo(iter([request]), timeout=patient(10))
     async for response in call:
         assert response.file_descriptor_response.file_descriptor_proto
         break

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from drafter_trainer.export import app
+from paceline.local.patience import patient
 from paceline.models.decoder import Block
 from paceline.speculators.base import DraftBatch
 from paceline.speculators.draft_tree import Beam
@@ -240,7 +241,7 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             }
             file.write(json.dumps(record) + "\n")
     processes = [learn(folder, name, size) for name, size in VOCABULARIES.items()]
-    told = [process.communicate(timeout=150)[1] for process in processes]
+    told = [process.communicate(timeout=patient(150))[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], told
     for name in VOCABULARIES:
         (folder / name / "checkpoint" / "speculator").rename(folder / name / "native")

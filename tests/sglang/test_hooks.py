@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from paceline.local.patience import patient
+
 pytestmark = pytest.mark.sglang
 SCRIPT = """
 from rollout_gateway.engines.sglang.plugin import check_hooks
@@ -26,7 +28,7 @@ for targets in ([there, gone], []):
 
 def test_hooks_that_did_not_apply_are_named() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=patient(120)
     )
     first, second = done.stdout.splitlines()
     assert first.startswith("InternalError")

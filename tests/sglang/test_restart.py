@@ -17,6 +17,7 @@ from sglang_served import DEMO, greedy, load_oracle
 from transformers import AutoTokenizer
 
 from paceline.config import SecurityConfig
+from paceline.local.patience import patient
 from paceline.rpc import channel
 from paceline.tensors import decode_safetensors
 from paceline.trajectory import VersionSet
@@ -64,11 +65,12 @@ async def test_a_killed_sglang_is_replaced_and_serves_the_committed_policy(tmp_p
         assert await ask(http_port, prompt, 16) == expected
         sampling = tpb.SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, seed=1)
         call = stub.Generate(
-            rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling), timeout=30
+            rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=prompt), sampling=sampling),
+            timeout=patient(30),
         )
         pieces = aiter(call)
         await anext(pieces)
-        status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         scheduler_of(status.workers[0].pid).kill()
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in pieces:
@@ -95,7 +97,9 @@ async def ask(port: int, prompt: list[int], count: int) -> list[int]:
     """Greedy token ids over HTTP."""
     body = {"model": "policy_start", "prompt": prompt, "temperature": 0, "max_tokens": count}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=150) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", timeout=patient(150)
+    ) as client:
         answer = await client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     tokens: list[int] = answer.json()["choices"][0]["token_ids"]

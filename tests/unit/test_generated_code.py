@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paceline.local.patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ def test_generated_code_equals_what_proto_generates(tmp_path: Path) -> None:
     )
     outputs = [f"--{kind}={tmp_path}" for kind in ("python_out", "pyi_out", "grpc_python_out")]
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *outputs, *protos]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=60)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=patient(60))
     fresh = {path.name: path.read_bytes() for path in (tmp_path / "paceline/v1").iterdir()}
     committed = {
         path.name: path.read_bytes()

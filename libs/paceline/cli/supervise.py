@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
 from paceline.local.child import ChildEvent
+from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor
 
 START_DEADLINE_S = 300.0
@@ -58,7 +59,7 @@ def event_line(event: ChildEvent) -> str:
 async def _start_and_wait(
     supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]
 ) -> None:
-    await supervisor.start(START_DEADLINE_S)
+    await supervisor.start(patient(START_DEADLINE_S))
     await when_started()
     await supervisor.wait_finished()
 

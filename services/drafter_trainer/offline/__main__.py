@@ -19,6 +19,7 @@ from rich.console import Console
 from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
 from drafter_trainer.offline.progress import Progress
 from paceline.errors import ConfigError, PacelineError
+from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup
 
 START_DEADLINE_S = 120.0
@@ -150,7 +151,7 @@ async def follow(config: OfflineConfig, progress: Progress) -> int:
     )
     loop = asyncio.get_running_loop()
     async with group:
-        await group.start(START_DEADLINE_S)
+        await group.start(patient(START_DEADLINE_S))
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, _ask_to_stop, group, progress)
         while True:

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, cast
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox.launcher.removal import remove_tree
@@ -191,13 +192,12 @@ async def _ask_launcher(request: Request) -> Answer:
         )
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
+    deadline_s = request.wall_s + patient(START_S)
     try:
-        async with asyncio.timeout(request.wall_s + START_S):
+        async with asyncio.timeout(deadline_s):
             out, err = await process.communicate(request.encode())
     except TimeoutError as error:
-        raise Unavailable(
-            "a sandbox's launcher does not answer", seen=f"{request.wall_s + START_S} s"
-        ) from error
+        raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
         await asyncio.shield(_stop(process))
     if process.returncode != 0 or not out:

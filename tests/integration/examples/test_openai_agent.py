@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from example_runs import ROOT, background, run_example, until_it_serves
 
+from paceline.local.patience import patient
 from paceline.local.ports import free_ports
 
 FILES = [
@@ -46,7 +47,7 @@ def test_the_agent_answers_every_sample_of_a_run_which_then_ends_by_itself(tmp_p
         until_it_serves(url, process, log)
         done = run_example("openai_agent/agent.py", "--url", url, "--patience", "30", timeout_s=400)
         assert done.returncode == 0, done.stdout + done.stderr + log.read_text()
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait(timeout=patient(60)) == 0, log.read_text()
     assert done.stdout.startswith(f"{steps * tasks * samples} sessions, "), done.stdout
     assert done.stdout.rstrip().endswith(" 0 failed")
 

@@ -18,6 +18,7 @@ import pytest
 from integration.gateway.conversations import teach
 
 from paceline.config import SecurityConfig
+from paceline.local.patience import patient
 from paceline.rpc import channel
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -115,7 +116,7 @@ def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> Se
         async with running(config) as (grpc_port, http_port):
             connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
             async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{http_port}", timeout=20
+                base_url=f"http://127.0.0.1:{http_port}", timeout=patient(20)
             ) as http:
                 yield Served(
                     config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer
 
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from rollout_gateway.config import engine_settings
 from rollout_gateway.testing.scripted.replies import Script
@@ -118,22 +119,22 @@ def prompt_of(tree: list[dict[str, Any]], completion_id: str) -> list[int]:
 
 async def loads(served: Any) -> list[int]:
     """Requests in each worker."""
-    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     return [worker.health.running + worker.health.waiting for worker in status.workers]
 
 
 async def until_running(served: Any, count: int) -> None:
     """Waits for so many requests in the engines."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while sum(await loads(served)) != count:
             pass
 
 
 async def until_open(served: Any, count: int) -> None:
     """Waits for so many open sessions."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while (
-            await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+            await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         ).open_sessions != count:
             pass
 
@@ -144,13 +145,13 @@ async def task_run(served: Any, request: rpb.RunTasksRequest) -> AsyncIterator[l
     told: list[Any] = []
 
     async def run() -> None:
-        async for event in served.stub.RunTasks(request, timeout=60):
+        async for event in served.stub.RunTasks(request, timeout=patient(60)):
             told.append(event)
 
     call = asyncio.create_task(run())
     try:
         yield told
-        await asyncio.wait_for(call, 20)
+        await asyncio.wait_for(call, patient(20))
     finally:
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)

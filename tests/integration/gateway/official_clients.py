@@ -11,6 +11,8 @@ import anthropic
 import openai
 from integration.gateway.conversations import WEATHER
 
+from paceline.local.patience import patient
+
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -70,8 +72,12 @@ async def clients(served: Any, key: str = "") -> AsyncIterator[Clients]:
         key = opened.json()["api_key"]
     root = str(served.http.base_url).rstrip("/")
     async with (
-        openai.AsyncOpenAI(base_url=f"{root}/v1", api_key=key, max_retries=0, timeout=20) as one,
-        anthropic.AsyncAnthropic(base_url=root, api_key=key, max_retries=0, timeout=20) as other,
+        openai.AsyncOpenAI(
+            base_url=f"{root}/v1", api_key=key, max_retries=0, timeout=patient(20)
+        ) as one,
+        anthropic.AsyncAnthropic(
+            base_url=root, api_key=key, max_retries=0, timeout=patient(20)
+        ) as other,
     ):
         yield Clients(one, other, served)
 

@@ -22,6 +22,7 @@ from integration.gateway.http_agent import (
     user,
 )
 
+from paceline.local.patience import patient
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -66,7 +67,7 @@ async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_
         agents = [await claim(served) for _ in range(2)]
         for _ in range(2):
             found = await served.stub.OpenSession(
-                rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=10
+                rpb.OpenSessionRequest(claim=True, wait_s=5), timeout=patient(10)
             )
             assert found.task.answer == ""
             task = {"id": found.task.task_id, "prompt": found.task.prompt}
@@ -77,7 +78,9 @@ async def test_every_sample_is_claimed_once_by_http_or_grpc_and_rewarded_by_the_
                 "task": task,
             }
             agents.append(Agent(served.http, session))
-        nothing = await served.stub.OpenSession(rpb.OpenSessionRequest(claim=True), timeout=5)
+        nothing = await served.stub.OpenSession(
+            rpb.OpenSessionRequest(claim=True), timeout=patient(5)
+        )
         assert (nothing.session_id, await claimed(served, wait_s=0)) == ("", None)
         assert sorted(agent.session["task"]["prompt"] for agent in agents) == [
             "1+1=",
@@ -235,14 +238,16 @@ async def test_a_claimer_that_goes_away_takes_no_task(serve_gateway: Any) -> Non
         waiting = asyncio.create_task(
             served.http.post("/v1/sessions", json={"claim": True, "wait_s": 30})
         )
-        by_grpc = served.stub.OpenSession(rpb.OpenSessionRequest(claim=True, wait_s=30), timeout=30)
-        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        by_grpc = served.stub.OpenSession(
+            rpb.OpenSessionRequest(claim=True, wait_s=30), timeout=patient(30)
+        )
+        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         await served.http.get("/health")
         waiting.cancel()
         by_grpc.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await served.http.get("/health")
-        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         async with task_run(served, one_task(served)) as told:
             await solve(await claim(served))
         assert len(samples_of(told)) == 1
@@ -254,7 +259,7 @@ async def test_the_next_caller_joins_the_claimed_sessions_of_one_that_left(
     script |= SLOW
     async with serve_gateway(**ONE) as served:
         request = one_task(served, samples=2)
-        call = served.stub.RunTasks(request, timeout=30)
+        call = served.stub.RunTasks(request, timeout=patient(30))
         agent, other = await claim(served), await claim(served)
         working = asyncio.create_task(agent.chat([user("1+1=")], max_tokens=60, ignore_eos=True))
         await until_running(served, 1)
@@ -275,7 +280,7 @@ async def appended(client: redis.asyncio.Redis, run_id: str, count: int) -> list
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while len(entries) < count:
             entries += await stream.read("test", "c", count, 1.0)
     return [decode_trajectory(entry.fields, entry.payload) for entry in entries]
@@ -336,7 +341,7 @@ async def claimed_again(served: Any) -> str:
 
 
 async def _first_offer(served: Any) -> Any:
-    call = served.stub.RunTasks(served.tasks_request(**EXTERNAL, step=5), timeout=30)
+    call = served.stub.RunTasks(served.tasks_request(**EXTERNAL, step=5), timeout=patient(30))
     agent = await claim(served)
     assert await claimed(served, wait_s=0) is None
     yield agent.id

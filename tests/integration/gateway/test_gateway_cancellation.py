@@ -14,6 +14,7 @@ import pytest
 import zmq.asyncio
 from integration.gateway.held_worker import ADDRESS_VARIABLE, LONG_TOKENS
 
+from paceline.local.patience import patient
 from paceline.rpc import responses
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -22,7 +23,7 @@ from rollout_gateway.engines import PROCESSES
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 LONG = {"prompt": "12:8=", "max_tokens": 2 * LONG_TOKENS, "ignore_eos": True, "seed": 1}
 SHORT = {"prompt": "8:2=", "max_tokens": 3, "ignore_eos": True, "seed": 2}
-DEADLINE_S = 30
+DEADLINE_S = patient(30)
 
 
 class Events:
@@ -87,7 +88,7 @@ async def by_grpc(served: Any, body: dict[str, Any]) -> None:
     names = ("max_tokens", "ignore_eos", "seed")
     sampling = tpb.SamplingParams(temperature=1.0, **{name: body[name] for name in names})
     request = rpb.GenerateRequest(text=body["prompt"], sampling=sampling)
-    async for _ in responses(served.stub.Generate(request, timeout=60)):
+    async for _ in responses(served.stub.Generate(request, timeout=patient(60))):
         pass
 
 

@@ -13,6 +13,7 @@ from unit.client.in_thread import InThread
 
 from paceline.client import AsyncClient, Client
 from paceline.errors import FailedPrecondition, InvalidInput, NotFound, TrainabilityError
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 
 TOKEN = "the-gateways-token"
@@ -108,9 +109,9 @@ async def test_leaving_a_stream_frees_the_engine(
         async for _ in stream:
             break
         await stream.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patient(10)):
             while (
-                (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5))
+                (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5)))
                 .workers[0]
                 .health.running
             ):
@@ -237,7 +238,7 @@ async def test_tasks_of_a_run_are_claimed_led_and_counted(
         told: list[Any] = []
 
         async def run() -> None:
-            async for event in served.stub.RunTasks(request, timeout=60):
+            async for event in served.stub.RunTasks(request, timeout=patient(60)):
                 told.append(event)
 
         running = asyncio.create_task(run())
@@ -249,7 +250,7 @@ async def test_tasks_of_a_run_are_claimed_led_and_counted(
                 await session.reward(1.0)
             if len(prompts) == 4:
                 break
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, patient(20))
         assert sorted(prompts) == ["1+1=", "1+1=", "2+2=", "2+2="]
         samples = [event.sample for event in told if event.WhichOneof("event") == "sample"]
         assert [sample.reward.value for sample in samples] == [1.0] * 4

@@ -16,6 +16,7 @@ from twin_kind import TwinNet
 
 from drafter_trainer.gate.publish import push_drafter
 from drafter_trainer.messages import Judged
+from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -29,7 +30,7 @@ CONTEXT = tpb.CommandContext(run_id="local", step=1, epoch=1)
 
 
 async def set_arm(served: Any, arm: str) -> None:
-    await served.stub.SetArm(rpb.SetArmRequest(context=CONTEXT, arm=arm), timeout=20)
+    await served.stub.SetArm(rpb.SetArmRequest(context=CONTEXT, arm=arm), timeout=patient(20))
 
 
 async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
@@ -59,15 +60,21 @@ async def test_a_pushed_kind_serves_also_on_a_worker_that_starts_again(
         judged = Judged(1, "promoted", "twin", 1, lm_head_hash="00ff", path=str(candidate))
         await push_drafter(served.channel, judged, CONTEXT, 30)
         await commit_versions(served.channel, CONTEXT, VersionSet(1, 0, 1), pb.PAUSE_MODE_IN_PLACE)
-        worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0]
+        worker = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))).workers[
+            0
+        ]
         os.kill(worker.pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patient(60)):
             while True:
-                now = (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0]
+                now = (
+                    await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+                ).workers[0]
                 if now.ready and now.pid != worker.pid and now.health.versions.drafter == 1:
                     break
         await set_arm(served, "twin:3_1_4")
         sampling = tpb.SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
-        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20)
+        call = served.stub.Generate(
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
+        )
         stats = [piece.chunk.speculation async for piece in call][-1]
         assert stats.trained_rounds > 0

@@ -12,6 +12,7 @@ import redis.asyncio
 from safetensors.torch import save
 
 from paceline.errors import WeightsError
+from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import RedisStream, decode_features, run_key
@@ -40,7 +41,7 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
             arm: str, purpose: int, step: int
         ) -> dict[tuple[str, int], rpb.SampleFinished]:
             request = served.tasks_request(purpose=purpose, step=step, capture=True, forced_arm=arm)
-            news = [one async for one in served.stub.RunTasks(request, timeout=60)]
+            news = [one async for one in served.stub.RunTasks(request, timeout=patient(60))]
             found = [one.sample for one in news if one.HasField("sample")]
             return {(one.task_id, one.sample_index): one for one in found}
 
@@ -69,7 +70,7 @@ async def test_speculation_changes_no_token_and_new_weights_are_served(
         for key, sample in plain.items():
             if sample.smallest_gap > 1e-4:
                 assert again[key].tokens_hash == sample.tokens_hash
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert [worker.health.versions.policy for worker in status.workers] == [1, 1]
         drafter = list(
             decode_safetensors(

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 
 
@@ -175,17 +176,17 @@ async def test_a_client_that_goes_away_frees_the_engine(
         body = {"prompt": "2+2=", "max_tokens": 450, "ignore_eos": True, "stream": stream}
 
         async def load() -> int:
-            status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+            status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
             return int(status.workers[0].health.running)
 
         call = asyncio.create_task(served.http.post("/v1/completions", json=body))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(patient(10)):
             while not await load():
                 pass
             call.cancel()
             while await load():
                 pass
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert status.workers[0].health.tokens_emitted < 450
 
 
@@ -194,7 +195,10 @@ def test_the_gateway_process_imports_no_torch() -> None:
         "import sys, rollout_gateway.server; sys.exit('torch' in sys.modules or 'transformers' "
         "in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, timeout=patient(60)).returncode
+        == 0
+    )
 
 
 async def test_with_a_token_in_the_environment_requests_need_it(

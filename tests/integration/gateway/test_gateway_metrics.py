@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -58,7 +59,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
     async with serve_gateway(engine={"workers": 1}) as served:
         await complete(served.http, 6)
         found = await scrape(served.http)
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     health = status.workers[0].health
     for name in ("time_to_first_token", "time_per_output_token"):
         buckets = by_label(found, f"{name}_seconds_bucket", "le")
@@ -97,7 +98,7 @@ async def test_a_lost_worker_is_counted_from_zero_and_the_page_goes_on(serve_gat
     async with serve_gateway(engine={"workers": 1}) as served:
         await complete(served.http, 2)
         assert by_label(await scrape(served.http), "tokens_total", "worker") == {"0": 48}
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         os.kill(status.workers[0].pid, signal.SIGKILL)
         await complete(served.http, 3)
         found = await scrape(served.http)
@@ -150,8 +151,8 @@ async def test_spans_of_requests_and_rollouts_tell_times_split_and_regret(
     async with serve_gateway(engine={"workers": 2}) as served:
         await complete(served.http, 1)
         request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
-        news = [one async for one in served.stub.RunTasks(request, timeout=20)]
-        again = [one async for one in served.stub.RunTasks(request, timeout=20)]
+        news = [one async for one in served.stub.RunTasks(request, timeout=patient(20))]
+        again = [one async for one in served.stub.RunTasks(request, timeout=patient(20))]
     telemetry.shutdown()
     (path,) = (tmp_path / "spans").glob("gateway-*.jsonl")
     spans = [json.loads(line) for line in path.read_text().splitlines()]

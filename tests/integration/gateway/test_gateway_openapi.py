@@ -21,6 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from paceline.local.patience import patient
 from rollout_gateway.api.http.app import build_app
 from rollout_gateway.api.http.openapi import OPERATIONS, document
 
@@ -44,7 +45,7 @@ class Generated:
 
     def __init__(self, url: str) -> None:
         self.statuses: Counter[tuple[str, int]] = Counter()  # of right requests
-        self._http = httpx.Client(base_url=url, headers=HEADERS, timeout=20)
+        self._http = httpx.Client(base_url=url, headers=HEADERS, timeout=patient(20))
         self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
 
     def run(self) -> None:
@@ -88,7 +89,7 @@ class Generated:
                     case.body["completion_id"] = known["completion_id"]
                 if case.body.get("claim") is True:
                     case.body["wait_s"] = 0  # nobody offers tasks here
-            answer = case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=20)
+            answer = case.call_and_validate(headers=HEADERS, checks=CHECKS, timeout=patient(20))
             if mode is GenerationMode.POSITIVE:
                 self.statuses[operation.label, answer.status_code] += 1
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from drafter_trainer.rows.sample import sample_from
 from paceline.errors import MissingCapability
+from paceline.local.patience import patient
 from paceline.models.config import read_config
 from paceline.streams import FeatureBatch, RedisStream, decode_features, run_key
 from paceline.tensors import as_numpy
@@ -31,7 +32,7 @@ async def batches_of(client: redis.asyncio.Redis, run_id: str, count: int) -> li
     stream = RedisStream(client, run_key(run_id, "features"))
     await stream.create_group("test")
     found: list[FeatureBatch] = []
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patient(15)):
         while len(found) < count:
             found += [
                 decode_features(e.fields, e.payload)
@@ -68,11 +69,11 @@ async def test_batches_hold_rejected_rows_when_asked_and_their_states_are_those_
         request = served.tasks_request(purpose=tpb.PURPOSE_TRAIN, capture=True)
         samples = [
             one.sample
-            async for one in served.stub.RunTasks(request, timeout=60)
+            async for one in served.stub.RunTasks(request, timeout=patient(60))
             if one.HasField("sample")
         ]
         batches = await batches_of(redis_client, run_id, len(samples))
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     assert status.feature_rows_dropped == 0
     assert len(batches) == 4
     for batch in batches:

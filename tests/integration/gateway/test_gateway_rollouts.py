@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.local.patience import patient
 from paceline.rpc import error_from_rpc, rpc_errors
 from paceline.trajectory import request_seed, tokens_hash
 from paceline.v1 import engine_pb2 as pb
@@ -26,13 +27,13 @@ from rollout_gateway.workers.process import WorkerProcess
 async def generated(
     stub: RolloutServiceStub, request: rpb.GenerateRequest
 ) -> list[rpb.GenerateResponse]:
-    return [piece async for piece in stub.Generate(request, timeout=20)]
+    return [piece async for piece in stub.Generate(request, timeout=patient(20))]
 
 
 async def run_tasks(
     stub: RolloutServiceStub, request: rpb.RunTasksRequest
 ) -> list[rpb.RunTasksResponse]:
-    return [news async for news in stub.RunTasks(request, timeout=30)]
+    return [news async for news in stub.RunTasks(request, timeout=patient(30))]
 
 
 def samples(news: list[rpb.RunTasksResponse]) -> dict[tuple[str, int], rpb.SampleFinished]:
@@ -193,10 +194,10 @@ async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens
             for token in piece.chunk.token_ids
         ]
 
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         pids = [worker.pid for worker in status.workers]
         tokens: list[int] = []
-        async for piece in served.stub.Generate(request, timeout=30):
+        async for piece in served.stub.Generate(request, timeout=patient(30)):
             if not tokens:
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
@@ -204,7 +205,7 @@ async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens
             if piece.chunk.finish_reason:
                 assert piece.chunk.finish_reason == tpb.FINISH_REASON_STOP
         assert tokens == whole
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert not {worker.pid for worker in status.workers if worker.ready} & set(pids)
 
 
@@ -229,27 +230,29 @@ async def test_cancelling_a_call_frees_the_engine(
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(engine={"workers": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
-        call = served.stub.Generate(rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20)
+        call = served.stub.Generate(
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
+        )
         await call.read()
         assert await running(served.stub) == 1
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(patient(5)):
             while await running(served.stub):
                 pass
 
 
 async def running(stub: RolloutServiceStub) -> int:
-    status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    status = await stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     return int(sum(worker.health.running for worker in status.workers))
 
 
 async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
     async with serve_gateway(engine={"workers": 1}) as served:
-        await served.stub.SetArm(rpb.SetArmRequest(arm="ngram:4_1_5"), timeout=5)
+        await served.stub.SetArm(rpb.SetArmRequest(arm="ngram:4_1_5"), timeout=patient(5))
         news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
         assert {arm.arm for arm in news[-1].finished.arms if arm.pulls} == {"ngram:4_1_5"}
         with pytest.raises(grpc.aio.AioRpcError, match="unknown arm"):
-            await served.stub.SetArm(rpb.SetArmRequest(arm="warp:1"), timeout=5)
+            await served.stub.SetArm(rpb.SetArmRequest(arm="warp:1"), timeout=patient(5))
 
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
@@ -257,12 +260,14 @@ async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[st
     async with serve_gateway(engine={"workers": 1}, queue={"running": 1, "limit": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
-        first = served.stub.Generate(request, timeout=20)
+        first = served.stub.Generate(request, timeout=patient(20))
         await first.read()
         others = [
             asyncio.ensure_future(generated(served.stub, request)) for _ in range(2)
         ]  # one waits, one is refused
-        done, waiting = await asyncio.wait(others, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(
+            others, timeout=patient(10), return_when=asyncio.FIRST_COMPLETED
+        )
         error = done.pop().exception()
         assert isinstance(error, grpc.aio.AioRpcError)
         refused = error_from_rpc(error)

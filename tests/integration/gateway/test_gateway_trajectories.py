@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis.asyncio
 
+from paceline.local.patience import patient
 from paceline.streams import Ledger, RedisStream, decode_features, decode_trajectory, run_key
 from paceline.trajectory import request_seed
 from paceline.v1 import rollout_pb2 as rpb
@@ -24,7 +25,10 @@ def redis_keys(url: str, run_id: str) -> dict[str, Any]:
 
 
 async def run_tasks(served: Any, **options: Any) -> dict[tuple[str, int], rpb.SampleFinished]:
-    news = [one async for one in served.stub.RunTasks(served.tasks_request(**options), timeout=30)]
+    news = [
+        one
+        async for one in served.stub.RunTasks(served.tasks_request(**options), timeout=patient(30))
+    ]
     assert news[-1].HasField("finished")
     return {
         (one.sample.task_id, one.sample.sample_index): one.sample
@@ -38,7 +42,7 @@ async def appended(client: redis.asyncio.Redis, run_id: str, name: str, count: i
     stream = RedisStream(client, run_key(run_id, name))
     await stream.create_group("test")
     entries: list[Any] = []
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(patient(15)):
         while len(entries) < count:
             entries += await stream.read("test", "c", count, 1.0)
     return entries
@@ -99,7 +103,7 @@ async def test_repeated_calls_append_nothing_new_even_after_a_restart(
         assert again == first
     async with serve_gateway(**keys) as served:
         after = await run_tasks(served)
-        generated = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        generated = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert sum(worker.health.tokens_emitted for worker in generated.workers) == 0
     for key, sample in first.items():
         assert (after[key].reward, after[key].response_tokens) == (
@@ -119,15 +123,15 @@ async def test_a_second_caller_takes_over_the_samples_of_one_that_left(
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.05, "costs_s": {}, "arms": ["off"]}
     async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
-        left = served.stub.RunTasks(served.tasks_request(), timeout=30)
-        async with asyncio.timeout(5):
+        left = served.stub.RunTasks(served.tasks_request(), timeout=patient(30))
+        async with asyncio.timeout(patient(5)):
             while (
                 not (await served.stub.GetStatus(rpb.GetStatusRequest())).workers[0].health.running
             ):
                 pass
         left.cancel()
         assert len(await run_tasks(served)) == 4
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         once = 2 * (len("1+1=2 #2") + 1) + 2 * (len("2+2=5 #5") + 1)
         assert sum(worker.health.tokens_emitted for worker in status.workers) == once
 
@@ -142,15 +146,19 @@ async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_li
         await generate(served, session, "2+2=")
         durable_server.kill()
         await post(served, session, 0.5)
-        await served.stub.CloseSession(rpb.CloseSessionRequest(session_id=session), timeout=5)
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        await served.stub.CloseSession(
+            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
+        )
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert status.unsent_bytes > 100
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await open_session(served)
         assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         await asyncio.to_thread(durable_server.start)
-        async with asyncio.timeout(15):
-            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).unsent_bytes:
+        async with asyncio.timeout(patient(15)):
+            while (
+                await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+            ).unsent_bytes:
                 pass
         await open_session(served)
     client = redis.asyncio.Redis.from_url(durable_server.url)
@@ -161,7 +169,7 @@ async def test_nothing_is_lost_while_redis_is_away_and_admission_stops_at_the_li
 async def open_session(served: Any, **options: Any) -> str:
     context = tpb.CommandContext(run_id=served.config.run.id, epoch=1)
     request = rpb.OpenSessionRequest(**{"trainable": True, "context": context, **options})
-    return str((await served.stub.OpenSession(request, timeout=5)).session_id)
+    return str((await served.stub.OpenSession(request, timeout=patient(5))).session_id)
 
 
 async def generate(
@@ -174,7 +182,7 @@ async def generate(
     request = rpb.GenerateRequest(session_id=session, sampling=params, **source)
     return [
         token
-        async for piece in served.stub.Generate(request, timeout=20)
+        async for piece in served.stub.Generate(request, timeout=patient(20))
         for token in piece.chunk.token_ids
     ]
 
@@ -183,7 +191,7 @@ async def post(served: Any, session: str, value: float) -> int:
     request = rpb.PostRewardRequest(
         session_id=session, reward=tpb.Reward(value=value, source="test")
     )
-    return int((await served.stub.PostReward(request, timeout=5)).state)
+    return int((await served.stub.PostReward(request, timeout=patient(5))).state)
 
 
 async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history_forks(
@@ -196,14 +204,16 @@ async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history
         longer = [*prompt, *first, 9, 9]
         second = await generate(served, session, longer, max_tokens=4)
         await generate(served, session, [*prompt, 8], max_tokens=2)
-        shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+        shown = await served.stub.GetSession(
+            rpb.GetSessionRequest(session_id=session), timeout=patient(5)
+        )
         assert list(shown.branches[0].token_ids) == [*longer, *second]
         await post(served, session, 1.0)
         assert await post(served, session, 1.0) == rpb.SESSION_STATE_OPEN
         with pytest.raises(grpc.aio.AioRpcError, match="another reward"):
             await post(served, session, 0.0)
         closed = await served.stub.CloseSession(
-            rpb.CloseSessionRequest(session_id=session), timeout=5
+            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
         )
         assert closed.state == rpb.SESSION_STATE_FINAL
         with pytest.raises(grpc.aio.AioRpcError, match="has ended"):
@@ -225,7 +235,7 @@ async def test_a_session_without_a_reward_is_never_published(
         session = await open_session(served)
         await generate(served, session, "2+2=")
         closed = await served.stub.CloseSession(
-            rpb.CloseSessionRequest(session_id=session), timeout=5
+            rpb.CloseSessionRequest(session_id=session), timeout=patient(5)
         )
         assert closed.state == rpb.SESSION_STATE_UNSCORED
     assert (await Ledger(redis_client, run_id).count()).final == 0
@@ -253,8 +263,12 @@ async def test_silent_sessions_end_by_time_out_and_their_number_is_bounded(
         session = await open_session(served)
         with pytest.raises(grpc.aio.AioRpcError, match="too many sessions"):
             await open_session(served)
-        async with asyncio.timeout(5):
-            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).open_sessions:
+        async with asyncio.timeout(patient(5)):
+            while (
+                await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
+            ).open_sessions:
                 pass
-        shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+        shown = await served.stub.GetSession(
+            rpb.GetSessionRequest(session_id=session), timeout=patient(5)
+        )
         assert shown.state == rpb.SESSION_STATE_UNSCORED

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import WeightsError
+from paceline.local.patience import patient
 from paceline.tensors import from_numpy
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
@@ -34,7 +35,7 @@ async def commit(served: Any, versions: VersionSet, mode: int = pb.PAUSE_MODE_IN
 
 
 async def worker_versions(served: Any) -> list[tuple[int, int]]:
-    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+    status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
     return [
         (w.health.versions.policy, w.health.versions.drafter) for w in status.workers if w.ready
     ]
@@ -49,7 +50,7 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
         assert await worker_versions(served) == [(0, 0), (0, 0)]
         sampling = tpb.SamplingParams(temperature=1, max_tokens=100, seed=1, ignore_eos=True)
         call = served.stub.Generate(
-            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
         ).__aiter__()
         first = await anext(call)
         await commit(served, VersionSet(1, 1, 0))
@@ -68,16 +69,20 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
         await push(served, pb.WEIGHT_TARGET_POLICY, 3)
         await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
         await commit(served, VersionSet(1, 3, 2))
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         os.kill(status.workers[0].pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)).workers[0].ready:
+        async with asyncio.timeout(patient(20)):
+            while (
+                (await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5)))
+                .workers[0]
+                .ready
+            ):
                 pass
             while await worker_versions(served) != [(3, 2), (3, 2)]:
                 pass
     async with serve_gateway() as served:
         assert await worker_versions(served) == [(3, 2), (3, 2)]
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert (status.versions.seq, status.versions.policy, status.versions.drafter) == (1, 3, 2)
 
 
@@ -111,7 +116,7 @@ async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         call = served.stub.Generate(
-            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=20
+            rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
         ).__aiter__()
         await anext(call)
         await commit(served, VersionSet(1, 1, 0), pb.PAUSE_MODE_ABORT)

@@ -19,6 +19,7 @@ from integration.gateway.http_agent import (
     user,
 )
 
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -54,14 +55,14 @@ async def whole(
     served: Any, request: rpb.GenerateRequest
 ) -> tuple[list[int], rpb.GenerateResponse, str]:
     """All tokens, the last piece, all text."""
-    pieces = [piece async for piece in served.stub.Generate(request, timeout=20)]
+    pieces = [piece async for piece in served.stub.Generate(request, timeout=patient(20))]
     tokens = [token for piece in pieces for token in piece.chunk.token_ids]
     return tokens, pieces[-1], "".join(piece.text for piece in pieces)
 
 
 async def opened(served: Any, **fields: Any) -> rpb.OpenSessionResponse:
     request = rpb.OpenSessionRequest(**{"trainable": True, **fields})
-    found: rpb.OpenSessionResponse = await served.stub.OpenSession(request, timeout=5)
+    found: rpb.OpenSessionResponse = await served.stub.OpenSession(request, timeout=patient(5))
     return found
 
 
@@ -73,7 +74,9 @@ async def refused(call: Any, code: grpc.StatusCode, match: str) -> grpc.aio.AioR
 
 
 async def show(served: Any, session: str) -> tuple[rpb.GetSessionResponse, list[dict[str, Any]]]:
-    shown = await served.stub.GetSession(rpb.GetSessionRequest(session_id=session), timeout=5)
+    shown = await served.stub.GetSession(
+        rpb.GetSessionRequest(session_id=session), timeout=patient(5)
+    )
     return shown, json.loads(shown.tree_json)["tree"]
 
 
@@ -141,13 +144,15 @@ async def test_outside_a_session_text_and_tokens_leave_nothing_and_a_conversatio
                 1,
                 tpb.FINISH_REASON_STOP,
             )
-        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+        status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert status.open_sessions == 0
         _, last, _ = await whole(served, asked(conversation=talk([user("2+2=")])))
         reward = rpb.PostRewardRequest(
             completion_id=last.completion_id, reward=tpb.Reward(value=1.0)
         )
-        assert (await served.stub.PostReward(reward, timeout=5)).state == rpb.SESSION_STATE_OPEN
+        assert (
+            await served.stub.PostReward(reward, timeout=patient(5))
+        ).state == rpb.SESSION_STATE_OPEN
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -244,9 +249,9 @@ async def test_pieces_of_a_reader_that_stops_are_merged(
             ("grpc.http2.lookahead_bytes", 64 << 10),
         ]  # what may lie unread
         async with grpc.aio.insecure_channel(served.channel.address, options=small) as peer:
-            call = RolloutServiceStub(peer).Generate(request, timeout=60)
+            call = RolloutServiceStub(peer).Generate(request, timeout=patient(60))
             first = await call.read()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(patient(20)):
                 while sum(await loads(served)):
                     pass
             rest = []
@@ -271,7 +276,7 @@ async def test_a_cancelled_generation_frees_its_place_and_leaves_no_turn(
         session = (await opened(served)).session_id
         long = {"max_tokens": 400, "ignore_eos": True}
         call = served.stub.Generate(
-            asked(session_id=session, text="2+2=", sampling=long), timeout=30
+            asked(session_id=session, text="2+2=", sampling=long), timeout=patient(30)
         )
         await call.read()
         beside = whole(served, asked(session_id=session, text="2+2="))
@@ -294,7 +299,7 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
 
         async def post(value: float, **fields: Any) -> int:
             request = rpb.PostRewardRequest(reward=tpb.Reward(value=value), **fields)
-            return int((await served.stub.PostReward(request, timeout=5)).state)
+            return int((await served.stub.PostReward(request, timeout=patient(5))).state)
 
         added = {"completion_id": first.completion_id, "accumulate": True}
         for key in ("a", "a", "b"):
@@ -313,14 +318,16 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
         await refused(
             post(float("nan"), session_id=session), grpc.StatusCode.INVALID_ARGUMENT, "finite"
         )
-        missing = served.stub.PostReward(rpb.PostRewardRequest(session_id=session), timeout=5)
+        missing = served.stub.PostReward(
+            rpb.PostRewardRequest(session_id=session), timeout=patient(5)
+        )
         await refused(missing, grpc.StatusCode.INVALID_ARGUMENT, "no reward")
         shown, _ = await show(served, session)
         assert [branch.reward.value for branch in shown.branches] == [0.5 + 0.5 * 1.0, 1.0]
 
         async def close(session: str, **fields: Any) -> int:
             request = rpb.CloseSessionRequest(session_id=session, **fields)
-            return int((await served.stub.CloseSession(request, timeout=5)).state)
+            return int((await served.stub.CloseSession(request, timeout=patient(5))).state)
 
         assert await close(session) == await close(session, abort=True) == rpb.SESSION_STATE_FINAL
         await refused(
@@ -338,7 +345,7 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
             session = (await opened(served)).session_id
             assert await close(session, **way) == state
             again = await served.stub.GetSession(
-                rpb.GetSessionRequest(session_id=session), timeout=5
+                rpb.GetSessionRequest(session_id=session), timeout=patient(5)
             )
             assert again.state == state
         session = (await opened(served)).session_id

@@ -10,6 +10,7 @@ from typing import Any
 import redis.asyncio
 from integration.gateway.http_agent import SLOW, Agent, loads, opened, task_run, until_running, user
 
+from paceline.local.patience import patient
 from paceline.streams import Ledger, RedisStream, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -61,7 +62,7 @@ async def stream_of(client: redis.asyncio.Redis, run_id: str, count: int) -> lis
     stream = RedisStream(client, run_key(run_id, "trajectories"))
     await stream.create_group("test")
     entries: list[Any] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while len(entries) < count:
             entries += await stream.read("test", "c", count, 1.0)
     return [decode_trajectory(entry.fields, entry.payload) for entry in entries]
@@ -200,9 +201,9 @@ async def test_workers_without_requests_are_lent_out_except_the_last(
             await until_running(served, 1)
             (worker,) = [index for index, load in enumerate(await loads(served)) if load]
             async with task_run(served, step_request(served, step)) as told:
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(patient(10)):
                     while len(shares_of(told)) < 2:
-                        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=5)
+                        await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
                 assert sorted([worker, *shares_of(told)]) == [0, 1, 2]
                 assert not busy.done()
                 others = [await opened(served) for _ in range(4)]
@@ -227,7 +228,7 @@ async def test_a_caller_that_leaves_an_open_step_loses_no_group(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
     async with serve_gateway(**redis_keys(redis_url, run_id), release_after_s=0.05) as served:
-        call = served.stub.RunTasks(step_request(served, 1, groups=2), timeout=30)
+        call = served.stub.RunTasks(step_request(served, 1, groups=2), timeout=patient(30))
         await finished(served, "one", 1, [1.0])
         async for event in call:
             if event.HasField("sample"):

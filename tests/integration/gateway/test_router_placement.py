@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.workers.router import Router
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
-DEADLINE_S = 30
+DEADLINE_S = patient(30)
 Serve = Callable[..., AbstractAsyncContextManager[Router]]
 
 

@@ -22,6 +22,8 @@ from integration.gateway.http_agent import (
     user,
 )
 
+from paceline.local.patience import patient
+
 ONE = {"engine": {"workers": 1}}
 TOKEN = "the-gateways-token"
 
@@ -327,7 +329,9 @@ async def test_a_full_queue_is_429_for_streams_too(
             asyncio.create_task(served.http.post("/v1/chat/completions", json=long))
             for _ in range(3)
         ]
-        ended, others = await asyncio.wait(calls, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        ended, others = await asyncio.wait(
+            calls, timeout=patient(10), return_when=asyncio.FIRST_COMPLETED
+        )
         assert len(others) == 2
         assert_refused_for_now(ended.pop().result())
         for call in others:

@@ -8,6 +8,7 @@ from typing import Any
 
 from integration.gateway.conversations import SPEAK, teach
 
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -37,7 +38,7 @@ async def ran(
         environment=environment,
         reward=reward,
     )
-    news = [one async for one in served.stub.RunTasks(request, timeout=60)]
+    news = [one async for one in served.stub.RunTasks(request, timeout=patient(60))]
     return {one.sample.task_id: one.sample for one in news if one.HasField("sample")}
 
 

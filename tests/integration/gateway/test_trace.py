@@ -15,6 +15,7 @@ from integration.gateway.http_agent import SLOW, opened, until_running, user
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
+from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 
@@ -77,7 +78,7 @@ async def test_a_stream_that_its_client_leaves_ends_its_spans_in_order(
         sampling = tpb.SamplingParams(temperature=1.0, max_tokens=400, ignore_eos=True)
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
         with telemetry.span("caller", parent=telemetry.extract(HEADER)):
-            call = served.stub.Generate(request, timeout=20)
+            call = served.stub.Generate(request, timeout=patient(20))
             await call.read()
             call.cancel()
         await until_running(served, 0)

@@ -12,6 +12,7 @@ from paceline.cli.run_state import RunState
 from paceline.cli.watch import follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import Server
 from paceline.v1 import coordinator_pb2 as pb
@@ -84,15 +85,15 @@ async def test_missed_steps_are_asked_for_and_each_is_told_once(
             heard.set()
 
     following = asyncio.create_task(follow(config, state, on_record))
-    await asyncio.wait_for(servicer.asked.wait(), 10)
+    await asyncio.wait_for(servicer.asked.wait(), patient(10))
     servicer.records = [record(step) for step in range(4)]  # finished while nobody listened
     fact = pb.Fact(
         context=CommandContext(run_id=RUN, step=4), step_finished=pb.StepFinished(record=record(4))
     )
-    await asyncio.wait_for(publish_until(facts, fact, heard), 10)
+    await asyncio.wait_for(publish_until(facts, fact, heard), patient(10))
     assert told == [0, 1, 2, 3, 4]
     await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
-    await asyncio.wait_for(following, 10)
+    await asyncio.wait_for(following, patient(10))
     assert (state.finished, state.phase) == (True, "finished")
 
 
@@ -108,7 +109,7 @@ async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
         fact = pb.Fact(
             context=CommandContext(run_id=RUN), step_finished=pb.StepFinished(record=record(0))
         )
-        await asyncio.wait_for(publish_until(facts, fact, began), 20)
+        await asyncio.wait_for(publish_until(facts, fact, began), patient(20))
         await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
-        await asyncio.wait_for(following, 20)
+        await asyncio.wait_for(following, patient(20))
     assert state.finished

@@ -17,6 +17,8 @@ from typing import Any
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from paceline.local.patience import patient
+
 SESSION = {
     "id": "s1",
     "object": "session",
@@ -191,5 +193,5 @@ def serving(
         yield gateway
     finally:
         server.should_exit = server.force_exit = True
-        thread.join(10)
+        thread.join(patient(10))
         on.close()

@@ -21,6 +21,7 @@ from unit.client.scripted_gateway import (
 
 from paceline.client import AsyncClient
 from paceline.errors import FailedPrecondition, InvalidInput, Unavailable
+from paceline.local.patience import patient
 
 ENDED = refuse(409, "session s1 has ended; seen: final", "session_ended", "invalid_request_error")
 HELLO = [{"role": "user", "content": "hello"}]
@@ -129,7 +130,7 @@ async def test_cancelling_a_task_inside_the_block_aborts_the_session(
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(lead())
-        await asyncio.wait_for(inside.wait(), 10)
+        await asyncio.wait_for(inside.wait(), patient(10))
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -21,6 +21,7 @@ from paceline.client.claims import next_task
 from paceline.client.flows import Answer, Flow, Lost, Pause, Send, ask, retry_after_s
 from paceline.client.settings import Settings
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
+from paceline.local.patience import patient
 
 NOT_WANTED = (
     "torch",
@@ -40,7 +41,11 @@ def test_importing_the_client_imports_nothing_heavy() -> None:
         f"sys.modules])"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=patient(60),
+        capture_output=True,
+        text=True,
     )
     assert found.stdout.strip() == "[]"
 
@@ -51,7 +56,11 @@ def test_importing_the_client_is_timed_and_told(record_property: Any) -> None:
         "print(time.perf_counter() - begin)"
     )
     found = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        check=True,
+        timeout=patient(60),
+        capture_output=True,
+        text=True,
     )
     record_property("import_s", float(found.stdout))
 
@@ -127,7 +136,7 @@ async def test_no_repr_shows_a_token_or_a_key(
 
 def openssl(directory: Path, *arguments: str) -> None:
     subprocess.run(
-        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=60
+        ["openssl", *arguments], cwd=directory, check=True, capture_output=True, timeout=patient(60)
     )
 
 

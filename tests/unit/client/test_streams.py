@@ -21,6 +21,7 @@ from paceline.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from paceline.local.patience import patient
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 8}}
 HELLO = [{"role": "user", "content": "hello"}]
@@ -184,7 +185,7 @@ async def test_leaving_a_stream_early_hangs_up(gateway: ScriptedGateway, client:
         assert str(delta) == "a"
         break
     await stream.close()
-    assert gateway.gone.wait(10)
+    assert gateway.gone.wait(patient(10))
     assert (await session.info()).id == "s1"
 
 

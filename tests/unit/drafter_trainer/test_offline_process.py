@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.rank import train
+from paceline.local.patience import patient
 
 SETTINGS: dict[str, Any] = {"batch_tokens": 256, "row_tokens": 128, "lr": 1e-3, "warmup_steps": 0}
 
@@ -73,7 +74,7 @@ def test_two_ranks_train_speculator_and_base_as_one_rank_does_and_one_goes_on_fr
     process = start(
         world, "--ranks", "2", "--no-freeze-base-model", "--base-lr", "1e-3", "--steps", "2"
     )
-    _, said = process.communicate(timeout=90)
+    _, said = process.communicate(timeout=patient(90))
     assert process.returncode == 0, said
     assert "step 2/2  loss" in said
     assert "held-out E[len]" in said
@@ -105,7 +106,7 @@ def test_ctrl_c_saves_and_the_run_goes_on_from_there(world: Path) -> None:
             break
     process.send_signal(signal.SIGINT)
     rest = process.stderr.read()
-    assert process.wait(timeout=60) == 130, rest
+    assert process.wait(timeout=patient(60)) == 130, rest
     assert "the same command goes on from there" in rest
     saved = load_file(world / "out/checkpoint/speculator/model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in saved.values())
@@ -117,7 +118,7 @@ def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> No
     with (world / "data.jsonl").open("a") as file:
         file.write('{"input_ids": [1, 200], "loss_mask": [0, 1]}\n')
     process = start(world)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=patient(60))
     assert process.returncode == 2
     assert "paceline train-drafter: " in said
     assert (
@@ -128,7 +129,7 @@ def test_a_bad_line_ends_the_command_with_its_name_and_code_2(world: Path) -> No
 
 def test_a_wrong_argument_is_named_before_anything_starts(world: Path) -> None:
     process = start(world, "--window", "1")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=patient(60))
     assert process.returncode == 2
     assert "--window: Input should be greater than or equal to 8; seen: 1" in said
     assert not (world / "out").exists()

@@ -18,6 +18,7 @@ from unit.drafter_trainer.sharded_step import ROWS
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learn.checkpoint import newest_checkpoint, read_checkpoint
 from drafter_trainer.learn.learner import DrafterLearner
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.speculators.eagle.net import EagleNet
 
@@ -51,7 +52,7 @@ def run(out: Path, world_size: int, plan: list[tuple[int, int]]) -> dict[str, to
         for r in range(world_size)
     ]
     try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0] * world_size
+        assert [rank.wait(timeout=patient(90)) for rank in ranks] == [0] * world_size
     finally:
         for rank in ranks:
             rank.kill()

@@ -9,6 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError, DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.v1.coordinator_pb2 import Fact, StepBegan
 
@@ -117,7 +118,7 @@ async def test_publishing_never_waits_for_a_slow_subscriber(
 ) -> None:
     with FactSubscriber(address, "run-a", Gaps().note) as subscriber:
         await _connected(publisher, subscriber)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(patient(20)):
             for _ in range(5000):
                 await publisher.publish(Fact(step_began=StepBegan(samples=1)))
 

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.config.base import known_keys
 from paceline.errors import ConfigError, InternalError, WeightsError
+from paceline.local.patience import patient
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     BatchFacts,
@@ -66,7 +67,11 @@ def test_the_parent_imports_no_torch() -> None:
         "in sys.modules])"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
+        check=True,
     )
     assert done.stdout.strip() == "[]"
 

@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.local.patience import patient
+
 RANK_FILE = Path(__file__).with_name("sharded_step.py")
 trajectories = runpy.run_path(str(RANK_FILE))["trajectories"]
 
@@ -60,7 +62,7 @@ def step(model: Path, out: Path, world_size: int) -> dict[str, torch.Tensor]:
         for r in range(world_size)
     ]
     try:
-        assert [rank.wait(timeout=90) for rank in ranks] == [0] * world_size
+        assert [rank.wait(timeout=patient(90)) for rank in ranks] == [0] * world_size
     finally:
         for rank in ranks:
             rank.kill()

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from paceline import errors
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, InvalidInput, PacelineError, StaleEpoch
+from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, error_from_rpc, is_loopback
 from paceline.rpc.security import check_security, check_token
 from paceline.rpc.status import code_of, status_of
@@ -250,6 +251,10 @@ def test_malloc_thresholds_are_set_unless_the_environment_did(
     environment: dict[str, str], set_here: str
 ) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", MALLOC], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", MALLOC],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patient(60),
     )
     assert (run.returncode, run.stdout.strip()) == (0, set_here)

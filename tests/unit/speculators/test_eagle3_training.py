@@ -18,6 +18,7 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, ToyPolicy, 
 from unit.speculators.eagle3_rows import packed, row_of
 from unit.speculators.eagle3_sharded_step import CONFIG, drafter, step_rows
 
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
 from paceline.speculators.packed import PackedRow
@@ -121,7 +122,7 @@ def stepped(out: Path, ranks: int) -> dict[str, torch.Tensor]:
         for rank in range(ranks)
     ]
     try:
-        assert [worker.wait(timeout=90) for worker in workers] == [0] * ranks
+        assert [worker.wait(timeout=patient(90)) for worker in workers] == [0] * ranks
     finally:
         for worker in workers:
             worker.kill()

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.local.patience import patient
 from paceline.streams import (
     Ledger,
     OpenSessions,
@@ -30,7 +31,7 @@ from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 if TYPE_CHECKING:
     from conftest import RedisServer
 
-DEADLINE_S = 20
+DEADLINE_S = patient(20)
 KEY = "sk-paceline-1"
 ABOUT = {
     "step": 3,

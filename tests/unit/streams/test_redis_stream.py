@@ -11,6 +11,7 @@ import pytest
 import redis.asyncio
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.streams import RedisStream, connect, run_key, scripts
 from paceline.streams.redis_stream import autoclaimed, flat
@@ -104,7 +105,7 @@ async def test_a_killed_connection_does_not_end_a_blocking_read(
     await stream.create_group("g")
     reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
     blocked: list[dict[str, str]] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(patient(10)):
         while not blocked:
             clients = await redis_client.client_list()
             blocked = [

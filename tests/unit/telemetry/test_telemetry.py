@@ -12,6 +12,7 @@ import pytest
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
+from paceline.local.patience import patient
 from paceline.telemetry.span_file import SpanFile
 
 
@@ -139,12 +140,12 @@ def test_a_full_queue_drops_and_counts_and_never_waits(
 
     def held(batch: list[Any]) -> None:
         entered.set()
-        gate.wait(10)
+        gate.wait(patient(10))
         write(batch)
 
     monkeypatch.setattr(spans, "_write", held)
     finish(spans, 1)
-    assert entered.wait(10)
+    assert entered.wait(patient(10))
     finish(spans, 10)
     assert spans.dropped == 6
     gate.set()

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.local.patience import patient
 from paceline.local.processes import child_environment, die_with_parent
 from rollout_gateway.engines.requests.json_schema import GrammarFault, build_matcher, load_tokenizer
 
@@ -74,11 +75,10 @@ class GrammarJudge:
             env=child_environment(),
         )
         self._process, self._finalizer = process, weakref.finalize(self, _end, process)
-        if self._answer(process, START_DEADLINE_S) is None:
+        deadline_s = patient(START_DEADLINE_S)
+        if self._answer(process, deadline_s) is None:
             self.close()
-            raise GrammarFault(
-                f"nothing that builds grammars started within {START_DEADLINE_S:g} s"
-            )
+            raise GrammarFault(f"nothing that builds grammars started within {deadline_s:g} s")
         return process
 
     @staticmethod

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
+from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
@@ -112,7 +113,7 @@ class Children:
             raise Unavailable("the gateway's rewards have stopped")
         if place.child is None or place.child.ended:
             try:
-                place.child = await ChildProcess.start(MODULE, (), START_S)
+                place.child = await ChildProcess.start(MODULE, (), patient(START_S))
             except DeadlineExceeded as error:
                 raise Unavailable(f"a child of the rewards did not start: {error}") from error
             if self._closed:
@@ -129,7 +130,7 @@ class _Place:
 
 async def _load(child: ChildProcess, path: str) -> None:
     """Raises ConfigError; the child ends with it, so that the next one reads the mended file."""
-    answer = await child.ask({"load": path}, LOAD_S)
+    answer = await child.ask({"load": path}, patient(LOAD_S))
     if "loaded" in answer:
         return
     await child.close()

@@ -12,6 +12,7 @@ import torch
 from unit.drafter_trainer.samples import sample, sample_with_rejected
 
 from drafter_trainer.rows.batcher import pack
+from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.speculators import PackedRow
 
@@ -43,7 +44,7 @@ def test_rows_with_rejected_drafts_and_words_arrive_as_they_were_sent(tmp_path: 
         for r in range(2)
     ]
     try:
-        assert [rank.wait(timeout=60) for rank in ranks] == [0, 0]
+        assert [rank.wait(timeout=patient(60)) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import DataLoss, ResourceExhausted
+from paceline.local.patience import patient
 from paceline.streams import encode_trajectory
 from paceline.testing.memory_stream import MemoryStream
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
@@ -189,11 +190,13 @@ async def test_a_group_of_size_zero_is_not_waited_for_and_counts_as_dropped() ->
     await bench.batcher.open()
     await bench.append(trajectory("a", 0), trajectory("a", 1))
     groups = (("a", 2), ("none", 0))
-    batch = await asyncio.wait_for(bench.batcher.collect(Wanted(3, 3, groups, deadline_s=60)), 5)
+    batch = await asyncio.wait_for(
+        bench.batcher.collect(Wanted(3, 3, groups, deadline_s=60)), patient(5)
+    )
     assert len(batch.trajectories) == 2
     assert batch.record.dropped_groups == {"unscored": 1}
     only_empty = await asyncio.wait_for(
-        bench.batcher.collect(Wanted(3, 3, (("none", 0),), deadline_s=60)), 5
+        bench.batcher.collect(Wanted(3, 3, (("none", 0),), deadline_s=60)), patient(5)
     )
     assert only_empty.trajectories == []
 

@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, ResourceExhausted, Unavailable
+from paceline.local.patience import patient
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
@@ -345,7 +346,7 @@ asyncio.run(main())
         assert gateway.stdout is not None
         child = psutil.Process(int(gateway.stdout.readline()))
         gateway.kill()
-        child.wait(timeout=10)
+        child.wait(timeout=patient(10))
 
 
 def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
@@ -360,7 +361,7 @@ def test_the_gateways_side_imports_neither_torch_nor_mathematics() -> None:
 def gone(pid: int) -> bool:
     """Whether a process has ended or is about to, being a zombie."""
     try:
-        psutil.Process(pid).wait(timeout=5)
+        psutil.Process(pid).wait(timeout=patient(5))
     except psutil.NoSuchProcess:
         return True
     return not psutil.pid_exists(pid)

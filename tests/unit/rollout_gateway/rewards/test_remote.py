@@ -16,6 +16,7 @@ import pytest_asyncio
 
 from paceline.config import TelemetryConfig
 from paceline.errors import ConfigError, InvalidInput, Unavailable
+from paceline.local.patience import patient
 from paceline.telemetry import setup, shutdown, span
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
@@ -225,7 +226,7 @@ async def test_a_retry_after_beyond_the_deadline_ends_the_score_at_once(
     server: Server, rules: Rules
 ) -> None:
     server.script = [Answer(b"", 503, "retry-after: 3600\r\n"), ok()]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         with pytest.raises(Unavailable, match="status 503"):
             await ask(rules())
     assert len(server.seen) == 1
@@ -319,7 +320,7 @@ async def test_an_open_circuit_refuses_at_once_who_cannot_wait(
     asking = rules(attempts=1, breaker_failures=1, breaker_open_s=600)
     with pytest.raises(Unavailable, match="status 500"):
         await ask(asking)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         with pytest.raises(Unavailable, match="nobody asks"):
             await ask(asking)
     assert len(server.seen) == 1

@@ -18,6 +18,7 @@ import pytest
 import uvloop
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.local.patience import patient
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sandbox.launcher.removal import remove_tree
@@ -72,7 +73,7 @@ async def test_a_cancelled_run_leaves_nothing(
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    psutil.wait_procs(found, timeout=10)
+    psutil.wait_procs(found, timeout=patient(10))
     assert bearers(word) == []
     assert os.listdir(tmp_path) == []
     assert (await sandbox.run("print(1)")).stdout == "1\n"

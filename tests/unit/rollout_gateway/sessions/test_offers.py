@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from paceline.errors import ResourceExhausted
+from paceline.local.patience import patient
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.sessions.assignment import Assignment, FailReason, State
@@ -18,7 +19,7 @@ from rollout_gateway.sessions.offers import TaskOffers
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.session import Session
 
-WAIT_S = 5.0
+WAIT_S = patient(5.0)
 
 
 class Desk:

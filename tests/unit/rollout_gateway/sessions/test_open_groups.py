@@ -10,6 +10,7 @@ import pytest
 from session_turns import said, session
 
 from paceline.errors import ResourceExhausted
+from paceline.local.patience import patient
 from rollout_gateway.sessions import open_groups
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.open_groups import TOKEN_BYTES, OpenGroups
@@ -31,7 +32,7 @@ def sibling(
 
 
 async def taken(groups: OpenGroups) -> tuple[str, list[str], int]:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(patient(5)):
         await groups.closed()
     group = groups.pop()
     assert group is not None

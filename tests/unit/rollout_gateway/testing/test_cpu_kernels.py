@@ -20,6 +20,7 @@ from torch import Tensor
 
 import rollout_gateway
 from paceline.errors import InvalidInput
+from paceline.local.patience import patient
 
 FOLDER = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
 HEADS, KV_HEADS, SIZE, SCALING = 6, 2, 8, 0.3
@@ -510,6 +511,6 @@ def test_a_process_with_the_folder_on_its_path_starts_without_torch_and_runs_the
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=patient(30),
     )
     assert done.stdout.split() == ["True", "False", "True"], done.stderr

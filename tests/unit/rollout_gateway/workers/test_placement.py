@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.placement import STICKY_FACTOR, STICKY_SLACK, Slot, choose
@@ -137,8 +138,8 @@ async def test_whoever_waits_for_idleness_is_told_once_nothing_has_run_for_long_
     assert not any(watcher.done() for watcher in watchers)
     slot.end(request_id)
     ended = time.monotonic()
-    await asyncio.wait_for(watchers[1], 5)
-    await asyncio.wait_for(watchers[0], 5)
+    await asyncio.wait_for(watchers[1], patient(5))
+    await asyncio.wait_for(watchers[0], patient(5))
     assert time.monotonic() - ended >= 0.045
 
 
@@ -150,7 +151,7 @@ async def test_a_request_in_between_starts_the_wait_for_idleness_again() -> None
     slot.end(generation.request.request_id)
     again = slot.idle_since_s
     assert again is not None
-    await asyncio.wait_for(watcher, 5)
+    await asyncio.wait_for(watcher, patient(5))
     assert time.monotonic() - again >= 0.095
 
 
@@ -162,4 +163,4 @@ async def test_who_stops_waiting_for_idleness_is_forgotten() -> None:
     with pytest.raises(asyncio.CancelledError):
         await watcher
     slot.clear()
-    await asyncio.wait_for(slot.idle_for(0), 5)
+    await asyncio.wait_for(slot.idle_for(0), patient(5))

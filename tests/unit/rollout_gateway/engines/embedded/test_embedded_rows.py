@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError, InvalidInput
+from paceline.local.patience import patient
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.embedded.rows import drafter_directory, layout_of_settings
@@ -104,4 +105,4 @@ def test_the_gateway_learns_it_without_torch() -> None:
         "import pkgutil, sys; from rollout_gateway.engines import ROW_LAYOUTS\n"
         "pkgutil.resolve_name(ROW_LAYOUTS['embedded']); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
