@@ -20,7 +20,6 @@ EXCEPTIONS: dict[str, str] = {
     "services/drafter_trainer/offline/__main__.py:train": "to be split",
     "services/rollout_gateway/bandits/acceptance.py": "to be split",
     "services/rollout_gateway/engines/base.py": "to be split into nouns and contract",
-    "services/rollout_gateway/engines/embedded/build.py:build_embedded": "to be split",
 }
 
 

@@ -1,8 +1,9 @@
-"""Settings of the gateway. Owns names, defaults and ranges; not what they switch."""
+"""Names the settings of the gateway, with defaults and ranges, and picks those an engine gets."""
 
 from __future__ import annotations
 
 import os
+import pkgutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,72 +11,18 @@ from pydantic import Field
 
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from rollout_gateway.bandits.base import BanditConfig
+from rollout_gateway.engines import SPECS
+from rollout_gateway.engines.embedded.spec import EmbeddedConfig
+from rollout_gateway.engines.settings import ModelSettings, Precision
+from rollout_gateway.engines.sglang.spec import SGLangConfig
 
 
-class BanditConfig(Config):
-    """How the arm of a round is chosen."""
-
-    kind: str = "epsilon_greedy"  # or ucb, thompson, beg, cost_model
-    epsilon: float = Field(default=0.1, ge=0, le=1)
-    window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
-    groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
-    watchdog_rounds: int = Field(
-        default=20, ge=0
-    )  # without acceptance, then a drafter is dead; 0: never
-
-
-class EmbeddedConfig(Config):
-    """What only the embedded engine knows."""
-
-    more_drafters: tuple[
-        str, ...
-    ] = ()  # trained kinds besides gateway.drafter of which a version may be committed
-    quantize: Literal["", "int8"] = (
-        ""  # int8: the layers' matrices in eight bits; needs the extra `int8`
-    )
-    compile: bool = (
-        False  # torch.compile: 10-30 s at the first steps of every worker; needs a C++ compiler
-    )
-    prefix_slots: int = Field(
-        default=32, ge=0
-    )  # ended requests kept for reuse, each as large as a running one
-    prefix_tokens: int = Field(default=64, ge=16)  # an ended request with fewer is not kept
-    speculate_rows: int = Field(
-        default=0, ge=0
-    )  # above so many rows nothing is drafted; 0: the bandit alone decides
-    verify_budget: bool = (
-        True  # verify only drafts likely enough to pay; false: every draft of the arm
-    )
-    # "same_draw": a seed's tokens do not depend on drafts. "rejection": drawn chains, accepted with
-    # min(1, p/q).
-    verification: Literal["same_draw", "rejection"] = "same_draw"
-
-
-class SGLangConfig(Config):
-    """What only the SGLang engine knows."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
-    tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs of one worker
-    memory_fraction: float = Field(default=0.4, gt=0, lt=1)  # of each GPU, for weights and KV cache
-    memory_saver: bool = False  # weights and KV cache can be released between steps (GPU)
-    drafter_swap: Literal["in_place", "retract"] = (
-        "in_place"  # what a new drafter does to running requests
-    )
-    arguments: dict[str, str | int | float | bool] = Field(
-        default={}
-    )  # further arguments of SGLang's server, by its own names
-
-
-class EngineConfig(Config):
+class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
     kind: Literal["embedded", "scripted", "sglang"] = "embedded"
-    dtype: Literal["float32", "bfloat16"] = "float32"
     workers: int = Field(default=0, ge=0)  # 0: one per core
-    threads: int = Field(default=1, ge=1)  # per worker
-    max_batch: int = Field(default=64, ge=1)  # requests decoding at once in one worker
-    max_sequence_tokens: int = Field(default=512, ge=2)  # prompt and response together
-    prefill_tokens: int = Field(default=2048, ge=1)  # prompt tokens of one prefill
     script: str = ""  # JSON file of the scripted engine
     pin_cores: bool = False  # worker i runs on core i only
     ready_deadline_s: float = Field(default=180, gt=0)
@@ -98,7 +45,7 @@ class SpeculationConfig(Config):
 class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Precision = "bfloat16"
     share: float = Field(
         default=1.0, gt=0, le=1
     )  # of the training requests whose rows are captured
@@ -271,51 +218,37 @@ class GatewayConfig(ServiceConfig):
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     """Values of the engine's own settings class (see engines.SPECS), as JSON types.
 
-    Raises ConfigError.
+    Raises ConfigError; InvalidInput for a script that cannot be used.
     """
-    if config.features.layers and config.engine.kind != "embedded":
+    engine = config.engine
+    if config.features.layers and engine.kind != "embedded":
         raise ConfigError(
             "this engine cannot be told gateway.features.layers",
-            seen=config.engine.kind,
+            seen=engine.kind,
             allowed="embedded",
         )
-    if config.engine.kind == "scripted":
-        return _scripted_settings(config)
-    settings: dict[str, Any] = {
-        "model_dir": str(config.model_dir),
+    section = getattr(engine, engine.kind, None)
+    values = {
+        **engine.model_dump(mode="json", include=set(ModelSettings.model_fields)),
+        **(section.model_dump(mode="json") if section is not None else {}),
         "drafter": config.drafter,
-        "dtype": config.engine.dtype,
-        "threads": config.engine.threads,
-        "max_batch": config.engine.max_batch,
-        "max_sequence_tokens": config.engine.max_sequence_tokens,
-        "prefill_tokens": config.engine.prefill_tokens,
         "bandit": config.speculation.bandit.model_dump(mode="json"),
         "seed": config.run.seed,
         "features_dtype": config.features.dtype,
-    }
-    if config.speculation.arms:
-        settings["arms"] = list(config.speculation.arms)
-    if config.engine.kind == "sglang":
-        return settings | config.engine.sglang.model_dump(mode="json")
-    features = {
         "rejected_rows": config.features.rejected,
         "capture_inner": list(config.features.layers),
     }
-    return settings | config.engine.embedded.model_dump(mode="json") | features
+    if config.speculation.arms:
+        values["arms"] = list(config.speculation.arms)
+    values |= _script(config) if engine.kind == "scripted" else {"model_dir": str(config.model_dir)}
+    spec: type[Config] = pkgutil.resolve_name(SPECS[engine.kind])
+    return {name: values[name] for name in spec.model_fields if name in values}
 
 
-def _scripted_settings(config: GatewayConfig) -> dict[str, Any]:
+def _script(config: GatewayConfig) -> dict[str, Any]:
+    """What the scripted engine replays; its file may overrule the settings."""
     from rollout_gateway.testing.scripted.script import read_script
 
-    settings = read_script(Path(config.engine.script)) if config.engine.script else {}
-    settings = {
-        "max_batch": config.engine.max_batch,
-        "max_sequence_tokens": config.engine.max_sequence_tokens,
-        "tokenizer": str(Path(config.tokenizer or config.model) / "tokenizer.json"),
-        "features_dtype": config.features.dtype,
-        "bandit": config.speculation.bandit.model_dump(mode="json"),
-        **settings,
-    }
-    if config.speculation.arms:
-        settings["arms"] = list(config.speculation.arms)
-    return settings
+    tokenizer = Path(config.tokenizer or config.model) / "tokenizer.json"
+    script = read_script(Path(config.engine.script)) if config.engine.script else {}
+    return {"tokenizer": str(tokenizer), **script}

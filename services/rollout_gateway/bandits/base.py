@@ -10,27 +10,29 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from paceline.config import Config
 from paceline.trajectory import Target
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
-class BanditSettings(BaseModel):
-    """Which bandit and how it remembers."""
+class BanditConfig(Config):
+    """Which bandit chooses the arm of a round, and how it remembers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: str = "epsilon_greedy"
+    kind: str = "epsilon_greedy"  # or ucb, thompson, beg, cost_model
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
     window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
     groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
-    share_positions: bool = (
-        True  # cost_model: chains of one drafter are one chain, cut at different lengths
-    )
-    watchdog_rounds: int = Field(
-        default=20, ge=0
-    )  # without acceptance, then a drafter is dead; 0: never
+    # Rounds without acceptance, then a drafter is dead; 0: never.
+    watchdog_rounds: int = Field(default=20, ge=0)
+
+
+class BanditSettings(BanditConfig):
+    """With what the engine alone decides."""
+
+    # cost_model: chains of one drafter are one chain, cut at different lengths.
+    share_positions: bool = True
 
 
 class RowFacts(NamedTuple):

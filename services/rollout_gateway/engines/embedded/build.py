@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from paceline.models.compiled import compiled_finish
-from paceline.models.config import read_config
+from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.speculators import CaptureSpec, SpeculatorSetup
-from paceline.trajectory import VersionSet
 from rollout_gateway.bandits import COST_MODEL
 from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.arms import slack
+from rollout_gateway.engines.embedded.arms import Arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.drafters import Drafters
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
+from rollout_gateway.engines.embedded.kinds import Kinds, engine_arms, engine_kinds
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.profile import profile
@@ -47,44 +47,12 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     kinds = engine_kinds(spec)
     arms = engine_arms(spec, kinds)
     capacity = admission.max_sequence_tokens + slack(arms.values())
-    source = Path(spec.policy_path) if spec.policy_path else model_dir
-
-    def load(path: Path) -> DecoderWeights:
-        weights = build_weights(
-            config,
-            read_tensors(path),
-            dtype=DTYPES[spec.dtype],
-            positions=capacity,
-            int8=spec.quantize == "int8",
-        )
-        return replace(weights, finish=compiled_finish()) if spec.compile else weights
-
-    policy = load(source)
+    load = _policy_loader(spec, config, capacity)
+    policy = load(model_dir)
     with torch.inference_mode():
-        setup = SpeculatorSetup(
-            policy,
-            spec.max_batch,
-            capacity,
-            policy.head.dtype,
-            spec.seed,
-            layers=CaptureSpec(inner).layers,
-        )
-        used = {arm.speculator for arm in arms.values()}
-        speculation = Speculation(spec, arms, Drafters(kinds, used, setup, spec.drafter_path))
-        # A captured prompt that is reused takes its rows from kept states.
-        keep_hidden = speculation.drafters.needs_hidden or (
-            sink is not None and spec.prefix_slots > 0
-        )
-        store = SlotStore(
-            policy,
-            spec.max_batch + spec.prefix_slots,
-            capacity,
-            keep_hidden=keep_hidden,
-            inner=inner,
-        )
-    weights = EngineWeights(
-        policy, speculation, VersionSet(spec.seq, spec.policy_version, spec.drafter_version), load
-    )
+        speculation = Speculation(spec, arms, _drafters(spec, kinds, arms, policy, capacity, inner))
+        store = _store(spec, speculation, policy, capacity, inner, captured=sink is not None)
+    weights = EngineWeights(policy, speculation, load)
 
     def engine(rows: RowSink | None) -> EmbeddedEngine:
         return EmbeddedEngine(
@@ -103,3 +71,55 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
         speculation.measuring = True
         speculation.prime(profile(engine(None), speculation.served, spec.max_batch))
     return engine(sink)
+
+
+def _policy_loader(
+    spec: EmbeddedSpec, config: ModelConfig, positions: int
+) -> Callable[[Path], DecoderWeights]:
+    """Reads a version of the policy, as the engine serves it."""
+
+    def load(path: Path) -> DecoderWeights:
+        weights = build_weights(
+            config,
+            read_tensors(path),
+            dtype=DTYPES[spec.dtype],
+            positions=positions,
+            int8=spec.quantize == "int8",
+        )
+        return replace(weights, finish=compiled_finish()) if spec.compile else weights
+
+    return load
+
+
+def _drafters(
+    spec: EmbeddedSpec,
+    kinds: Kinds,
+    arms: dict[str, Arm],
+    policy: DecoderWeights,
+    capacity: int,
+    inner: tuple[int, ...],
+) -> Drafters:
+    setup = SpeculatorSetup(
+        policy,
+        spec.max_batch,
+        capacity,
+        policy.head.dtype,
+        spec.seed,
+        layers=CaptureSpec(inner).layers,
+    )
+    return Drafters(kinds, {arm.speculator for arm in arms.values()}, setup)
+
+
+def _store(
+    spec: EmbeddedSpec,
+    speculation: Speculation,
+    policy: DecoderWeights,
+    capacity: int,
+    inner: tuple[int, ...],
+    *,
+    captured: bool,
+) -> SlotStore:
+    # A captured prompt that is reused takes its rows from kept states.
+    keep_hidden = speculation.drafters.needs_hidden or (captured and spec.prefix_slots > 0)
+    slots = spec.max_batch + spec.prefix_slots
+    return SlotStore(policy, slots, capacity, keep_hidden=keep_hidden, inner=inner)

@@ -38,11 +38,8 @@ class DrafterVersion:
 class Drafters:
     """Speculators by name, and versions of the trained ones."""
 
-    def __init__(
-        self, kinds: Kinds, used: Collection[str], setup: SpeculatorSetup, path: str
-    ) -> None:
-        """used: speculators that arms name; others are not built. path: version to begin with;
-        empty: the configured.
+    def __init__(self, kinds: Kinds, used: Collection[str], setup: SpeculatorSetup) -> None:
+        """used: speculators that arms name; others are not built.
 
         Raises ConfigError, InvalidInput, WeightsError or DataLoss.
         """
@@ -53,9 +50,7 @@ class Drafters:
         self.serving = ""
         """Name of the trained kind that drafts; empty: none yet."""
         self.live: dict[str, Speculator] = {}
-        if path:
-            self._place(self._beside(self._kind_of(Path(path)), Path(path)))
-        elif kinds.configured in self._kinds.trained:
+        if kinds.configured in self._kinds.trained:
             self._place(
                 DrafterVersion(
                     kinds.configured, self._built(kinds.configured, kinds.directory), None

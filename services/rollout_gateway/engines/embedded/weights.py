@@ -25,12 +25,11 @@ class EngineWeights:
         self,
         policy: DecoderWeights,
         speculation: Speculation,
-        versions: VersionSet,
         load_policy: Callable[[Path], DecoderWeights],
     ) -> None:
         """load_policy reads another version of the policy, as the engine serves it."""
         self.policy = policy
-        self.versions = versions
+        self.versions = VersionSet()
         self._speculation = speculation
         self._load_policy = load_policy
         self._prepared: dict[Target, dict[int, object]] = {Target.POLICY: {}, Target.DRAFTER: {}}

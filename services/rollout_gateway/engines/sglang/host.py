@@ -101,8 +101,6 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
         values["base_gpu_id"] = worker_index * spec.tensor_parallel_size
         if spec.memory_saver:
             values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
-        if spec.max_total_tokens:
-            values["max_total_tokens"] = spec.max_total_tokens
     else:
         values |= cpu_arguments(spec)
     return values | speculation(spec) | spec.arguments
@@ -116,8 +114,7 @@ def cpu_arguments(spec: SGLangSpec) -> dict[str, Any]:
     return {
         "device": "cpu",
         "disable_cuda_graph": True,
-        "max_total_tokens": spec.max_total_tokens
-        or spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
+        "max_total_tokens": spec.max_batch * (spec.max_sequence_tokens + KV_MARGIN),
         **dict.fromkeys((*backends, "speculative_draft_attention_backend"), "intel_amx"),
     }
 

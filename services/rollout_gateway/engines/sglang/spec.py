@@ -1,4 +1,4 @@
-"""Settings of the SGLang engine.
+"""Names the settings of the SGLang engine.
 
 Imports neither torch nor SGLang, so that the gateway can check them.
 """
@@ -9,10 +9,11 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from paceline.config import Config
 from paceline.errors import ConfigError
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.engines.settings import ModelSpec
 
 OFF = "off"
 WITHOUT_DIRECTORY = (OFF, "ngram", "eagle")
@@ -32,38 +33,23 @@ own.
 """
 
 
-class SGLangSpec(BaseModel):
+class SGLangConfig(Config):
+    """What only the SGLang engine has."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
+    tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs of one worker
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)  # of each GPU, for weights and KV cache
+    memory_saver: bool = False  # weights and KV cache can be released between steps (GPU)
+    # What a new drafter does to running requests.
+    drafter_swap: Literal["in_place", "retract"] = "in_place"
+    # Further arguments of SGLang's server, by its own names; they come last.
+    arguments: dict[str, str | int | float | bool] = Field(default={})
+
+
+class SGLangSpec(SGLangConfig, ModelSpec):
     """What one SGLang engine serves and how. One engine serves one speculator."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model_dir: str  # Hugging Face checkpoint directory
-    # "off" | "ngram" | "eagle" (fresh from the seed) | directory of an EAGLE(-3) checkpoint
-    drafter: str = "ngram"
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
-    threads: int = Field(1, ge=1)  # on a CPU
-    tensor_parallel_size: int = Field(1, ge=1)
-    memory_fraction: float = Field(0.4, gt=0, lt=1)  # of the GPU, for weights and KV cache
-    max_batch: int = Field(64, ge=1)  # requests decoding at once
-    max_sequence_tokens: int = Field(
-        512, ge=2
-    )  # prompt and response; at most the model's context less two
-    prefill_tokens: int = Field(2048, ge=16)  # prompt tokens of one prefill chunk
-    max_total_tokens: int = Field(
-        0, ge=0
-    )  # KV slots; 0: max_batch * max_sequence_tokens on a CPU, SGLang's on a GPU
-    arms: tuple[str, ...] = ()  # empty: the speculator's default
-    bandit: BanditSettings = Field(default_factory=BanditSettings)
-    seed: int = 0
-    features_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of captured hidden rows
-    drafter_swap: Literal["in_place", "retract"] = (
-        "in_place"  # what a drafter update does to running requests
-    )
-    memory_saver: bool = False  # weights and KV cache can be released (GPU)
-    arguments: dict[str, str | int | float | bool] = Field(
-        default_factory=dict
-    )  # further arguments of SGLang's server
+    prefill_tokens: int = Field(default=2048, ge=16)  # SGLang's chunks are no shorter
 
     @property
     def speculator(self) -> str:

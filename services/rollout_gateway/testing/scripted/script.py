@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from paceline.errors import InvalidInput
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.engines.settings import BatchSettings, RunValues
 
 
 class Clock(Protocol):
@@ -100,23 +100,18 @@ class Reply(BaseModel):
         return pattern
 
 
-class ScriptedSpec(BaseModel):
+class ScriptedSpec(BatchSettings, RunValues):
     """Settings.
 
     A prompt without a Line or a Reply gets a response drawn from hash(prompt, seed).
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     script: tuple[Line, ...] = ()  # these come first
     replies: tuple[Reply, ...] = ()  # the first that matches answers
-    reply_window_chars: int = Field(
-        default=4096, ge=1
-    )  # end of a prompt in which patterns are searched
+    # End of a prompt in which patterns are searched.
+    reply_window_chars: int = Field(default=4096, ge=1)
     vocab_size: int = 320
     hidden_size: int = 8
-    max_sequence_tokens: int = 512
-    max_batch: int = 64
     eos_token_id: int = 1
     response_tokens: tuple[int, int] = (4, 32)  # bounds of unscripted responses, eos included
     tokenizer: str = ""  # tokenizer.json; needed only for stop strings and replies
@@ -130,9 +125,6 @@ class ScriptedSpec(BaseModel):
     default_cost_s: float = 1e-3  # of arms without costs
     real_time: bool = False
     fault_token: int | None = None  # a round over a prompt that holds this token raises
-    bandit: BanditSettings = Field(default_factory=BanditSettings)
-    seed: int = 0
-    features_dtype: str = "bfloat16"  # "bfloat16" | "float32"
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:

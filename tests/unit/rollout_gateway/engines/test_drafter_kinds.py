@@ -248,15 +248,6 @@ def test_an_engine_without_a_drafter_of_its_own_serves_the_kind_that_is_committe
     assert engine.load.speculation.accepted_tokens > before
 
 
-def test_a_restarted_engine_begins_with_the_kind_of_the_spooled_version(
-    target: tuple[Path, PreTrainedModel],
-) -> None:
-    folder, _ = target
-    engine = build(folder, drafter_path=str(folder / "twin"), drafter_version=4, seq=2)
-    engine.force_arm("twin:3_1_4")
-    assert engine.versions == VersionSet(2, 0, 4)
-
-
 def test_a_version_without_config_is_of_the_configured_kind(
     target: tuple[Path, PreTrainedModel], expected: dict[int, tuple[int, ...]], tmp_path: Path
 ) -> None:
@@ -267,8 +258,6 @@ def test_a_version_without_config_is_of_the_configured_kind(
     commit(engine, tmp_path, 2)
     engine.force_arm("eagle:3_1_4")
     assert generate(engine, requests()) == expected
-    restarted = build(folder, drafter_path=str(tmp_path))
-    restarted.force_arm("eagle:3_1_4")
     with pytest.raises(InvalidInput, match=r"config\.json"):
         build(folder, drafter="ngram").prepare_weights(Target.DRAFTER, 1, tmp_path)
 

@@ -1,0 +1,50 @@
+"""Names the settings that engines share, each once: the gateway's section and the engine's own
+settings class are built from these.
+
+Imports no torch, so that the gateway can check them.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.config import Config
+from rollout_gateway.bandits import BanditSettings
+
+Precision = Literal["float32", "bfloat16"]
+
+
+class BatchSettings(Config):
+    """How much one worker takes at once; every engine has these."""
+
+    max_batch: int = Field(default=64, ge=1)  # requests decoding at once in one worker
+    # Prompt and response together; at most the model's context.
+    max_sequence_tokens: int = Field(default=512, ge=2)
+
+
+class ModelSettings(BatchSettings):
+    """How one worker runs a model."""
+
+    dtype: Precision = "float32"
+    threads: int = Field(default=1, ge=1)  # per worker
+    prefill_tokens: int = Field(default=2048, ge=1)  # prompt tokens of one prefill
+
+
+class RunValues(Config):
+    """What an engine takes from the gateway's other sections."""
+
+    arms: tuple[str, ...] = ()  # empty: the engine's default for its drafter
+    bandit: BanditSettings = BanditSettings()
+    seed: int = 0
+    features_dtype: Precision = "bfloat16"  # of captured hidden rows
+
+
+class ModelSpec(ModelSettings, RunValues):
+    """What every engine with a model is built from."""
+
+    model_dir: str  # Hugging Face checkpoint directory
+    # "off" | "ngram" | a trained kind, fresh from the seed, as far as the engine has it |
+    # "package.module:KIND" (embedded) | directory of a drafter's checkpoint
+    drafter: str = "ngram"
