@@ -1,7 +1,4 @@
-"""The Python SDK for agents, synchronous and asynchronous, over the gateway's HTTP API
-(docs/agents.md).
-
-It owns sessions, rewards, retries and typed answers; it runs no agent and tokenises nothing.
+"""Opens sessions, generates and rewards over the gateway's HTTP API, for agents (docs/agents.md).
 
     from paceline.client import Client
 
@@ -14,12 +11,14 @@ Of the control plane it imports paceline.errors alone, and httpx: an agent's pro
 and no torch.
 """
 
-from paceline.client.aio import AsyncChatStream, AsyncClient, AsyncSession
+from paceline.client.aio.client import AsyncClient
+from paceline.client.aio.session import AsyncChatStream, AsyncSession
 from paceline.client.answers import ChatAnswer, Sample, SessionInfo, Task, Tokens, ToolCall, Usage
 from paceline.client.deltas import Delta, ToolCallDelta
 from paceline.client.options import ChatOptions, Sampling
 from paceline.client.settings import Backoff
-from paceline.client.sync import ChatStream, Client, Session
+from paceline.client.sync.client import Client
+from paceline.client.sync.session import ChatStream, Session
 
 __all__ = [
     "AsyncChatStream",

@@ -1,7 +1,4 @@
-"""Every call of the gateway's HTTP API as a value.
-
-Owns paths, bodies and what may be asked twice; sends nothing.
-"""
+"""Spells every call of the gateway's HTTP API as a value: path, body, what may be asked twice."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ MESSAGE_CHARACTERS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[T]):
+class GatewayCall(Generic[T]):
     """One call. `repeatable`: asking again after a lost answer does no harm."""
 
     method: str
@@ -45,6 +42,7 @@ class Call(Generic[T]):
     deadline_s: float | None = None  # None: the client's
     extra_s: float = 0.0  # added to the client's deadline: what the call waits by design
     accepts: tuple[int, ...] = ()  # statuses besides 200 and 201 that are answers
+    ends_as: tuple[str, ...] = ()  # states of the session, any of which is what was asked for
 
     def content(self) -> bytes | None:
         """The body as bytes. Raises InvalidInput for what JSON cannot say."""
@@ -56,14 +54,14 @@ class Call(Generic[T]):
             raise InvalidInput(f"the body of {self.path} is not JSON: {error}") from error
 
 
-def health() -> Call[Json]:
+def health() -> GatewayCall[Json]:
     """503 is an answer too: {"status": "starting"}."""
-    return Call("GET", "/health", dict_of, accepts=(503,))
+    return GatewayCall("GET", "/health", dict_of, accepts=(503,))
 
 
-def models() -> Call[tuple[str, ...]]:
+def models() -> GatewayCall[tuple[str, ...]]:
     """Names of the models served."""
-    return Call(
+    return GatewayCall(
         "GET", "/v1/models", lambda data: tuple(need(one, "id", str) for one in _list(data, "data"))
     )
 
@@ -96,36 +94,36 @@ def current(api_key: str) -> OpenedSession:
     return OpenedSession("current", api_key, "", None)
 
 
-def open_session(about: Mapping[str, Any]) -> Call[OpenedSession]:
+def open_session(about: Mapping[str, Any]) -> GatewayCall[OpenedSession]:
     """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its
     time-out.
     """
-    return Call("POST", "/v1/sessions", _opened, body=about)
+    return GatewayCall("POST", "/v1/sessions", _opened, body=about)
 
 
-def claim(wait_s: float, timeout_s: float | None) -> Call[OpenedSession | None]:
+def claim(wait_s: float, timeout_s: float | None) -> GatewayCall[OpenedSession | None]:
     """A session for the next task of the run; None when none came within `wait_s`."""
     body = given({"claim": True, "wait_s": wait_s, "timeout_s": timeout_s})
 
     def read(data: Json | None) -> OpenedSession | None:
         return None if data is None else OpenedSession.read(data)
 
-    return Call("POST", "/v1/sessions", read, body=body, accepts=(204,), extra_s=wait_s)
+    return GatewayCall("POST", "/v1/sessions", read, body=body, accepts=(204,), extra_s=wait_s)
 
 
-def session_info(session_id: str, key: str = "") -> Call[SessionInfo]:
+def session_info(session_id: str, key: str = "") -> GatewayCall[SessionInfo]:
     """Where a session stands."""
-    return Call("GET", _path(session_id), _info, key)
+    return GatewayCall("GET", _path(session_id), _info, key)
 
 
-def export_tree(session_id: str, key: str = "") -> Call[Json]:
+def export_tree(session_id: str, key: str = "") -> GatewayCall[Json]:
     """The message tree."""
-    return Call("GET", _path(session_id, "/export?form=tree"), dict_of, key)
+    return GatewayCall("GET", _path(session_id, "/export?form=tree"), dict_of, key)
 
 
-def export_samples(session_id: str, key: str = "") -> Call[tuple[Sample, ...]]:
+def export_samples(session_id: str, key: str = "") -> GatewayCall[tuple[Sample, ...]]:
     """What is or would be trained."""
-    return Call(
+    return GatewayCall(
         "GET",
         _path(session_id, "/export?form=samples"),
         lambda data: tuple(Sample.read(one) for one in _list(data, "samples")),
@@ -139,12 +137,12 @@ def reward(
     completion_id: str | None = None,
     accumulate: bool = False,
     key: str = "",
-) -> Call[SessionInfo]:
+) -> GatewayCall[SessionInfo]:
     """A reward of the session or of one turn.
 
     The idempotency key is made here, once for all attempts.
     """
-    return Call(
+    return GatewayCall(
         "POST",
         _path(session_id, "/reward"),
         _info,
@@ -155,32 +153,39 @@ def reward(
 
 def reward_completion(
     completion_id: str, value: float, accumulate: bool = False
-) -> Call[SessionInfo]:
+) -> GatewayCall[SessionInfo]:
     """A reward of a turn whose session the caller does not know."""
-    return Call("POST", "/v1/rewards", _info, body=_reward_body(value, completion_id, accumulate))
+    return GatewayCall(
+        "POST", "/v1/rewards", _info, body=_reward_body(value, completion_id, accumulate)
+    )
 
 
-def complete(session_id: str, value: float | None = None, key: str = "") -> Call[SessionInfo]:
+def complete(
+    session_id: str, value: float | None = None, key: str = ""
+) -> GatewayCall[SessionInfo]:
     """End a session. Slow: a task of the run is scored by its rule before the answer comes."""
     body = {} if value is None else {"reward": finite(value)}
-    return Call("POST", _path(session_id, "/complete"), _info, key, body, slow=True)
+    ends_as = ("final", "unscored")
+    return GatewayCall(
+        "POST", _path(session_id, "/complete"), _info, key, body, slow=True, ends_as=ends_as
+    )
 
 
-def abort(session_id: str, key: str = "") -> Call[SessionInfo]:
+def abort(session_id: str, key: str = "") -> GatewayCall[SessionInfo]:
     """End a session; nothing of it is trained."""
-    return Call("POST", _path(session_id, "/abort"), _info, key, {})
+    return GatewayCall("POST", _path(session_id, "/abort"), _info, key, {}, ends_as=("aborted",))
 
 
 def fail(
     session_id: str, reason: Literal["infra", "data"], message: str = "", key: str = ""
-) -> Call[SessionInfo]:
+) -> GatewayCall[SessionInfo]:
     """End a session that could not be played to its end."""
     if reason not in FAIL_REASONS:
         raise InvalidInput(
             "unknown reason of a failure", seen=repr(reason), allowed=", ".join(FAIL_REASONS)
         )
     body = {"reason": reason, "message": message[:MESSAGE_CHARACTERS]}
-    return Call("POST", _path(session_id, "/fail"), _info, key, body)
+    return GatewayCall("POST", _path(session_id, "/fail"), _info, key, body, ends_as=("failed",))
 
 
 def chat(
@@ -189,7 +194,7 @@ def chat(
     key: str,
     *,
     stream: bool = False,
-) -> Call[ChatAnswer]:
+) -> GatewayCall[ChatAnswer]:
     """One assistant message, whole or streamed."""
     body = {**body_fields(options, CHAT_OPTIONS), "messages": list(messages)}
     if stream:
@@ -199,7 +204,9 @@ def chat(
     )
 
 
-def generate(prompt: str | Sequence[int], options: Mapping[str, Any], key: str) -> Call[Tokens]:
+def generate(
+    prompt: str | Sequence[int], options: Mapping[str, Any], key: str
+) -> GatewayCall[Tokens]:
     """One completion with its token ids and log-probs."""
     asked = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
     body = {
@@ -236,10 +243,10 @@ def dict_of(data: Json | None) -> Json:
 
 def _generation(
     path: str, read: Callable[[Json], T], key: str, body: Json, deadline_s: float | None
-) -> Call[T]:
+) -> GatewayCall[T]:
     if deadline_s is not None:
         check_seconds("deadline_s", deadline_s)
-    return Call(
+    return GatewayCall(
         "POST",
         path,
         lambda data: read(dict_of(data)),

@@ -1,4 +1,4 @@
-"""What happens on the way to an answer, without I/O: attempts, waits, deadlines, lost answers.
+"""Decides attempts, waits, deadlines and what a lost answer means, without I/O.
 
 A flow is a generator. It yields what to do (`Send`, `Pause`), is sent what came of it, and returns
 the result. The synchronous and the asynchronous client carry out the same flows; neither decides
@@ -14,10 +14,11 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeAlias, TypeVar
 
-from paceline.client.answers import Json, SessionInfo, documented_shape
-from paceline.client.calls import Call
+from paceline.client import calls
+from paceline.client.answers import Json, OpenedSession, SessionInfo, documented_shape
+from paceline.client.calls import GatewayCall
 from paceline.client.failures import error_of
-from paceline.client.settings import Backoff, Settings, check_seconds
+from paceline.client.settings import Backoff, ClientSettings, check_seconds
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -31,6 +32,9 @@ REFUSED_UNBEGUN = (429, 503)
 """The gateway says so before it begins."""
 LOST_ON_THE_WAY = (502, 504)
 """A proxy lost the answer: the gateway may have done what was asked."""
+LONG_POLL_S = 30.0
+EARLY_S = 1.0
+"""A gateway that answers "no task" without waiting is asked again after so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """An answer came. A streamed one of status 200 has no body here."""
 
     status: int
@@ -71,7 +75,7 @@ class Lost:
 
 
 Step: TypeAlias = Send | Pause
-Outcome: TypeAlias = Answer | Lost | None
+Outcome: TypeAlias = HttpAnswer | Lost | None
 Flow: TypeAlias = Generator[Step, Outcome, T]
 
 
@@ -79,14 +83,14 @@ Flow: TypeAlias = Generator[Step, Outcome, T]
 class Attempts:
     """The attempts of one call so far."""
 
-    call: Call[Any]
+    call: GatewayCall[Any]
     deadline_s: float
     backoff: Backoff
     number: int = 0
     doubt: bool = False  # an answer was lost: the gateway may have done what was asked
     earlier: PacelineError | None = None  # what the attempt before was told
 
-    def wait_s(self, outcome: Answer | Lost) -> float | None:
+    def wait_s(self, outcome: HttpAnswer | Lost) -> float | None:
         """Seconds until the next attempt; None: there must be none."""
         if isinstance(outcome, Lost):
             self.doubt |= outcome.sent
@@ -100,7 +104,7 @@ class Attempts:
         )
         return self.backoff.wait_s(self.number, retry_after_s(outcome.headers)) if again else None
 
-    def error(self, outcome: Answer | Lost) -> PacelineError:
+    def error(self, outcome: HttpAnswer | Lost) -> PacelineError:
         """What the caller is told when this was the last attempt."""
         error = (
             self._lost(outcome)
@@ -133,7 +137,7 @@ class Attempts:
         return error
 
 
-def ask(call: Call[T], settings: Settings) -> Flow[T]:
+def ask(call: GatewayCall[T], settings: ClientSettings) -> Flow[T]:
     """Send until there is an answer, and read it.
 
     Raises the error the gateway answered; Unavailable when it cannot be reached; DeadlineExceeded
@@ -144,7 +148,7 @@ def ask(call: Call[T], settings: Settings) -> Flow[T]:
 
 
 def ending(
-    call: Call[SessionInfo], look: Call[SessionInfo], states: tuple[str, ...], settings: Settings
+    call: GatewayCall[SessionInfo], look: GatewayCall[SessionInfo], settings: ClientSettings
 ) -> Flow[SessionInfo]:
     """End a session.
 
@@ -157,18 +161,38 @@ def ending(
         if not attempts.doubt:
             raise
         info = yield from ask(look, settings)
-        if info.state not in states:
+        if info.state not in call.ends_as:
             raise
         return info
     return _read(call, answer)
 
 
-def opening(call: Call[Any], settings: Settings) -> Flow[None]:
+def opening(call: GatewayCall[Any], settings: ClientSettings) -> Flow[None]:
     """Send until a stream begins; the driver keeps the stream."""
     yield from answered(_attempts(call, settings), settings)
 
 
-def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
+def next_task(
+    timeout_s: float, session_timeout_s: float | None, settings: ClientSettings
+) -> Flow[OpenedSession | None]:
+    """A session for the next task; None when none came for `timeout_s`.
+
+    Raises as `ask` does.
+    """
+    clock = settings.backoff.clock
+    end = clock() + check_seconds("timeout_s", timeout_s)
+    while (asked := clock()) < end:
+        wait_s = min(LONG_POLL_S, end - asked)
+        opened = yield from ask(calls.claim(wait_s, session_timeout_s), settings)
+        if opened is not None:
+            return opened
+        early = asked + min(EARLY_S, wait_s) - clock()
+        if early > 0:
+            yield Pause(early)
+    return None
+
+
+def answered(attempts: Attempts, settings: ClientSettings) -> Flow[HttpAnswer]:
     """Attempts until one is answered well. Raises as `ask` does."""
     call, clock = attempts.call, attempts.backoff.clock
     content, headers = call.content(), _headers(call, settings)
@@ -177,7 +201,7 @@ def answered(attempts: Attempts, settings: Settings) -> Flow[Answer]:
         attempts.number += 1
         outcome = yield Send(call.method, call.path, headers, content, max(end - clock(), 0.001))
         assert outcome is not None
-        if isinstance(outcome, Answer) and outcome.status in (200, 201, *call.accepts):
+        if isinstance(outcome, HttpAnswer) and outcome.status in (200, 201, *call.accepts):
             return outcome
         wait = attempts.wait_s(outcome)
         error = attempts.error(outcome)
@@ -202,7 +226,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return max((when - datetime.now(UTC)).total_seconds(), 0.0)
 
 
-def _attempts(call: Call[Any], settings: Settings) -> Attempts:
+def _attempts(call: GatewayCall[Any], settings: ClientSettings) -> Attempts:
     default = settings.generation_deadline_s if call.slow else settings.deadline_s
     deadline_s = (
         default + call.extra_s
@@ -212,7 +236,7 @@ def _attempts(call: Call[Any], settings: Settings) -> Attempts:
     return Attempts(call, deadline_s, settings.backoff)
 
 
-def _headers(call: Call[Any], settings: Settings) -> dict[str, str]:
+def _headers(call: GatewayCall[Any], settings: ClientSettings) -> dict[str, str]:
     key = call.key or settings.token
     headers = {"accept": "application/json"}
     if key:
@@ -222,12 +246,12 @@ def _headers(call: Call[Any], settings: Settings) -> dict[str, str]:
     return headers
 
 
-def _read(call: Call[T], answer: Answer) -> T:
+def _read(call: GatewayCall[T], answer: HttpAnswer) -> T:
     with documented_shape():
         return call.read(None if answer.status == 204 else _json(answer))
 
 
-def _json(answer: Answer) -> Json:
+def _json(answer: HttpAnswer) -> Json:
     try:
         data = json.loads(answer.body)
     except (ValueError, RecursionError) as error:

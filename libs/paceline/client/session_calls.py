@@ -1,27 +1,22 @@
-"""What a session is and asks, for both clients.
-
-Owns how a block's end becomes an end of the session; no I/O.
-"""
+"""Holds what a session is, and decides how it ends when its block is left; no I/O."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator
 
 import httpx
 
 from paceline.client import calls
 from paceline.client.answers import ChatAnswer, OpenedSession, SessionInfo, Task, Tokens
-from paceline.client.calls import Call
-from paceline.client.flows import Flow, ask, ending
-from paceline.client.settings import Settings
+from paceline.client.calls import GatewayCall
+from paceline.client.flows import Flow, ending
+from paceline.client.settings import ClientSettings
 from paceline.errors import (
     DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     InternalError,
-    InvalidInput,
     ResourceExhausted,
     Unavailable,
 )
@@ -48,7 +43,7 @@ class SessionCalls:
     task: Task | None
     """What to do, of a claimed session; None for one that the caller opened."""
 
-    def __init__(self, settings: Settings, opened: OpenedSession) -> None:
+    def __init__(self, settings: ClientSettings, opened: OpenedSession) -> None:
         self.id, self.group_id, self.task = opened.id, opened.group_id, opened.task
         self._settings = settings
         self._key = opened.api_key
@@ -88,50 +83,8 @@ class SessionCalls:
         """
         return {"api_key": self._key, "base_url": self.base_url}
 
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        options: Mapping[str, Any],
-        *,
-        stream: bool = False,
-    ) -> Call[ChatAnswer]:
-        return calls.chat(messages, options, self._key, stream=stream)
-
-    def _generate(self, prompt: str | Sequence[int], options: Mapping[str, Any]) -> Call[Tokens]:
-        return calls.generate(prompt, options, self._key)
-
-    def _reward(
-        self, value: float, completion: ChatAnswer | Tokens | str | None, accumulate: bool
-    ) -> Flow[SessionInfo]:
-        turn = (
-            completion
-            if isinstance(completion, str) or completion is None
-            else completion.completion_id
-        )
-        return ask(calls.reward(self.id, value, turn, accumulate, self._key), self._settings)
-
-    def _info(self) -> Flow[SessionInfo]:
-        return ask(calls.session_info(self.id, self._key), self._settings)
-
-    def _export(self, form: str) -> Flow[Any]:
-        if form == "tree":
-            return ask(calls.export_tree(self.id, self._key), self._settings)
-        if form == "samples":
-            return ask(calls.export_samples(self.id, self._key), self._settings)
-        raise InvalidInput("unknown form of an export", seen=repr(form), allowed="tree, samples")
-
-    def _complete(self, reward: float | None = None) -> Flow[SessionInfo]:
-        return self._end(calls.complete(self.id, reward, self._key), ("final", "unscored"))
-
-    def _abort(self) -> Flow[SessionInfo]:
-        return self._end(calls.abort(self.id, self._key), ("aborted",))
-
-    def _fail(self, reason: Literal["infra", "data"], message: str) -> Flow[SessionInfo]:
-        return self._end(calls.fail(self.id, reason, message, self._key), ("failed",))
-
-    def _end(self, call: Call[SessionInfo], states: tuple[str, ...]) -> Flow[SessionInfo]:
-        look = calls.session_info(self.id, self._key)
-        info = yield from ending(call, look, states, self._settings)
+    def _end(self, call: GatewayCall[SessionInfo]) -> Flow[SessionInfo]:
+        info = yield from ending(call, calls.session_info(self.id, self._key), self._settings)
         self._ended = True
         return info
 
@@ -139,25 +92,26 @@ class SessionCalls:
         """How the session ends when its block is left by `error`; None when it has ended."""
         if self._ended or (isinstance(error, FailedPrecondition) and error.reason == ENDED):
             return None
-        call, states = self._verdict(error)
         deadline_s = min(CLOSING_S, self._settings.deadline_s)
-        return self._end(dataclasses.replace(call, deadline_s=deadline_s), states)
+        return self._end(dataclasses.replace(self._verdict(error), deadline_s=deadline_s))
 
-    def _verdict(self, error: BaseException) -> tuple[Call[SessionInfo], tuple[str, ...]]:
-        if not isinstance(
-            error, Exception
-        ):  # KeyboardInterrupt, CancelledError, SystemExit: nobody's fault
+    def _verdict(self, error: BaseException) -> GatewayCall[SessionInfo]:
+        # KeyboardInterrupt, CancelledError and SystemExit are nobody's fault.
+        if not isinstance(error, Exception):
             if self.task is None:
-                return calls.abort(self.id, self._key), ("aborted",)
-            return calls.fail(self.id, "infra", type(error).__name__, self._key), (
-                "failed",
-            )  # others may claim it
-        reason: Literal["infra", "data"] = (
-            "infra" if any(isinstance(one, _INFRA) for one in _causes(error)) else "data"
-        )
-        return calls.fail(self.id, reason, f"{type(error).__name__}: {error}", self._key), (
-            "failed",
-        )
+                return calls.abort(self.id, self._key)
+            # Another agent may claim the task.
+            return calls.fail(self.id, "infra", type(error).__name__, self._key)
+        infra = any(isinstance(one, _INFRA) for one in _causes(error))
+        said = f"{type(error).__name__}: {error}"
+        return calls.fail(self.id, "infra" if infra else "data", said, self._key)
+
+
+def turn_of(completion: ChatAnswer | Tokens | str | None) -> str | None:
+    """The id of a turn that was given as its answer, its tokens or its id."""
+    if completion is None or isinstance(completion, str):
+        return completion
+    return completion.completion_id
 
 
 def not_ended(session: SessionCalls, failure: Exception) -> str:

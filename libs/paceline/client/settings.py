@@ -47,7 +47,7 @@ class Backoff:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ClientSettings:
     """Checked settings of a client."""
 
     base_url: str  # scheme, host, port and perhaps a path; no /v1, no slash at the end
@@ -64,7 +64,7 @@ class Settings:
         deadline_s: float = DEADLINE_S,
         generation_deadline_s: float = GENERATION_DEADLINE_S,
         backoff: Backoff | None = None,
-    ) -> Settings:
+    ) -> ClientSettings:
         """Check and complete. Raises InvalidInput."""
         given = os.environ.get(TOKEN_ENV, "") if token is None else token
         check_header(given, "token")

@@ -17,9 +17,8 @@ from unit.client.scripted_gateway import ScriptedGateway, listening, reply, serv
 from paceline.client import AsyncClient, Backoff, Client
 from paceline.client.answers import OpenedSession
 from paceline.client.calls import claim, complete, generate, reward
-from paceline.client.claims import next_task
-from paceline.client.flows import Answer, Flow, Lost, Pause, Send, ask, retry_after_s
-from paceline.client.settings import Settings
+from paceline.client.flows import Flow, HttpAnswer, Lost, Pause, Send, ask, next_task, retry_after_s
+from paceline.client.settings import ClientSettings
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
 from paceline.local.patience import patient
 
@@ -77,7 +76,7 @@ def test_importing_the_client_is_timed_and_told(record_property: Any) -> None:
     ],
 )
 def test_a_base_url_is_taken_with_and_without_v1(given: str, root: str) -> None:
-    assert Settings.of(given, "").base_url == root
+    assert ClientSettings.of(given, "").base_url == root
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ async def test_no_repr_shows_a_token_or_a_key(
 ) -> None:
     session = await client.session()
     opened = OpenedSession("s1", "key-of-s1", "", None)
-    settings = Settings.of("http://h", "gateway-token")
+    settings = ClientSettings.of("http://h", "gateway-token")
     call = complete("s1", key="key-of-s1")
     send = next(ask(call, settings))
     shown = repr(
@@ -130,8 +129,8 @@ async def test_no_repr_shows_a_token_or_a_key(
     assert "gateway-token" not in shown
     assert repr(AsyncClient("http://h", "x")) == "AsyncClient('http://h')"
     monkeypatch.setenv("PACELINE_TOKEN", "from-the-environment")
-    assert Settings.of("http://h", None).token == "from-the-environment"
-    assert Settings.of("http://h", "").token == ""
+    assert ClientSettings.of("http://h", None).token == "from-the-environment"
+    assert ClientSettings.of("http://h", "").token == ""
 
 
 def openssl(directory: Path, *arguments: str) -> None:
@@ -182,13 +181,13 @@ class Clock:
     def __call__(self) -> float:
         return self.now
 
-    def settings(self, deadline_s: float) -> Settings:
-        return Settings.of(
+    def settings(self, deadline_s: float) -> ClientSettings:
+        return ClientSettings.of(
             "http://h", "", deadline_s, deadline_s, Backoff(draw=lambda: 1.0, clock=self)
         )
 
     def play(
-        self, flow: Flow[Any], *outcomes: Answer | Lost, each_s: float = 0.0
+        self, flow: Flow[Any], *outcomes: HttpAnswer | Lost, each_s: float = 0.0
     ) -> tuple[list[float], Any]:
         """The pauses of a flow whose attempts end so, and its result or error."""
         left, pauses, outcome = list(outcomes), [], None
@@ -207,8 +206,10 @@ class Clock:
             return pauses, error
 
 
-def refused(status: int, **headers: str) -> Answer:
-    return Answer(status, {name.replace("_", "-"): value for name, value in headers.items()}, b"")
+def refused(status: int, **headers: str) -> HttpAnswer:
+    return HttpAnswer(
+        status, {name.replace("_", "-"): value for name, value in headers.items()}, b""
+    )
 
 
 def test_waits_double_up_to_their_limit_and_stop_before_the_deadline() -> None:

@@ -1,22 +1,29 @@
-"""What both drivers share: how httpx is set up, what its errors mean, how much they read.
+"""Sets httpx up, sends one request with a deadline, and reads what its errors mean.
 
-Decides nothing.
+What asyncio and blocking calls do differently stands here twice, side by side: a deadline of
+asyncio cancels, one of a blocking call needs a time-out for every phase and a timer.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    contextmanager,
+    nullcontext,
+)
 from socket import SHUT_RDWR, socket
 from threading import Timer
 from typing import Any
 
 import httpx
 
-from paceline.client.flows import Lost
-from paceline.client.settings import KEEPALIVE_S, MAX_CONNECTIONS, Settings
+from paceline.client.flows import Lost, Send
+from paceline.client.settings import KEEPALIVE_S, MAX_CONNECTIONS, ClientSettings
 from paceline.errors import DataLoss, DeadlineExceeded, PacelineError, Unavailable
 
 MAX_ANSWER_BYTES = 256 << 20
@@ -29,7 +36,7 @@ _NOT_SENT = (
 )
 
 
-def http_options(settings: Settings, verify: bool | ssl.SSLContext) -> dict[str, Any]:
+def http_options(settings: ClientSettings, verify: bool | ssl.SSLContext) -> dict[str, Any]:
     """Arguments of httpx.Client and httpx.AsyncClient.
 
     Redirects are not followed: they would carry the key away.
@@ -68,6 +75,36 @@ def broken_off(cause: Exception | None, *, late: bool) -> PacelineError:
         )
     error.__cause__ = cause
     return error
+
+
+def async_until(end: float) -> asyncio.Timeout:
+    """Around what awaits: raises TimeoutError at `end`."""
+    return asyncio.timeout(end - time.monotonic())
+
+
+def until(end: float) -> AbstractContextManager[None]:
+    """Around what blocks: `exchange` has bounded it already."""
+    return nullcontext()
+
+
+def async_exchange(
+    http: httpx.AsyncClient, send: Send, end: float
+) -> AbstractAsyncContextManager[httpx.Response]:
+    """A response whose head has come; `async_until` bounds it."""
+    return http.stream(send.method, send.path, headers=dict(send.headers), content=send.content)
+
+
+@contextmanager
+def exchange(http: httpx.Client, send: Send, end: float) -> Iterator[httpx.Response]:
+    """A response whose head has come and whose body ends by `end`."""
+    headers, extensions = dict(send.headers), {"timeout": TimeLeft(end)}
+    with (
+        http.stream(
+            send.method, send.path, headers=headers, content=send.content, extensions=extensions
+        ) as response,
+        cut_off(response, end),
+    ):
+        yield response
 
 
 class TimeLeft(dict[str, float]):

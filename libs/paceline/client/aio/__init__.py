@@ -1,0 +1,1 @@
+"""The client for asyncio. paceline/client/sync is generated from this folder: `make client`."""

@@ -1,0 +1,143 @@
+"""Opens sessions at a gateway and asks what belongs to no session."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from paceline.client import calls
+from paceline.client.aio.opening import awaited_or_entered
+from paceline.client.aio.session import AsyncSession
+from paceline.client.aio.wire import AsyncWire
+from paceline.client.answers import Json, OpenedSession, SessionInfo
+from paceline.client.flows import LONG_POLL_S, next_task
+from paceline.client.settings import (
+    DEADLINE_S,
+    GENERATION_DEADLINE_S,
+    Backoff,
+    ClientSettings,
+    verification,
+)
+
+
+class AsyncClient:
+    """A gateway's client. One for a process is enough.
+
+    Threads may share `Client` and its sessions, not a ChatStream. `AsyncClient` has the same names,
+    awaitable; it belongs to the event loop of its first call, whose tasks may share it.
+
+    `token` is the gateway's; None reads $PACELINE_TOKEN. `verify` and `ca` (a PEM file) say whom
+    TLS trusts; a context may hold a certificate of your own. Deadlines are seconds for a whole
+    call, retries and waits included.
+
+    Calls raise errors of `paceline.errors`: InvalidInput (UNAUTHENTICATED for a wrong key),
+    NotFound, FailedPrecondition (SESSION_ENDED, ...), ResourceExhausted, Unavailable,
+    InternalError, DeadlineExceeded, DataLoss.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        *,
+        deadline_s: float = DEADLINE_S,
+        generation_deadline_s: float = GENERATION_DEADLINE_S,
+        verify: bool | ssl.SSLContext = True,
+        ca: str | Path | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        settings = ClientSettings.of(base_url, token, deadline_s, generation_deadline_s, backoff)
+        self._wire = AsyncWire(settings, verification(verify, ca))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wire.settings.base_url!r})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections. Sessions stay as they are."""
+        await self._wire.close()
+
+    @awaited_or_entered  # only async
+    async def session(
+        self,
+        task: str | None = None,
+        *,
+        group: str | None = None,
+        group_size: int | None = None,
+        sample_index: int | None = None,
+        trainable: bool | None = None,
+        turn_discount: float | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncSession:
+        """Open a session; as a context manager it also ends it.
+
+        With asyncio: `async with client.session(...) as session:`, or `await` for the session.
+
+        `timeout_s` of silence end it at the gateway. Should the answer to opening be lost, another
+        one is opened; the first ends by that time-out, without turns and thus without anything to
+        train.
+        """
+        about = calls.about(
+            task, group, group_size, sample_index, trainable, turn_discount, timeout_s
+        )
+        return self._session(await self._wire.ask(calls.open_session(about)))
+
+    def attach(self, api_key: str) -> AsyncSession:
+        """The session that this key belongs to, e.g. in a process that was given
+        `openai_options()`. Asks nothing.
+        """
+        return self._session(calls.current(api_key))
+
+    async def claim(
+        self, wait_s: float = LONG_POLL_S, *, session_timeout_s: float | None = None
+    ) -> AsyncSession | None:
+        """A session for the next task of the training run; None when none came within `wait_s`."""
+        opened = await self._wire.ask(calls.claim(wait_s, session_timeout_s))
+        return None if opened is None else self._session(opened)
+
+    async def tasks(
+        self, timeout_s: float = 600.0, *, session_timeout_s: float | None = None
+    ) -> AsyncIterator[AsyncSession]:
+        """Sessions for the tasks of the training run, until none came for `timeout_s`.
+
+        Each is yours to end: its block in the loop, or in the thread or task that you hand it to.
+        """
+        settings = self._wire.settings
+        while (
+            opened := await self._wire.run(next_task(timeout_s, session_timeout_s, settings))
+        ) is not None:
+            yield self._session(opened)
+
+    async def session_info(self, session_id: str) -> SessionInfo:
+        """Where any session stands; needs the gateway's token."""
+        return await self._wire.ask(calls.session_info(session_id))
+
+    async def reward(
+        self, completion_id: str, value: float, *, accumulate: bool = False
+    ) -> SessionInfo:
+        """Reward a turn by its completion's id alone; the session that it belongs to."""
+        return await self._wire.ask(calls.reward_completion(completion_id, value, accumulate))
+
+    async def models(self) -> tuple[str, ...]:
+        """Names of the models served."""
+        return await self._wire.ask(calls.models())
+
+    async def health(self) -> Json:
+        """{"status": "ok" or "starting", "model", "workers"}."""
+        return await self._wire.ask(calls.health())
+
+    def _session(self, opened: OpenedSession) -> AsyncSession:
+        return AsyncSession(self._wire, opened)
