@@ -1,7 +1,4 @@
-"""Traces, metrics and logs of a process, and the trace context on the wire.
-
-Owns local file and page only.
-"""
+"""Records traces, metrics and logs of a process and carries the trace context on the wire."""
 
 from paceline.telemetry.context import (
     current_trace_id,

@@ -1,7 +1,6 @@
-"""The trace context on the wire (W3C Trace Context): carriers for gRPC metadata, stream fields and
-ZeroMQ frames.
+"""Carries the trace context (W3C Trace Context) in gRPC metadata, stream fields and ZeroMQ frames.
 
-Owns no span. A carrier that is missing or malformed yields an empty context: a broken trace never
+A carrier that is missing or malformed yields an empty context: a broken trace never
 breaks a message.
 """
 

@@ -1,7 +1,4 @@
-"""Structured log lines to stderr with the trace they belong to.
-
-Owns format and level, not what is logged.
-"""
+"""Writes structured log lines to stderr with the trace they belong to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Start and end of a process's telemetry.
-
-Owns the providers; OTLP export follows the standard OTEL_* variables.
-"""
+"""Starts and ends the telemetry of a process; OTLP export follows the standard OTEL_* variables."""
 
 from __future__ import annotations
 
@@ -114,11 +111,10 @@ def _traces(service: str, config: TelemetrySettings, resource: Resource) -> Trac
 
     provider = TracerProvider(resource=resource, id_generator=SystemIds())
     if config.spans_dir:
-        from paceline.telemetry.span_file import SpanFile
+        from paceline.telemetry.span_file import span_file_processor
 
-        provider.add_span_processor(
-            SpanFile(Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl", service)
-        )
+        path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
+        provider.add_span_processor(span_file_processor(path, service))
     if _otlp_wanted("TRACES"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -1,140 +1,66 @@
-"""Finished spans as lines of a local file. Owns the queue, the thread that writes and the form of a
-line.
+"""Writes finished spans as lines of a local file, through OpenTelemetry's batch processor.
 
-Nobody waits for the disk: spans that find the queue full, or the file at its limit, are dropped and
-counted.
+Nobody waits for the disk: the processor drops spans that find its queue full and logs it; a file
+at its limit takes no more.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import structlog
-from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import (
+    BatchSpanProcessor,
+    ConsoleSpanExporter,
+    SpanExportResult,
+)
+
+_QUEUE_SPANS, _BATCH_SPANS, _INTERVAL_MS = 16_384, 512, 500.0
 
 
-class SpanFile(SpanProcessor):
-    """Appends each finished span to a JSONL file from a thread of its own, one write per batch."""
+class SpanFileExporter(ConsoleSpanExporter):
+    """Appends a line a span until the file holds `max_bytes`."""
 
-    def __init__(
-        self,
-        path: Path,
-        service: str,
-        *,
-        capacity: int = 16384,
-        batch: int = 512,
-        interval_s: float = 0.5,
-        max_bytes: int = 1 << 30,
-    ) -> None:
-        self.path = path
-        self.dropped = 0
-        self._service = service
-        self._capacity = capacity
-        self._batch = batch
-        self._interval_s = interval_s
-        self._room = max_bytes
-        self._queue: list[ReadableSpan] = []
-        self._busy = False
-        self._flush = False
-        self._closed = False
-        self._changed = threading.Condition()
+    def __init__(self, path: Path, service: str, max_bytes: int = 1 << 30) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._thread = threading.Thread(target=self._write_batches, name="span-file", daemon=True)
-        self._thread.start()
+        super().__init__(out=path.open("a", encoding="utf-8"), formatter=partial(line_of, service))
+        self._path = path
+        self._max_bytes = max_bytes
+        self._dropped = 0
 
-    def on_start(self, span: Span, parent_context: Context | None = None) -> None:
-        """Nothing: only finished spans are written."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        """Queue a finished span, or drop and count it."""
-        with self._changed:
-            if self._closed or len(self._queue) >= self._capacity:
-                self.dropped += 1
-                return
-            self._queue.append(span)
-            if len(self._queue) in (1, self._batch):
-                self._changed.notify_all()
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        """Wait until everything queued so far is written; False when the time is up first."""
-        with self._changed:
-            self._flush = True
-            self._changed.notify_all()
-            return self._changed.wait_for(
-                lambda: not self._queue and not self._busy, timeout_millis / 1000
-            )
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Write a batch, or drop and count it."""
+        if self.out.tell() >= self._max_bytes:
+            self._dropped += len(spans)
+            return SpanExportResult.FAILURE
+        return super().export(spans)
 
     def shutdown(self) -> None:
-        """Write what is queued and close the file; says how many spans were dropped."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join(timeout=10)
-        if self._thread.is_alive():
-            self._log("the span file could not be finished in 10 s", spans=len(self._queue))
-            return
-        os.close(self._file)
-        if self.dropped:
-            self._log("spans were dropped", spans=self.dropped)
-
-    def _write_batches(self) -> None:
-        while batch := self._next_batch():
-            try:
-                self._write(batch)
-            finally:
-                with self._changed:
-                    self._busy = False
-                    self._changed.notify_all()
-
-    def _next_batch(self) -> list[ReadableSpan]:
-        """Wait for spans, then a moment for more of them; empty once closed and drained."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            self._changed.wait_for(self._is_due, self._interval_s)
-            taken, self._queue = self._queue, []
-            self._busy = bool(taken)
-            self._flush = False
-            return taken
-
-    def _is_due(self) -> bool:
-        return self._closed or self._flush or len(self._queue) >= self._batch
-
-    def _write(self, spans: list[ReadableSpan]) -> None:
-        text = "".join(
-            json.dumps(as_record(span, self._service), separators=(",", ":")) + "\n"
-            for span in spans
-        )
-        data = text.encode()
-        if len(data) > self._room:
-            self._drop(len(spans))
-            return
-        self._room -= len(data)
-        try:
-            while data:
-                data = data[os.write(self._file, data) :]
-        except OSError as error:
-            self._drop(len(spans))
-            self._log("cannot write spans", error=str(error), spans=len(spans))
-
-    def _drop(self, count: int) -> None:
-        with self._changed:
-            self.dropped += count
-
-    def _log(self, message: str, **facts: object) -> None:
-        structlog.get_logger().warning(message, file=str(self.path), **facts)
+        """Close the file; logs how many spans it had no room for."""
+        self.out.close()
+        if self._dropped:
+            structlog.get_logger().warning(
+                "the span file is full", file=str(self._path), dropped=self._dropped
+            )
 
 
-def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
+def span_file_processor(path: Path, service: str) -> BatchSpanProcessor:
+    """A processor that appends to the file from a thread of its own."""
+    return BatchSpanProcessor(
+        SpanFileExporter(path, service),
+        max_queue_size=_QUEUE_SPANS,
+        max_export_batch_size=_BATCH_SPANS,
+        schedule_delay_millis=_INTERVAL_MS,
+    )
+
+
+def line_of(service: str, span: ReadableSpan) -> str:
     """The line of one span; ids in hex, times in nanoseconds since the Unix epoch, links as
     traceparent strings.
     """
@@ -143,7 +69,7 @@ def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
     attributes = {key: _plain(value) for key, value in (span.attributes or {}).items()}
     if span.status.description:
         attributes["error.message"] = span.status.description
-    return {
+    record: dict[str, Any] = {
         "trace_id": f"{context.trace_id:032x}",
         "span_id": f"{context.span_id:016x}",
         "parent_id": f"{span.parent.span_id:016x}" if span.parent else "",
@@ -158,6 +84,7 @@ def as_record(span: ReadableSpan, service: str) -> dict[str, Any]:
         ],
         "status": span.status.status_code.name.lower(),
     }
+    return json.dumps(record, separators=(",", ":")) + "\n"
 
 
 def _plain(value: object) -> object:

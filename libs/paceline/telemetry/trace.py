@@ -1,4 +1,4 @@
-"""Making spans and instruments. Owns the process's tracer and meter, no exporter."""
+"""Makes spans and instruments with the process's tracer and meter."""
 
 from __future__ import annotations
 

@@ -2,18 +2,17 @@
 
 import json
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
-from paceline.local.patience import patient
-from paceline.telemetry.span_file import SpanFile
+from paceline.telemetry.span_file import SpanFileExporter
 
 
 @pytest.fixture(autouse=True)
@@ -131,46 +130,26 @@ def test_setup_again_begins_new_providers(tmp_path: Path) -> None:
     assert "second" in written(tmp_path / "b")
 
 
-def test_a_full_queue_drops_and_counts_and_never_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_at_its_limit_takes_no_more_and_says_what_it_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gate, entered = threading.Event(), threading.Event()
-    spans = SpanFile(tmp_path / "s.jsonl", "x", capacity=4, batch=1, interval_s=0.01)
-    write = spans._write
-
-    def held(batch: list[Any]) -> None:
-        entered.set()
-        gate.wait(patient(10))
-        write(batch)
-
-    monkeypatch.setattr(spans, "_write", held)
-    finish(spans, 1)
-    assert entered.wait(patient(10))
-    finish(spans, 10)
-    assert spans.dropped == 6
-    gate.set()
-    spans.shutdown()
-    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 5
-
-
-def test_a_file_at_its_limit_takes_no_more(tmp_path: Path) -> None:
-    spans = SpanFile(tmp_path / "s.jsonl", "x", max_bytes=1000, interval_s=0.01)
-    for _ in range(10):
-        finish(spans, 1)
-        assert spans.force_flush(10_000)
-    spans.shutdown()
+    telemetry.setup("x", TelemetryConfig(log_json=True))
+    exporter = SpanFileExporter(tmp_path / "s.jsonl", "x", max_bytes=1000)
+    for span in finished(10):
+        exporter.export([span])
+    exporter.shutdown()
     lines = (tmp_path / "s.jsonl").read_text().splitlines()
-    assert (tmp_path / "s.jsonl").stat().st_size <= 1000
-    assert len(lines) + spans.dropped == 10
     assert 0 < len(lines) < 10
+    assert (tmp_path / "s.jsonl").stat().st_size < 1000 + len(lines[0]) + 1
+    assert json.loads(capsys.readouterr().err)["dropped"] == 10 - len(lines)
 
 
-def test_force_flush_writes_at_once(tmp_path: Path) -> None:
-    spans = SpanFile(tmp_path / "s.jsonl", "x", interval_s=3600)
-    finish(spans, 3)
-    assert spans.force_flush(10_000)
-    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 3
-    spans.shutdown()
+def test_a_span_file_is_continued_and_never_overwritten(tmp_path: Path) -> None:
+    for _ in range(2):
+        exporter = SpanFileExporter(tmp_path / "s.jsonl", "x")
+        exporter.export(finished(2))
+        exporter.shutdown()
+    assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 4
 
 
 def test_attributes_that_json_lacks_become_text(tmp_path: Path) -> None:
@@ -184,13 +163,12 @@ def test_attributes_that_json_lacks_become_text(tmp_path: Path) -> None:
     }
 
 
-def finish(file: SpanFile, count: int) -> None:
-    from opentelemetry.sdk.trace import TracerProvider
-
+def finished(count: int) -> list[ReadableSpan]:
     provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(file)
-    for index in range(count):
-        provider.get_tracer("test").start_span(f"s{index}").end()
+    spans = [provider.get_tracer("test").start_span(f"s{index}") for index in range(count)]
+    for span in spans:
+        span.end()
+    return [span for span in spans if isinstance(span, ReadableSpan)]
 
 
 def test_json_log_lines_carry_service_source_and_trace(capsys: pytest.CaptureFixture[str]) -> None:
