@@ -1,0 +1,193 @@
+"""Writes frozen dataclasses as JSON objects and reads them back, checked against their annotations.
+
+A `TaggedJson` carries several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
+Fields are bool, int, float, str, None, enums (by value), dataclasses (as plain objects), lists,
+tuples, mappings with string keys, and unions of these.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from paceline.errors import DataLoss
+
+TAG = "type"
+
+T = TypeVar("T")
+_Reader = Callable[[Any, str], Any]  # (JSON value, where it stands) -> the field's value
+_READERS: dict[type[Any], dict[str, _Reader]] = {}  # by dataclass, made at its first use
+
+
+class TaggedJson(Generic[T]):
+    """Encodes and decodes the classes it was made with; each object names its class."""
+
+    def __init__(self, *classes: type[T]) -> None:
+        self._classes = {cls.__name__: cls for cls in classes}
+        if len(self._classes) < len(classes):
+            raise TypeError(f"two classes of one name: {sorted(cls.__name__ for cls in classes)}")
+        for cls in classes:
+            if TAG in _readers(cls):
+                raise TypeError(f"{cls.__name__}.{TAG} would hide the tag")
+
+    def encode(self, value: T) -> bytes:
+        """One line of JSON."""
+        return json.dumps(self.to_object(value), separators=(",", ":")).encode()
+
+    def decode(self, data: bytes | str) -> T:
+        """The value that `encode` was given. Raises DataLoss when `data` is no such value."""
+        try:
+            found = json.loads(data)
+        except ValueError as error:
+            raise DataLoss(f"a message is not JSON: {error}", seen=data[:200]) from error
+        return self.from_object(found)
+
+    def to_object(self, value: T) -> dict[str, Any]:
+        """The value as plain JSON values under its tag."""
+        name = type(value).__name__
+        if self._classes.get(name) is not type(value):
+            raise TypeError(f"{name} is not one of {', '.join(self._classes)}")
+        return {TAG: name, **to_object(value)}
+
+    def from_object(self, found: Any) -> T:
+        """The value that `to_object` was given. Raises DataLoss when `found` is no such value."""
+        if not isinstance(found, Mapping) or TAG not in found:
+            raise DataLoss(f"a message has no {TAG}", seen=str(found)[:200])
+        cls = self._classes.get(found[TAG]) if isinstance(found[TAG], str) else None
+        if cls is None:
+            raise DataLoss(
+                f"the {TAG} of a message is not known here",
+                seen=found[TAG],
+                allowed=", ".join(self._classes),
+            )
+        return from_object(cls, {name: value for name, value in found.items() if name != TAG})
+
+
+def to_object(value: object) -> dict[str, Any]:
+    """A dataclass as an object of plain JSON values, without a tag."""
+    return {name: _plain(getattr(value, name)) for name in _readers(type(value))}
+
+
+def from_object(cls: type[T], found: Any, where: str = "") -> T:
+    """The dataclass that `to_object` was given.
+
+    Raises DataLoss naming the field that is unknown, missing or of another type.
+    """
+    where = where or cls.__name__
+    if not isinstance(found, Mapping):
+        raise DataLoss(f"{where} is not an object", seen=str(found)[:200])
+    readers = _readers(cls)
+    for difference, names in (
+        ("has fields not known here", found.keys() - readers.keys()),
+        ("lacks fields", readers.keys() - found.keys()),
+    ):
+        if names:
+            raise DataLoss(
+                f"{where} {difference}", seen=", ".join(sorted(names)), allowed=", ".join(readers)
+            )
+    return cls(**{name: read(found[name], f"{where}.{name}") for name, read in readers.items()})
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return to_object(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return value
+
+
+def _readers(cls: type[Any]) -> dict[str, _Reader]:
+    if cls not in _READERS:
+        hints = get_type_hints(cls)
+        _READERS[cls] = {field.name: _reader(hints[field.name]) for field in fields(cls)}
+    return _READERS[cls]
+
+
+def _reader(hint: Any) -> _Reader:
+    """What reads a field of this annotation. Raises TypeError for one that JSON cannot carry."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint in _SCALARS:
+        return partial(_scalar, hint)
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return partial(_member, hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        _readers(hint)
+        return partial(from_object, hint)
+    if origin is list or (origin is tuple and arguments[1:] == (...,)):
+        return partial(_items, origin, _reader(arguments[0]))
+    if origin is tuple:
+        return partial(_row, [_reader(one) for one in arguments])
+    if origin in (dict, Mapping) and arguments[0] is str:
+        return partial(_mapping, _reader(arguments[1]))
+    if origin in (Union, types.UnionType):
+        others = [_reader(one) for one in arguments if one is not type(None)]
+        return partial(_either, hint, others)
+    raise TypeError(f"{hint} is no annotation that JSON can carry")
+
+
+# An int stays an int where a float is annotated: what is written again is the same bytes.
+_SCALARS: dict[Any, tuple[type, ...]] = {
+    bool: (bool,),
+    int: (int,),
+    float: (float, int),
+    str: (str,),
+    type(None): (type(None),),
+}
+
+
+def _scalar(kind: Any, value: Any, where: str) -> Any:
+    if type(value) not in _SCALARS[kind]:
+        raise _wrong(where, value, kind.__name__)
+    return value
+
+
+def _member(kind: type[Enum], value: Any, where: str) -> Any:
+    # By equality alone, 1 and True would be found for each other.
+    found = [one for one in kind if one.value == value and type(one.value) is type(value)]
+    if not found:
+        raise _wrong(where, value, ", ".join(str(one.value) for one in kind))
+    return found[0]
+
+
+def _items(kind: type[Any], read: _Reader, value: Any, where: str) -> Any:
+    if not isinstance(value, list):
+        raise _wrong(where, value, "a list")
+    return kind(read(one, f"{where}[{index}]") for index, one in enumerate(value))
+
+
+def _row(readers: list[_Reader], value: Any, where: str) -> Any:
+    if not isinstance(value, list) or len(value) != len(readers):
+        raise _wrong(where, value, f"a list of {len(readers)}")
+    pairs = enumerate(zip(readers, value, strict=True))
+    return tuple(read(one, f"{where}[{index}]") for index, (read, one) in pairs)
+
+
+def _mapping(read: _Reader, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise _wrong(where, value, "an object")
+    return {name: read(one, f"{where}.{name}") for name, one in value.items()}
+
+
+def _either(hint: Any, readers: list[_Reader], value: Any, where: str) -> Any:
+    if value is None and type(None) in get_args(hint):
+        return None
+    for read in readers:
+        try:
+            return read(value, where)
+        except DataLoss:
+            if len(readers) == 1:
+                raise
+    raise _wrong(where, value, str(hint))
+
+
+def _wrong(where: str, value: Any, allowed: str) -> DataLoss:
+    return DataLoss(f"{where} has another type", seen=repr(value)[:200], allowed=allowed)
