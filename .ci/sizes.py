@@ -20,7 +20,6 @@ EXCEPTIONS: dict[str, str] = {
     "services/coordinator/machine/step.py": "to be split by subject",
     "services/drafter_trainer/offline/__main__.py:train": "to be split",
     "services/rollout_gateway/bandits/acceptance.py": "to be split",
-    "services/rollout_gateway/engines/base.py": "to be split into nouns and contract",
 }
 
 

@@ -17,7 +17,7 @@ from rollout_gateway.calls.call import Call, Piece, Plan
 from rollout_gateway.calls.planner import Planner
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
-from rollout_gateway.engines.base import Capability
+from rollout_gateway.engines.nouns import Capability
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.workers.generation import Generation

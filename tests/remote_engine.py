@@ -22,7 +22,8 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines import PROCESSES, WORKER
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.base import RowSink
+from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -32,7 +33,6 @@ from rollout_gateway.engines.base import (
     PauseMode,
     PrefixStats,
     Request,
-    RowSink,
 )
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing

@@ -22,7 +22,7 @@ import rollout_gateway
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.base import Chunk, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Request, Sampling
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 

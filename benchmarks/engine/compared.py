@@ -49,10 +49,11 @@ from benchmarks.engine.sections import (
 from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row
 from paceline.models.config import ModelConfig, read_config
-from rollout_gateway.engines.base import Engine, RoundSplit
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.arms import slack
 from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import RoundSplit
 
 GENERATE = "transformers generate"
 PLAIN_GOALS = {1: 1.25, 8: 2.0}

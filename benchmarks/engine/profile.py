@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.base import RoundSplit
+from rollout_gateway.engines.nouns import RoundSplit
 
 STAGES = tuple(one.name for one in fields(RoundSplit) if one.name.endswith("_s"))
 """Stages of a round, as the engine counts their seconds."""

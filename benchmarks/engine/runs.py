@@ -21,7 +21,8 @@ from benchmarks.paired import Ratio, paired_ratio
 from paceline.errors import InvalidInput
 from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.nouns import Chunk, Request, Sampling
 
 
 @dataclass(frozen=True, slots=True)

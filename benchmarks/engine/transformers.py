@@ -17,7 +17,7 @@ import transformers
 from benchmarks.engine.runs import Answer, Run, Workload
 from paceline.errors import InvalidInput
 from paceline.models.loading import DTYPES
-from rollout_gateway.engines.base import Request
+from rollout_gateway.engines.nouns import Request
 
 PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
 """The length transformers' documentation uses."""

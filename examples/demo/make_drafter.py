@@ -35,9 +35,10 @@ from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.trajectory import SpeculationStats, request_seed
-from rollout_gateway.engines.base import Chunk, Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Chunk, Request, Sampling
 
 HERE = Path(__file__).parent
 SIBLINGS, MAX_TOKENS, PROBES = 8, 224, 64

@@ -31,7 +31,7 @@ from rollout_gateway.calls.queue import FairQueue
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines import ROW_LAYOUTS
-from rollout_gateway.engines.base import Capability, RowLayout, missing
+from rollout_gateway.engines.nouns import Capability, RowLayout, missing
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.environments import Equipment

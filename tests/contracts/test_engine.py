@@ -17,20 +17,19 @@ from remote_engine import RemoteEngine, WorkerClient
 
 from paceline.errors import FailedPrecondition, InvalidInput, MissingCapability, WeightsError
 from paceline.trajectory import Target, VersionSet, VersionSpan
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.base import Engine, RowSink
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
-    Engine,
     Finish,
     MemoryTag,
     PauseMode,
     PrefixStats,
     Request,
-    RowSink,
     Sampling,
 )
-from rollout_gateway.engines.embedded.build import build_embedded
-from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 from rollout_gateway.testing.scripted.engine import build_scripted
 from rollout_gateway.testing.scripted.script import ScriptedSpec

@@ -16,7 +16,7 @@ from remote_engine import WorkerClient, request_to
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.base import Request, Sampling
+from rollout_gateway.engines.nouns import Request, Sampling
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

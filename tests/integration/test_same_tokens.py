@@ -13,9 +13,10 @@ import torch
 from random_models import FAMILIES, save_random
 
 from paceline.trajectory import NEAR_TIE_GAP
-from rollout_gateway.engines.base import Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Request, Sampling
 
 ARMS = (
     "off",

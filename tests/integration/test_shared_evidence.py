@@ -11,7 +11,7 @@ from remote_engine import WorkerClient
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.base import Finish
+from rollout_gateway.engines.nouns import Finish
 
 ROW_BYTES = 16
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")

@@ -26,9 +26,9 @@ from paceline.models.decoder import Block
 from paceline.speculators.base import DraftBatch
 from paceline.speculators.draft_tree import Beam
 from paceline.speculators.layer.drafter import LayerDrafter
-from rollout_gateway.engines.base import Chunk, Request, Sampling
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Chunk, Request, Sampling
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"

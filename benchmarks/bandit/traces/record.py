@@ -19,12 +19,12 @@ from benchmarks.sglang import demo_folder
 from paceline.models.sampling import DrawParams
 from paceline.speculators import DraftBatch, DraftShape
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.speculative import DraftPart
+from rollout_gateway.engines.nouns import Request, Sampling
 
 STEPS = {"eagle": 7, "ngram": 4}
 """Drafts recorded from every token."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.base import MAX_BIASED_TOKENS, SETTINGS, Capability
+from rollout_gateway.engines.nouns import MAX_BIASED_TOKENS, SETTINGS, Capability
 from rollout_gateway.engines.requests.json_schema import check_json_schema
 from rollout_gateway.engines.worker import wire
 

@@ -28,7 +28,7 @@ from paceline.telemetry import extract, get_logger, inject, meter, span
 from paceline.tensors import NamedTensor
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import FeaturesConfig
-from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.features.selection import Indices, hanging_drafts, longest_run
 

@@ -18,7 +18,7 @@ from paceline.arm_names import speculator_of
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.engines.base import RoundSplit
+from rollout_gateway.engines.nouns import RoundSplit
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.regret import regret

@@ -24,7 +24,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
-from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.engines.worker.spec import WorkerSpec

@@ -18,7 +18,6 @@ from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats
-from rollout_gateway.engines.base import RoundSplit
 from rollout_gateway.engines.embedded.capture import Capture, DraftRows
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -28,6 +27,7 @@ from rollout_gateway.engines.embedded.sampled import verify_drawn
 from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.nouns import RoundSplit
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import RunningSequence
 

@@ -18,8 +18,8 @@ from paceline.errors import ConfigError, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.speculators import DraftBatch, Speculator, SpeculatorSetup, find_kind
 from paceline.telemetry import get_logger
-from rollout_gateway.engines.base import Capability, missing
 from rollout_gateway.engines.embedded.kinds import NGRAM, Kinds
+from rollout_gateway.engines.nouns import Capability, missing
 
 log = get_logger(__name__)
 

@@ -16,7 +16,16 @@ import torch
 from paceline.errors import FailedPrecondition
 from paceline.trajectory import Target, VersionSet
 from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.embedded.capture import Capture
+from rollout_gateway.engines.embedded.decode import Decoder
+from rollout_gateway.engines.embedded.grammars import Grammars
+from rollout_gateway.engines.embedded.kv_cache import SlotStore
+from rollout_gateway.engines.embedded.prefill import Prefill
+from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
+from rollout_gateway.engines.embedded.scheduler import Scheduler
+from rollout_gateway.engines.embedded.speculative import Speculation
+from rollout_gateway.engines.embedded.weights import EngineWeights
+from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -28,15 +37,6 @@ from rollout_gateway.engines.base import (
     RowLayout,
     missing,
 )
-from rollout_gateway.engines.embedded.capture import Capture
-from rollout_gateway.engines.embedded.decode import Decoder
-from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kv_cache import SlotStore
-from rollout_gateway.engines.embedded.prefill import Prefill
-from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
-from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.embedded.speculative import Speculation
-from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.sequence import RunningSequence
 

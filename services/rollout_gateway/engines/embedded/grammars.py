@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.base import Capability, Finish, Sampling, missing
 from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.nouns import Capability, Finish, Sampling, missing
 from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
 from rollout_gateway.engines.requests.json_schema import (
     GrammarFault,

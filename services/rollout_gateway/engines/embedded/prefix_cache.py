@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from rollout_gateway.engines.base import PrefixStats
+from rollout_gateway.engines.nouns import PrefixStats
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 BLOCK = 16

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from rollout_gateway.bandits import CostSample
-from rollout_gateway.engines.base import Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.nouns import Request, Sampling
 
 SIZES = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = 8

@@ -18,7 +18,7 @@ from paceline.models.inner_layers import (
     default_inner_layers,
     drafter_inner_layers,
 )
-from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.nouns import RowLayout
 
 WITHOUT_WEIGHTS = ("off", "ngram")
 NAMES = (*WITHOUT_WEIGHTS, "eagle", "eagle3", "mlp", "lstm")

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.base import MAX_BIASED_TOKENS, Request, Sampling
+from rollout_gateway.engines.nouns import MAX_BIASED_TOKENS, Request, Sampling
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 
 from paceline.trajectory import SpeculationStats, VersionSpan
-from rollout_gateway.engines.base import Chunk, Finish, Request
+from rollout_gateway.engines.nouns import Chunk, Finish, Request
 
 BYTES_PER_CHARACTER = 4
 WINDOW_SLACK = 8

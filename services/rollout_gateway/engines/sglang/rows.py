@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.models.inner_layers import drafter_inner_layers
-from rollout_gateway.engines.base import RowLayout
+from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SHALLOWEST = 7

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, assert_never
+from typing import Any
 
 import zmq
 from pydantic import TypeAdapter
@@ -25,8 +25,10 @@ from pydantic import TypeAdapter
 from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines import ENGINES, SPECS
-from rollout_gateway.engines.base import Chunk, Engine, Finish, RowSink
+from rollout_gateway.engines.base import Engine, RowSink
+from rollout_gateway.engines.nouns import Chunk, Finish
 from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.commands import carry_out
 from rollout_gateway.engines.worker.ring import RowRing
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
@@ -101,7 +103,7 @@ class Worker:
 
     def _answer(self, command: pb.WorkerCommand) -> None:
         try:
-            event = self._obey(command)
+            event = carry_out(self._engine, command, self._chunks.extend)
         except PacelineError as error:
             event = pb.WorkerEvent(failed=wire.failed_to(error))
         except Exception as error:  # noqa: BLE001 - a fault of the engine, whatever it is, answers the command
@@ -109,83 +111,12 @@ class Worker:
             event = pb.WorkerEvent(
                 failed=pb.CommandFailed(reason="INTERNAL", message=message, family="INTERNAL")
             )
+        self._stopping = self._stopping or command.HasField("shutdown")
         if event is not None and command.command_id:
             event.command_id = command.command_id
+            if self._ring is not None and event.HasField("health"):
+                event.health.rows_dropped = self._ring.rows_dropped
             self._send(event)
-
-    def _obey(self, command: pb.WorkerCommand) -> pb.WorkerEvent | None:
-        engine = self._engine
-        match command.WhichOneof("command"):
-            case "enqueue":
-                self._enqueue(command.enqueue)
-                return None
-            case "abort":
-                ids = frozenset(command.abort.request_ids)
-                self._chunks += engine.abort(ids or None)
-                return None
-            case "pause":
-                self._chunks += engine.pause(wire.pause_mode(command.pause.mode))
-            case "continue":
-                engine.resume()
-            case "prepare_weights":
-                prepare = command.prepare_weights
-                engine.prepare_weights(
-                    wire.target(prepare.target), prepare.version, Path(prepare.path)
-                )
-            case "commit_weights":
-                commit = command.commit_weights
-                self._chunks += engine.commit_weights(
-                    wire.versions_from(commit.versions), wire.pause_mode(commit.mode)
-                )
-            case "abort_weights":
-                engine.abort_weights(
-                    wire.target(command.abort_weights.target), command.abort_weights.version
-                )
-            case "set_speculation":
-                engine.force_arm(command.set_speculation.forced_arm)
-            case "set_capture":
-                engine.set_capture(command.set_capture.enabled)
-            case "release_memory":
-                engine.release_memory(wire.memory_tags(command.release_memory.tags))
-            case "resume_memory":
-                engine.resume_memory(wire.memory_tags(command.resume_memory.tags))
-            case "flush_cache":
-                engine.flush_cache()
-            case "merge_evidence":
-                if wire.versions_from(command.merge_evidence.versions) == engine.versions:
-                    engine.merge_evidence(wire.evidence_from(command.merge_evidence.evidence))
-                return None
-            case "get_health":
-                return pb.WorkerEvent(health=self._health())
-            case "shutdown":
-                self._stopping = True
-            case None:
-                raise ConfigError("a command without content", seen=command.command_id)
-            case unknown:
-                assert_never(unknown)
-        return pb.WorkerEvent(done=pb.CommandDone(versions=wire.versions_to(engine.versions)))
-
-    def _health(self) -> pb.WorkerHealth:
-        load = self._engine.load
-        if self._ring is not None:
-            load = dataclasses.replace(load, rows_dropped=self._ring.rows_dropped)
-        return wire.health_to(load, self._engine.versions)
-
-    def _enqueue(self, command: pb.EnqueueRequests) -> None:
-        for message in command.requests:
-            try:
-                self._engine.enqueue(wire.request_from(message))
-            except PacelineError as error:
-                self._chunks.append(
-                    Chunk(
-                        message.request_id,
-                        (),
-                        (),
-                        (),
-                        finish=Finish.ERROR,
-                        error=f"{error.reason}: {error}",
-                    )
-                )
 
     def _round(self) -> None:
         try:
@@ -212,7 +143,7 @@ class Worker:
         if ring is not None:
             self._rows_told = tokens.rows_written = ring.rows_written
             tokens.rows_dropped = ring.rows_dropped
-        self._chunks = []
+        self._chunks.clear()
         self._send(pb.WorkerEvent(tokens=tokens))
 
     def _send(self, event: pb.WorkerEvent) -> None:

@@ -11,7 +11,7 @@ from paceline.trajectory import SpeculationStats, Target, VersionSet, VersionSpa
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import AcceptanceEvidence, ArmReport, CostEvidence, Evidence
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
     Finish,

@@ -23,7 +23,8 @@ from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.base import RowSink
+from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -34,7 +35,6 @@ from rollout_gateway.engines.base import (
     Request,
     RoundSplit,
     RowLayout,
-    RowSink,
     missing,
 )
 from rollout_gateway.testing.scripted.replies import Script

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from paceline.trajectory import SpeculationStats, VersionSpan
-from rollout_gateway.engines.base import Chunk, Finish, Request
+from rollout_gateway.engines.nouns import Chunk, Finish, Request
 from rollout_gateway.testing.scripted.replies import TOKENS_PER_CHARACTER, Answer
 from rollout_gateway.testing.scripted.script import scripted_logprob
 

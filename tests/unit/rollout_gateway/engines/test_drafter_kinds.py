@@ -19,10 +19,11 @@ from paceline.speculators import SPECULATORS
 from paceline.speculators.eagle.net import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 from rollout_gateway.bandits import BANDITS
-from rollout_gateway.engines.base import Capability, Engine, PauseMode, Request, RowLayout, Sampling
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout, Sampling
 
 TWIN, DEEP = "twin_kind:KIND", "twin_kind:DEEP"
 EAGLE_ARMS, TWIN_ARMS = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}, {"twin:3_1_4", "twin:5_1_6"}

@@ -19,9 +19,10 @@ from torch import Tensor
 from paceline.errors import DataLoss, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet
-from rollout_gateway.engines.base import Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Request, Sampling
 
 Tensors = dict[str, Tensor]
 UP, FC = "model.layers.1.mlp.up_proj.weight", "fc.weight"

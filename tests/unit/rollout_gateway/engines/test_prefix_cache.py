@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded import prefix_cache
 from rollout_gateway.engines.embedded.prefix_cache import (
     MIN_PREFIX,
@@ -20,6 +19,7 @@ from rollout_gateway.engines.embedded.prefix_cache import (
     PrefixIndex,
     block_keys,
 )
+from rollout_gateway.engines.nouns import Request, Sampling
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 RUNNING, RETAINED, CAPACITY = 3, 3, 128

@@ -18,10 +18,11 @@ from paceline.models import decoder
 from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
-from rollout_gateway.engines.base import Chunk, Engine, PauseMode, Request, RowSink, Sampling
+from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded import prefill
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Sampling
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")

@@ -16,12 +16,13 @@ from random_models import save_random
 from rejected_oracle import contexts_of_rows, last_states
 from transformers import PreTrainedModel
 
-from rollout_gateway.engines.base import Capability, Engine, Request, Sampling
+from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
 from rollout_gateway.engines.embedded.rejected import REJECTED_PER_ROUND, rejected_drafts
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.verify import Verdict
+from rollout_gateway.engines.nouns import Capability, Request, Sampling
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.features.selection import hanging_drafts, longest_run
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rollout_gateway.engines.base import Request, Sampling
 from rollout_gateway.engines.embedded.scheduler import Scheduler
+from rollout_gateway.engines.nouns import Request, Sampling
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 

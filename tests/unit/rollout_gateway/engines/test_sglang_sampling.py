@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import InternalError
 from paceline.models.sampling import Draw
-from rollout_gateway.engines.base import Finish, Request, Sampling
+from rollout_gateway.engines.nouns import Finish, Request, Sampling
 from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sglang.plugin.sampling import (
     accepted_path,

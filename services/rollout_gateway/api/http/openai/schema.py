@@ -22,7 +22,7 @@ from rollout_gateway.api.http.shapes import (
     joined_text,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
-from rollout_gateway.engines.base import MAX_BIASED_TOKENS
+from rollout_gateway.engines.nouns import MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOPS = 16

@@ -20,7 +20,8 @@ from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import Capability, RowLayout, RowSink, missing
+from rollout_gateway.engines.base import RowSink
+from rollout_gateway.engines.nouns import Capability, RowLayout, missing
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.spec import SGLangSpec

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout_gateway.engines.base import Finish
+from rollout_gateway.engines.nouns import Finish
 from rollout_gateway.engines.sglang.plugin.commands import obey
 from rollout_gateway.engines.sglang.plugin.process import Plugin
 from rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
@@ -101,7 +101,7 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
     tracked.sequence.copied = req.cached_tokens
     if not req.finished():
         if tracked.request.stream and tracked.has_news:
-            plugin.tell(tracked.sequence.chunk())
+            plugin.tell([tracked.sequence.chunk()])
         return
     if tracked.sequence.finish is not None:
         plugin.end(req.rid)

@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.base import Chunk
+from rollout_gateway.engines.nouns import Chunk
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
 

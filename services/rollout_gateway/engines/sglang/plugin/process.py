@@ -19,7 +19,7 @@ from paceline.models.loading import DTYPES
 from paceline.models.sampling import Draw, draw
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.base import (
+from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
@@ -214,15 +214,15 @@ class Plugin:
         """Tell the last chunk of a request and forget it. `finish`: it ends before its own end."""
         tracked = self.requests.pop(rid)
         self._penalties.drop([tracked.sequence])
-        self.tell(tracked.end(finish, error) if finish else tracked.sequence.chunk())
+        self.tell([tracked.end(finish, error) if finish else tracked.sequence.chunk()])
         self._ended += tracked.sequence.speculation
         self._prompt_tokens += len(tracked.request.prompt)
         self._reused_tokens += min(tracked.sequence.copied, len(tracked.request.prompt))
 
-    def tell(self, chunk: Chunk) -> None:
+    def tell(self, chunks: Sequence[Chunk]) -> None:
         """News for the gateway, sent between two rounds."""
         if self.peer is not None:
-            self.peer.chunks.append(chunk)
+            self.peer.chunks.extend(chunks)
 
     def may_leave(self, chunk: Chunk) -> bool:
         """False while hidden rows of an ended request are on their way to the ring."""

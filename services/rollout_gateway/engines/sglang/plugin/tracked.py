@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.errors import InternalError
-from rollout_gateway.engines.base import Chunk, Finish, Request
+from rollout_gateway.engines.nouns import Chunk, Finish, Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 RID_PREFIX = "paceline-"

@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
 from paceline.trajectory import Target, VersionSet
-from rollout_gateway.engines.base import Capability, missing
+from rollout_gateway.engines.nouns import Capability, missing
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 PREPARED_AT_MOST = 2

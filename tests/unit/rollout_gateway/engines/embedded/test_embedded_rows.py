@@ -13,8 +13,8 @@ import pytest
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local.patience import patient
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engines.base import RowLayout
 from rollout_gateway.engines.embedded.rows import drafter_directory, layout_of_settings
+from rollout_gateway.engines.nouns import RowLayout
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 

@@ -20,10 +20,10 @@ from paceline.errors import InvalidInput
 from paceline.trajectory import NEAR_TIE_GAP
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.base import Chunk, PauseMode, Request, Sampling
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Sampling
 from rollout_gateway.engines.requests.admission import check_request
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import RunningSequence
