@@ -20,9 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import FeatureSample
 from paceline.models.config import ModelConfig
-from paceline.speculators import Objective
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.losses import eagle_loss
+from paceline.speculators.net import Objective
 
 DEMO = ModelConfig(
     family="llama",

@@ -5,30 +5,49 @@ inner state.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig
-from paceline.speculators import (
-    CaptureSpec,
-    DraftBatch,
-    Drafts,
-    DraftShape,
-    SpeculatorKind,
-    SpeculatorSetup,
-)
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle.checkpoint import ARCHITECTURES
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.kinds import SpeculatorKind, last_state_only
+
+KIND = SpeculatorKind(
+    "twin",
+    drafter=f"{__name__}:TwinDrafter",
+    net=f"{__name__}:TwinNet",
+    architectures=("TwinDrafter",),
+)
+DEEP = SpeculatorKind(
+    "deep",
+    drafter=f"{__name__}:DeepDrafter",
+    net=f"{__name__}:DeepNet",
+    architectures=("DeepDrafter",),
+    inner_layers=lambda config_json, num_layers: (1,),
+)
+
+
+SILENT = replace(
+    DEEP,
+    name="silent",
+    drafter=f"{__name__}:SilentDrafter",
+    net=f"{__name__}:SilentNet",
+    architectures=("SilentDrafter",),
+    inner_layers=last_state_only,
+)
+"""Reads an inner state and does not say so."""
 
 
 class TwinNet(EagleNet):
     """EAGLE by another name."""
 
-    speculator: ClassVar[str] = "twin"
-    architectures: ClassVar[frozenset[str]] = frozenset({"TwinDrafter"})
+    kind: ClassVar[SpeculatorKind] = KIND
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
@@ -39,20 +58,18 @@ class TwinNet(EagleNet):
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
-        return super().config_json() | {"architectures": sorted(self.architectures)}
+        return super().config_json() | {"architectures": list(self.kind.architectures)}
 
 
 class DeepNet(TwinNet):
     """The same once more."""
 
-    speculator: ClassVar[str] = "deep"
-    architectures: ClassVar[frozenset[str]] = frozenset({"DeepDrafter"})
+    kind: ClassVar[SpeculatorKind] = DEEP
 
 
 class TwinDrafter(EagleDrafter):
     """Drafts with a TwinNet."""
 
-    name = "twin"
     net = TwinNet
 
 
@@ -61,7 +78,6 @@ class DeepDrafter(TwinDrafter):
     [n].
     """
 
-    name = "deep"
     net = DeepNet
     capture = CaptureSpec(inner=(1,))
     noted: ClassVar[list[tuple[Tensor, Tensor]]] = []
@@ -80,5 +96,13 @@ class DeepDrafter(TwinDrafter):
         return super().propose(batch, shape)
 
 
-KIND = SpeculatorKind(TwinDrafter, TwinNet)
-DEEP = SpeculatorKind(DeepDrafter, DeepNet)
+class SilentNet(DeepNet):
+    """The same once more."""
+
+    kind: ClassVar[SpeculatorKind] = SILENT
+
+
+class SilentDrafter(DeepDrafter):
+    """Drafts with a SilentNet."""
+
+    net = SilentNet

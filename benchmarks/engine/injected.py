@@ -21,16 +21,15 @@ from paceline.errors import MissingCapability
 from paceline.models.config import parse_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import model_shapes
-from paceline.speculators import (
-    SPECULATORS,
+from paceline.speculators.base import (
     CaptureSpec,
     DraftBatch,
     Drafts,
     DraftShape,
     Speculator,
-    SpeculatorKind,
     SpeculatorSetup,
 )
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -168,7 +167,7 @@ def _in_place_of_ngram(make: Callable[[SpeculatorSetup], Speculator]) -> Iterato
     untouched.
     """
     usual = SPECULATORS[NAME]
-    SPECULATORS[NAME] = SpeculatorKind(make)
+    SPECULATORS[NAME] = SpeculatorKind(NAME, make)
     try:
         yield
     finally:

@@ -21,8 +21,9 @@ from torch import Tensor
 from paceline.errors import ConfigError, PacelineError, WeightsError
 from paceline.models.config import architecture, read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
-from paceline.speculators import SPECULATORS, find_kind, read_drafter
 from paceline.speculators.export import Exported, Format, export_drafter
+from paceline.speculators.kinds import SPECULATORS, find_kind
+from paceline.speculators.loading import net_of, read_drafter
 
 HELP = """Write a trained drafter as another engine's checkpoint.
 
@@ -93,13 +94,9 @@ def export_checkpoint(
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
     # A kind of our own is first read whole by its network: stricter than any loader.
     kinds = [find_kind(speculator)] if speculator else list(SPECULATORS.values())
-    nets = [
-        kind.net
-        for kind in kinds
-        if kind.net is not None and architecture(raw) in kind.net.architectures
-    ]
-    for net in nets:
-        net.read(source, target)
+    readers = [kind for kind in kinds if architecture(raw) in kind.architectures]
+    for kind in readers:
+        net_of(kind).read(source, target)
     exported = export_drafter(raw, tensors, target, form, dtype)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(exported.config, indent=2) + "\n", encoding="utf-8")
@@ -110,7 +107,7 @@ def export_checkpoint(
         save_file(exported.tensors, out / exported.file, metadata={"format": "pt"})
         written = read_tensors(out)
     _compare(exported, written)
-    if form is Format.NATIVE and nets and not speculator:
+    if form is Format.NATIVE and readers and not speculator:
         read_drafter(out, target)
     return exported
 

@@ -35,7 +35,7 @@ from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
-from paceline.speculators import PackedRow
+from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
 
 IDLE_S = 1.0
@@ -62,7 +62,7 @@ class Rank:
         nets = initial_nets(config, self._target)
         checkpoints = Path(config.run.dir) / "checkpoints"
         candidates = Candidates(
-            checkpoints / "drafter-candidates", self._target, [type(net) for net in nets]
+            checkpoints / "drafter-candidates", self._target, [net.kind for net in nets]
         )
         if self.rank == 0 and not candidates.versions:
             candidates.save(0, nets[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.bandit.traces import Step
 from benchmarks.sglang import demo_folder
 from paceline.models.sampling import DrawParams
-from paceline.speculators import DraftBatch, DraftShape
+from paceline.speculators.base import DraftBatch, DraftShape
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine

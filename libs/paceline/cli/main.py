@@ -20,6 +20,7 @@ from rich.console import Console
 import paceline
 from paceline.errors import NotFound, PacelineError
 from paceline.local.services import service as service_named
+from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -71,6 +72,9 @@ def version() -> None:
     print(distribution_version("paceline"))
 
 
+DRAFTERS = f"off | {' | '.join(SPECULATORS)}, a drafter's directory, or package.module:KIND"
+
+
 @app.command()
 def serve(
     service: Service,
@@ -84,9 +88,7 @@ def serve(
     engine: Annotated[
         str | None, typer.Option(help="gateway: embedded | sglang | scripted")
     ] = None,
-    drafter: Annotated[
-        str | None, typer.Option(help="gateway: a drafter's directory or name, ngram or off")
-    ] = None,
+    drafter: Annotated[str | None, typer.Option(help=f"gateway: {DRAFTERS}")] = None,
     http_port: Annotated[
         int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")
     ] = None,
@@ -116,8 +118,8 @@ def serve(
 
 def _drafter(value: str) -> str:
     """A directory as an absolute path; a name or "package.module:KIND" as it is."""
-    named = value in ("off", "ngram", "eagle", "eagle3", "mlp", "lstm") or ":" in value
-    return value if named else str(Path(value).resolve())
+    directory = drafter_directory(value)
+    return str(directory.resolve()) if directory else value
 
 
 @app.command()

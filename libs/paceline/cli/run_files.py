@@ -29,11 +29,11 @@ _UNTRAINED = {"coordinator": {"drafter_enabled": False}, "policy_trainer": {"pus
 
 _ENGINES: dict[str, Tree] = {
     "embedded": {},
-    "sglang": {"speculation": {"arms": ["off", "eagle:3_1_4", "eagle:5_1_6", "eagle:3_2_8"]}},
+    "sglang": {"speculation": {"arms": []}},
 }
 """Settings of `gateway` by engine.
 
-One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's.
+One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's: its default arms instead.
 """
 
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")

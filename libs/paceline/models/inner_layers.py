@@ -41,24 +41,29 @@ def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
     )
 
 
-def drafter_inner_layers(raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Layers that the drafter of a config.json reads of a target with `num_layers`; none unless it
-    is an EAGLE-3.
+def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Layers that an EAGLE-3 drafter reads, ascending: the chosen ones, else the rule's.
 
-    The rule's layers where it names none. Raises ConfigError for others than three ascending ones
-    of the target.
+    Raises ConfigError below four layers, and for a choice that is not three ascending layers of the
+    target.
     """
-    names = raw.get("architectures")
-    if not isinstance(names, list) or not any(str(name).endswith("Eagle3") for name in names):
-        return ()
-    named = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    if not named:
+    if not chosen:
         return default_inner_layers(num_layers)
-    entered = tuple(one + 1 for one in named)
-    if len(entered) != INNER_STATES:
-        raise ConfigError("inner states of EAGLE-3", seen=entered, allowed=f"{INNER_STATES} layers")
-    check_inner_layers(entered, num_layers)
-    return entered
+    if len(chosen) != INNER_STATES:
+        raise ConfigError("inner states of EAGLE-3", seen=chosen, allowed=f"{INNER_STATES} layers")
+    check_inner_layers(chosen, num_layers)
+    return chosen
+
+
+def eagle3_inner_layers(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Layers that the EAGLE-3 drafter of a config.json reads of a target with `num_layers`.
+
+    Raises ConfigError as `inner_layers` does, and for what is no list of layers.
+    """
+    left = (config_json.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []
+    if not isinstance(left, list) or any(type(one) is not int for one in left):
+        raise ConfigError("inner states of EAGLE-3", seen=left, allowed="a list of layers")
+    return inner_layers(num_layers, tuple(layer + 1 for layer in left))
 
 
 def check_inner_layers(layers: tuple[int, ...], num_layers: int) -> None:

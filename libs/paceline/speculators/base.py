@@ -133,11 +133,6 @@ class Speculator(Protocol):
     """Proposes tokens for the next positions. Keeps what it needs per slot."""
 
     @property
-    def name(self) -> str:
-        """Name in the arms, e.g. "eagle"."""
-        ...
-
-    @property
     def trainable(self) -> bool:
         """True when weights can be swapped."""
         ...

@@ -23,6 +23,7 @@ from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, read_config_json
 from paceline.models.loading import check_tensors, read_tensors
 from paceline.speculators.base import CaptureSpec
+from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.packed import PackedRow
 
 
@@ -48,10 +49,8 @@ class DraftNet(nn.Module, ABC):
     Names and shapes of the state dict are those of the checkpoint file.
     """
 
-    speculator: ClassVar[str]
-    """Name in the arms and in SPECULATORS."""
-    architectures: ClassVar[frozenset[str]]
-    """Values of config.json's `architectures` that this network reads."""
+    kind: ClassVar[SpeculatorKind]
+    """The entry that names this class."""
     Options: ClassVar[type[Config]]
     """Settings of its shape and its loss, as a trainer's configuration names them."""
 
@@ -80,7 +79,7 @@ class DraftNet(nn.Module, ABC):
         except ValidationError as error:
             first = error.errors()[0]
             key, allowed = ".".join(map(str, first["loc"])), ", ".join(cls.Options.model_fields)
-            message = f"option {key} of {cls.speculator}: {first['msg']}"
+            message = f"option {key} of {cls.kind.name}: {first['msg']}"
             raise ConfigError(message, seen=first["input"], allowed=allowed) from error
 
     @classmethod

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.models.config import ModelConfig
-from paceline.speculators import DraftNet, read_drafter
+from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators.loading import read_drafter
+from paceline.speculators.net import DraftNet
 
 KEPT = 4
 
@@ -21,7 +23,7 @@ class Candidates:
     """
 
     def __init__(
-        self, directory: Path, target: ModelConfig, own: Sequence[type[DraftNet]] = ()
+        self, directory: Path, target: ModelConfig, own: Sequence[SpeculatorKind] = ()
     ) -> None:
         """own: kinds that the table of speculators does not have."""
         self._directory, self._target, self._own = directory, target, tuple(own)
@@ -60,9 +62,9 @@ class Candidates:
         `rank`: policy version and length on its held-out rows; lengths on rows of different
         policies do not compare, so the newer policy's counts more.
         """
-        if rank >= self._best.get(net.speculator, (-1, 0.0)):
-            self._best[net.speculator] = rank
-            net.save(self._directory.parent / f"speculator-{net.speculator}")
+        if rank >= self._best.get(net.kind.name, (-1, 0.0)):
+            self._best[net.kind.name] = rank
+            net.save(self._directory.parent / f"speculator-{net.kind.name}")
 
     def serves(self, version: int) -> None:
         """Keeps this version and the one that served before."""

@@ -17,7 +17,8 @@ from drafter_trainer.gate.judge import Floats
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators import DraftNet, PackedRow
+from paceline.speculators.net import DraftNet
+from paceline.speculators.packed import PackedRow
 
 PIECE_POSITIONS = 192
 BUCKETS = ("prompt_end", "early", "late")

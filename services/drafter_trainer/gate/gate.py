@@ -25,7 +25,7 @@ from drafter_trainer.learn.heads import PolicyHeads
 from drafter_trainer.learn.students import Students
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators import DraftNet
+from paceline.speculators.net import DraftNet
 from paceline.telemetry import get_logger
 
 log = get_logger("drafter_trainer")
@@ -41,7 +41,7 @@ class DrafterState:
     @property
     def kind(self) -> str:
         """Name of its speculator."""
-        return self.net.speculator
+        return self.net.kind.name
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.membership import Members, on_cpu
 from drafter_trainer.learn.sharded import ShardedDrafter, move, row_on
-from paceline.speculators import DraftNet, PackedRow
+from paceline.speculators.net import DraftNet
+from paceline.speculators.packed import PackedRow
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 

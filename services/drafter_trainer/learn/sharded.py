@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learn.membership import Members
 from paceline.errors import DataLoss
-from paceline.speculators import DraftNet, PackedRow
+from paceline.speculators.net import DraftNet
+from paceline.speculators.packed import PackedRow
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

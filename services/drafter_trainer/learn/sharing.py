@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer.learn.membership import Members
-from paceline.speculators import PackedRow
+from paceline.speculators.packed import PackedRow
 
 _STOP, _ROW, _SNAPSHOT, _SAVE = 0, 1, 2, 3
 _WORDS = {_STOP: "stop", _SNAPSHOT: "snapshot", _SAVE: "save"}

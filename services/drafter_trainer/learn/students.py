@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from drafter_trainer.config import DrafterTrainerConfig
@@ -16,7 +15,10 @@ from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Members
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.speculators import CaptureSpec, DraftNet, read_drafter, trained_net
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.kinds import drafter_directory
+from paceline.speculators.loading import read_drafter, trained_net
+from paceline.speculators.net import DraftNet
 
 
 @dataclass(slots=True)
@@ -53,7 +55,7 @@ class Students(Sequence[Student]):
 
         Raises ConfigError when two are of one kind.
         """
-        kinds = [net.speculator for net in nets]
+        kinds = [net.kind.name for net in nets]
         if len(set(kinds)) < len(kinds):
             raise ConfigError(
                 "two drafters of one kind", seen=", ".join(kinds), allowed="one of each"
@@ -67,10 +69,10 @@ class Students(Sequence[Student]):
         self._students = [
             Student(
                 index,
-                net.speculator,
+                net.kind.name,
                 DrafterLearner(net, config.optimizer, micro_batches=steps, members=members),
                 net.capture,
-                servable=net.speculator in servable,
+                servable=net.kind.name in servable,
             )
             for index, net in enumerate(nets)
         ]
@@ -126,7 +128,7 @@ def initial_nets(config: DrafterTrainerConfig, target: ModelConfig) -> list[Draf
 
 
 def _initial(drafter: str, options: Mapping[str, Any], target: ModelConfig, seed: int) -> DraftNet:
-    if Path(drafter).is_dir():
-        return read_drafter(Path(drafter), target)
+    if (directory := drafter_directory(drafter)) is not None:
+        return read_drafter(directory, target)
     net = trained_net(drafter)
     return net.fresh(target, net.read_options(options), seed)

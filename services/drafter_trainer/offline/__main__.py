@@ -21,6 +21,7 @@ from drafter_trainer.offline.progress import Progress
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup
+from paceline.speculators.kinds import SPECULATORS
 
 START_DEADLINE_S = 120.0
 SILENCE_DEADLINE_S = 3600.0
@@ -38,6 +39,8 @@ base model is trained too, and OUT/log.jsonl. Ctrl-C saves; the same command goe
 stopped.
 """
 
+TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 console = Console(stderr=True)
 
@@ -47,7 +50,7 @@ def train(
     data: Annotated[Path, typer.Option(help="a file, or a directory of files")],
     model: Annotated[Path, typer.Option(help="checkpoint directory of the target")],
     speculator: Annotated[
-        str, typer.Option(help="a name such as eagle, or package.module:KIND of your own")
+        str, typer.Option(help=f"{TRAINED}, or package.module:KIND of your own")
     ] = "eagle",
     options: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="option of the speculator")

@@ -26,7 +26,8 @@ from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.config import ModelConfig, read_config
 from paceline.ranks.group import RankLink
-from paceline.speculators import DraftNet, trained_net
+from paceline.speculators.loading import trained_net
+from paceline.speculators.net import DraftNet
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Ranks wait for each other this long: their shares of generated answers differ."""

@@ -25,7 +25,8 @@ from drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from drafter_trainer.offline.plan import Document
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.loading import DTYPES
-from paceline.speculators import CaptureSpec, PackedRow
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.packed import PackedRow
 
 CLIP_NORM = 1.0
 """Largest gradient norm of the base model."""

@@ -43,7 +43,7 @@ from drafter_trainer.offline.log import RunLog
 from drafter_trainer.offline.plan import Document, pack, place, split, steps_from, steps_of
 from drafter_trainer.offline.target import Target
 from paceline.errors import ConfigError, InvalidInput
-from paceline.speculators import DraftNet
+from paceline.speculators.net import DraftNet
 
 Tell = Callable[[dict[str, Any]], None]
 STATES = "states"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from drafter_trainer.rows.sample import FeatureSample
 from paceline.errors import InvalidInput
-from paceline.speculators import PackedRow
+from paceline.speculators.packed import PackedRow
 
 
 def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:

@@ -37,7 +37,8 @@ from benchmarks.sglang import demo_folder
 from paceline.errors import InvalidInput
 from paceline.models.config import parse_config
 from paceline.models.loading import model_shapes
-from paceline.speculators import SPECULATORS
+from paceline.plugins import import_object
+from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.ngram import NgramSpeculator
 from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
@@ -209,7 +210,7 @@ def test_the_expected_acceptance_length_is_that_of_a_geometric_law() -> None:
 def test_the_table_of_speculators_is_as_before_even_when_the_build_fails(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput):
         build_injected(spec(tmp_path))
-    assert SPECULATORS["ngram"].drafter is NgramSpeculator
+    assert import_object(str(SPECULATORS["ngram"].drafter)) is NgramSpeculator
 
 
 def test_the_random_model_has_56_million_parameters() -> None:

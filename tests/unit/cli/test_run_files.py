@@ -19,6 +19,8 @@ from paceline.cli.run_files import (
 )
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, NotFound
+from rollout_gateway.config import GatewayConfig, engine_settings
+from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 SERVICES = {
     "coordinator": ("coordinator.config", "CoordinatorConfig"),
@@ -47,7 +49,8 @@ def test_every_service_takes_the_settings_for_gpus(section: str) -> None:
 def test_the_demo_on_sglang_has_arms_of_one_speculator(tmp_path: Path) -> None:
     gateway = prepare_run(DemoOptions(out=tmp_path, engine="sglang")).read_config()["gateway"]
     assert gateway["engine"]["kind"] == "sglang"
-    assert {arm.partition(":")[0] for arm in gateway["speculation"]["arms"]} == {"off", "eagle"}
+    served = SGLangSpec.model_validate(engine_settings(GatewayConfig.model_validate(gateway)))
+    assert {arm.partition(":")[0] for arm in served.arm_names} == {"off", "eagle"}
     with pytest.raises(ConfigError, match=r"vllm.*embedded, sglang"):
         prepare_run(DemoOptions(out=tmp_path, engine="vllm"))
 

@@ -21,8 +21,8 @@ from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Membership
 from drafter_trainer.rows.batcher import pack
-from paceline.speculators import PackedRow
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.packed import PackedRow
 
 STUDENT = 1  # any that is not the default
 ROWS = 6  # of an optimiser step

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from drafter_trainer.export import app, export_checkpoint
 from paceline.errors import ConfigError, InvalidInput, PacelineError, WeightsError
 from paceline.models.config import read_config
-from paceline.speculators import read_drafter
 from paceline.speculators.eagle.net import EagleNet, EagleOptions
 from paceline.speculators.export import Format
+from paceline.speculators.loading import read_drafter
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3
 LAYER = {

@@ -18,7 +18,7 @@ from drafter_trainer.offline.plan import Document
 from drafter_trainer.offline.target import Target, load_causal_lm
 from paceline.errors import InvalidInput
 from paceline.models.loading import hash_head, read_tensors
-from paceline.speculators import CaptureSpec
+from paceline.speculators.base import CaptureSpec
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

@@ -20,15 +20,23 @@ from drafter_trainer.offline.trainer import acceptance
 from paceline.errors import ConfigError, InvalidInput
 from paceline.models.config import read_config
 from paceline.models.loading import read_tensors
-from paceline.speculators import SpeculatorKind, read_drafter
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.kinds import SpeculatorKind
+from paceline.speculators.loading import read_drafter
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+KIND = SpeculatorKind(
+    "counting", EagleDrafter, f"{__name__}:CountingNet", ("LlamaForCausalLMEagle",)
+)
+
+
 class CountingNet(EagleNet):
     """A speculator of one's own: EAGLE that reads an inner layer too and is told token counts."""
+
+    kind = KIND
 
     counts: Tensor | None = None
 
@@ -38,9 +46,6 @@ class CountingNet(EagleNet):
 
     def choose_tokens(self, counts: Tensor) -> None:
         type(self).counts = counts
-
-
-KIND = SpeculatorKind(EagleDrafter, CountingNet)
 
 
 @pytest.fixture

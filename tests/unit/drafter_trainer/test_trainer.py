@@ -35,9 +35,10 @@ from drafter_trainer.trainer import DrafterTrainer
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from paceline.speculators import SPECULATORS, SpeculatorKind, read_drafter
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
+from paceline.speculators.loading import read_drafter
 from paceline.streams import FeatureBatch, encode_features
 from paceline.testing.memory_stream import MemoryStream
 
@@ -52,11 +53,18 @@ CONFIG = {
 GATE = {"interval_steps": 1_000, "min_positions": 1, "temperature": 0.01}
 
 
+OTHER = SpeculatorKind(
+    "other",
+    drafter=EagleDrafter,
+    net=f"{__name__}:OtherNet",
+    architectures=("OtherForTests",),
+)
+
+
 class OtherNet(EagleNet):
     """A second kind, for want of another that learns this fast."""
 
-    speculator: ClassVar[str] = "other"
-    architectures: ClassVar[frozenset[str]] = frozenset({"OtherForTests"})
+    kind: ClassVar[SpeculatorKind] = OTHER
 
     def config_json(self) -> dict[str, Any]:
         return {**super().config_json(), "architectures": ["OtherForTests"]}
@@ -68,7 +76,7 @@ class OtherNet(EagleNet):
 
 @pytest.fixture
 def other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SPECULATORS, "other", SpeculatorKind(EagleDrafter, OtherNet))
+    monkeypatch.setitem(SPECULATORS, "other", OTHER)
 
 
 class ScriptedParent:
@@ -449,7 +457,7 @@ def test_candidates_keep_the_newest_and_what_serves(tmp_path: Path) -> None:
 def test_a_kind_by_import_path_comes_back_from_the_disk(tmp_path: Path) -> None:
     net = TwinNet(TARGET, seed=3)
     Candidates(tmp_path, TARGET).save(1, net)
-    loaded = Candidates(tmp_path, TARGET, [TwinNet]).load(1)
+    loaded = Candidates(tmp_path, TARGET, [TwinNet.kind]).load(1)
     assert isinstance(loaded, TwinNet)
     assert torch.equal(loaded.fc.weight, net.fc.weight)
     with pytest.raises(InvalidInput, match="architectures names no speculator here"):

@@ -8,10 +8,8 @@ from paceline.errors import ConfigError
 from paceline.models.inner_layers import (
     check_inner_layers,
     default_inner_layers,
-    drafter_inner_layers,
+    eagle3_inner_layers,
 )
-
-EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
 
 
 @pytest.mark.parametrize(
@@ -43,27 +41,18 @@ def test_fewer_than_four_layers_are_refused(layers: int) -> None:
 
 def test_a_checkpoint_names_the_layers_its_states_leave() -> None:
     named = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 6, 20]}}
-    assert drafter_inner_layers(EAGLE3 | named, 28) == (1, 7, 21)
+    assert eagle3_inner_layers(named, 28) == (1, 7, 21)
     assert (
-        drafter_inner_layers(EAGLE3, 28)
-        == drafter_inner_layers(EAGLE3 | {"eagle_config": None}, 28)
+        eagle3_inner_layers({}, 28)
+        == eagle3_inner_layers({"eagle_config": None}, 28)
         == (2, 14, 25)
     )
-
-
-@pytest.mark.parametrize(
-    "names", [["LlamaForCausalLMEagle"], ["Eagle3Like"], "LlamaForCausalLMEagle3", None, []]
-)
-def test_other_drafters_read_no_inner_state(names: object) -> None:
-    assert drafter_inner_layers({"architectures": names}, 28) == ()
 
 
 @pytest.mark.parametrize("named", [[1, 2], [0, 6, 27], [6, 0, 20], [-1, 6, 20], [6, 6, 20]])
 def test_wrong_layers_of_a_checkpoint_are_refused(named: list[int]) -> None:
     with pytest.raises(ConfigError, match="inner states"):
-        drafter_inner_layers(
-            EAGLE3 | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named}}, 28
-        )
+        eagle3_inner_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": named}}, 28)
 
 
 def test_layers_to_capture_ascend_within_the_target() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.speculators import Drafts, DraftShape
+from paceline.speculators.base import Drafts, DraftShape
 from paceline.speculators.draft_tree import Beam, grow_tree
 
 VOCAB = 6

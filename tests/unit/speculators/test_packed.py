@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.speculators import PackedRow
-from paceline.speculators.packed import _edges, ancestor_mask, packed_attention
+from paceline.speculators.packed import PackedRow, _edges, ancestor_mask, packed_attention
 
 
 @st.composite

@@ -11,16 +11,16 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import InvalidInput
+from paceline.models.config import ARCHITECTURES as TARGETS
 from paceline.models.config import ModelConfig, architecture, parse_config
 from paceline.models.loading import layer_shapes
+from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.net import check_fit
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLMEagle",
-    "qwen2": "Qwen2ForCausalLMEagle",
-    "qwen3": "Qwen3ForCausalLMEagle",
-}
-_TARGETS = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+KIND = SPECULATORS["eagle"]
+ARCHITECTURES = dict(zip(TARGETS.values(), KIND.architectures, strict=True))
+"""Family of the target -> architecture of its drafter."""
+_TARGETS = {family: name for name, family in TARGETS.items()}
 
 
 def eagle_shapes(config: ModelConfig, fc_bias: bool) -> dict[str, tuple[int, ...]]:

@@ -32,7 +32,6 @@ class EagleState:
 class EagleDrafter(LayerDrafter[EagleNet]):
     """The speculator "eagle"."""
 
-    name = "eagle"
     net = EagleNet
     _state: EagleState
 

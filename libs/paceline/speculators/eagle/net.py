@@ -24,13 +24,14 @@ from paceline.config import Config
 from paceline.models.config import ModelConfig
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle.checkpoint import (
-    ARCHITECTURES,
+    KIND,
     check_eagle,
     drafter_config,
     eagle_config_json,
     eagle_shapes,
     strip_shared,
 )
+from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.layer.parts import (
     Attention,
     ChainKeys,
@@ -76,8 +77,7 @@ class EagleLayer(nn.Module):
 class EagleNet(DraftNet):
     """The drafter's network: see DraftNet."""
 
-    speculator: ClassVar[str] = "eagle"
-    architectures: ClassVar[frozenset[str]] = frozenset(ARCHITECTURES.values())
+    kind: ClassVar[SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = EagleOptions
 
     def __init__(

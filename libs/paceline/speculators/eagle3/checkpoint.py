@@ -16,11 +16,13 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture, parse_config
-from paceline.models.inner_layers import INNER_STATES, check_inner_layers, default_inner_layers
+from paceline.models.inner_layers import INNER_STATES, eagle3_inner_layers
 from paceline.models.loading import layer_shapes
 from paceline.speculators.eagle.checkpoint import check_one_layer, layer_config_json
+from paceline.speculators.kinds import SPECULATORS
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+KIND = SPECULATORS["eagle3"]
+(ARCHITECTURE,) = KIND.architectures
 MAP_DTYPES = {"d2t": torch.int64, "t2d": torch.bool}
 """The draft vocabulary's two tensors; all others are weights."""
 
@@ -46,21 +48,6 @@ def drafter_shape(target: ModelConfig) -> ModelConfig:
         qk_norm=False,
         tie_word_embeddings=False,
     )
-
-
-def inner_layers(num_layers: int, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Decoder layers whose input is read, ascending: the chosen ones, else the rule's
-    (models/inner_layers.py).
-
-    Raises ConfigError below 4 layers, or for a choice that is not three ascending layers of the
-    target.
-    """
-    if not chosen:
-        return default_inner_layers(num_layers)
-    if len(chosen) != INNER_STATES:
-        raise ConfigError("inner_layers of EAGLE-3", seen=chosen, allowed=f"{INNER_STATES} layers")
-    check_inner_layers(chosen, num_layers)
-    return chosen
 
 
 def eagle3_shapes(config: ModelConfig, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
@@ -145,17 +132,14 @@ def parse_eagle3(
     config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
     return (
         replace(config, max_position_embeddings=target.max_position_embeddings),
-        _inner(inside, target),
+        _inner(raw, target),
         size,
     )
 
 
-def _inner(inside: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
-    ids = inside.get("eagle_aux_hidden_state_layer_ids") or []
-    if not isinstance(ids, list) or any(type(one) is not int for one in ids):
-        raise InvalidInput("eagle_aux_hidden_state_layer_ids", seen=ids, allowed="a list of layers")
+def _inner(raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
     try:
-        return inner_layers(target.num_layers, tuple(left + 1 for left in ids))
+        return eagle3_inner_layers(raw, target.num_layers)
     except ConfigError as error:
         message = f"eagle_aux_hidden_state_layer_ids + 1: {error.message}"
         raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error

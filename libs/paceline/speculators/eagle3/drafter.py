@@ -40,7 +40,6 @@ class Eagle3State:
 class Eagle3Drafter(LayerDrafter[Eagle3Net]):
     """The speculator "eagle3"."""
 
-    name = "eagle3"
     net = Eagle3Net
     _state: Eagle3State
 

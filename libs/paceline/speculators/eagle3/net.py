@@ -23,22 +23,22 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import DataLoss, InvalidInput
 from paceline.models.config import ModelConfig
-from paceline.models.inner_layers import INNER_STATES
+from paceline.models.inner_layers import INNER_STATES, inner_layers
 from paceline.models.loading import check_tensors
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle3.checkpoint import (
-    ARCHITECTURE,
+    KIND,
     MAP_DTYPES,
     check_maps,
     drafter_shape,
     eagle3_config_json,
     eagle3_shapes,
     frequent_tokens,
-    inner_layers,
     own_names,
     parse_eagle3,
     token_maps,
 )
+from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.layer.parts import (
     Attention,
     ChainKeys,
@@ -116,8 +116,7 @@ class Eagle3Net(DraftNet):
     Sharded as one part, since every step of a chain runs all of it.
     """
 
-    speculator: ClassVar[str] = "eagle3"
-    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
+    kind: ClassVar[SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = Eagle3Options
 
     d2t: Tensor

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ class LayerDrafter(ABC, Generic[Net]):
     vocabulary of its own.
     """
 
-    name: ClassVar[str]
     trainable = True
     net: type[Net]
     """What it drafts with."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import read_tensors
 from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.draft_tree import Beam, grow_tree
+from paceline.speculators.recurrent.lstm import LstmNet
+from paceline.speculators.recurrent.mlp import MlpNet
 from paceline.speculators.recurrent.net import RecurrentNet, State, StepWeights
 
 
@@ -28,23 +31,20 @@ class RecurrentDrafter:
 
     trainable = True
     capture = CaptureSpec()
+    net: ClassVar[type[RecurrentNet]]
+    """What it drafts with."""
 
-    def __init__(self, kind: type[RecurrentNet], setup: SpeculatorSetup) -> None:
+    def __init__(self, setup: SpeculatorSetup) -> None:
         self._target = setup.target.config
         self._device, self._dtype = setup.target.head.device, setup.dtype
         if setup.directory:
-            self._serve(kind.read(setup.directory, self._target))
+            self._serve(self.net.read(setup.directory, self._target))
         else:
-            self._serve(kind.fresh(self._target, kind.Options(), setup.seed))
+            self._serve(self.net.fresh(self._target, self.net.Options(), setup.seed))
 
     def _serve(self, net: RecurrentNet) -> None:
         self._net = copy.deepcopy(net).requires_grad_(False).to(self._device, self._dtype)
         self._weights = self._net.step_weights()
-
-    @property
-    def name(self) -> str:
-        """Name in the arms."""
-        return self._net.speculator
 
     def bind(self, target: DecoderWeights) -> None:
         """Embeddings and heads are its own: nothing changes."""
@@ -136,3 +136,15 @@ class RecurrentDrafter:
 
 def _logprobs(weights: StepWeights, state: State) -> Tensor:
     return torch.log_softmax(functional.linear(state[0], weights.head).float(), dim=-1)
+
+
+class MlpDrafter(RecurrentDrafter):
+    """The speculator "mlp"."""
+
+    net = MlpNet
+
+
+class LstmDrafter(RecurrentDrafter):
+    """The speculator "lstm"."""
+
+    net = LstmNet

@@ -28,6 +28,7 @@ from torch.nn import functional
 from paceline.config import Config
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
     BiasedNorm,
@@ -44,7 +45,8 @@ GATES = ("forget", "input", "output", "cell")
 """In the order in which their sums stand beside each other."""
 
 
-ARCHITECTURE = "ArcticLSTMSpeculatorPreTrainedModel"
+KIND = SPECULATORS["lstm"]
+(ARCHITECTURE,) = KIND.architectures
 
 
 class LstmOptions(RecurrentOptions):
@@ -57,8 +59,7 @@ class LstmOptions(RecurrentOptions):
 class LstmNet(RecurrentNet):
     """The drafter's network: see DraftNet."""
 
-    speculator: ClassVar[str] = "lstm"
-    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
+    kind: ClassVar[SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = LstmOptions
     options: LstmOptions
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.models.config import ModelConfig
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
     BiasedNorm,
@@ -30,7 +31,8 @@ from paceline.speculators.recurrent.net import (
     read_flag,
 )
 
-ARCHITECTURE = "MLPSpeculatorPreTrainedModel"
+KIND = SPECULATORS["mlp"]
+(ARCHITECTURE,) = KIND.architectures
 
 
 class MlpOptions(RecurrentOptions):
@@ -45,8 +47,7 @@ class MlpOptions(RecurrentOptions):
 class MlpNet(RecurrentNet):
     """The drafter's network: see DraftNet."""
 
-    speculator: ClassVar[str] = "mlp"
-    architectures: ClassVar[frozenset[str]] = frozenset({ARCHITECTURE})
+    kind: ClassVar[SpeculatorKind] = KIND
     Options: ClassVar[type[Config]] = MlpOptions
     options: MlpOptions
 

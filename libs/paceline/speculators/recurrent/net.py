@@ -121,11 +121,11 @@ class RecurrentNet(DraftNet):
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
         """See DraftNet.parse; the shape is the checkpoint's, what is learned is the options'."""
         assert isinstance(options, RecurrentOptions)
-        if (name := architecture(raw)) not in cls.architectures:
+        if (name := architecture(raw)) not in cls.kind.architectures:
             raise InvalidInput(
-                f"architectures is no {cls.speculator} drafter",
+                f"architectures is no {cls.kind.name} drafter",
                 seen=name,
-                allowed=cls.architectures,
+                allowed=", ".join(cls.kind.architectures),
             )
         return cls(target, options.model_copy(update=cls.read_shape(raw, target)))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError
-from paceline.speculators import DraftShape
+from paceline.speculators.base import DraftShape
 
 MAX_STEPS, MAX_TOPK, MAX_TOKENS = 15, 16, 64
 

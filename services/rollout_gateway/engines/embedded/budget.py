@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from paceline.arm_names import speculator_of
-from paceline.speculators import Drafts
+from paceline.speculators.base import Drafts
 
 BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Inner edges of the bins of a drafter's probability of one node."""

@@ -12,7 +12,7 @@ from paceline.models.compiled import compiled_finish
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import DTYPES, build_weights, read_tensors
-from paceline.speculators import CaptureSpec, SpeculatorSetup
+from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from rollout_gateway.bandits import COST_MODEL
 from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded.arms import Arm, slack

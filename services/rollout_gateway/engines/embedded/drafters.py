@@ -1,5 +1,5 @@
-"""The speculators of one engine: n-grams, and of the trained kinds the one that serves. Owns no arm
-and no choice.
+"""Holds the speculators of one engine: the untrained kinds, and of the trained ones that which
+serves.
 
 Only the serving kind is in memory. A version of another kind is built beside it at its Prepare; at
 its commit it takes the place of the serving one and catches up from the states the engine keeps, so
@@ -16,9 +16,10 @@ import torch
 
 from paceline.errors import ConfigError, WeightsError
 from paceline.models.decoder import DecoderWeights
-from paceline.speculators import DraftBatch, Speculator, SpeculatorSetup, find_kind
+from paceline.speculators.base import DraftBatch, Speculator, SpeculatorSetup
+from paceline.speculators.loading import build_drafter
 from paceline.telemetry import get_logger
-from rollout_gateway.engines.embedded.kinds import NGRAM, Kinds
+from rollout_gateway.engines.embedded.kinds import Kinds
 from rollout_gateway.engines.nouns import Capability, missing
 
 log = get_logger(__name__)
@@ -56,8 +57,9 @@ class Drafters:
                     kinds.configured, self._built(kinds.configured, kinds.directory), None
                 )
             )
-        if NGRAM in used:
-            self.live[NGRAM] = find_kind(NGRAM).drafter(setup)
+        for name, kind in kinds.untrained.items():
+            if name in used:
+                self.live[name] = build_drafter(kind, setup)
 
     @property
     def trainable(self) -> bool:
@@ -124,7 +126,7 @@ class Drafters:
     @torch.inference_mode()
     def _built(self, kind: str, directory: Path | None) -> Speculator:
         setup = replace(self._setup, directory=directory)
-        speculator = self._kinds.trained[kind].drafter(setup)
+        speculator = build_drafter(self._kinds.trained[kind], setup)
         kept = setup.layers.split(",")
         lacking = [
             name for name in speculator.capture.layers.split(",") if name and name not in kept

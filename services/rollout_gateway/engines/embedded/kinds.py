@@ -1,6 +1,6 @@
-"""Which trained kinds an engine may draft with, their arms, and which of them a version on disk is.
+"""Reads which kinds an engine may draft with from its settings, and a version's kind from disk.
 
-Owns names and lookups; which kind serves is drafters.py's.
+Which of the trained ones serves is drafters.py's.
 """
 
 from __future__ import annotations
@@ -11,32 +11,28 @@ from pathlib import Path
 
 from paceline.arm_names import OFF
 from paceline.errors import ConfigError, InvalidInput
-from paceline.speculators import (
+from paceline.speculators.kinds import (
     SPECULATORS,
-    DraftNet,
     SpeculatorKind,
+    drafter_directory,
     find_kind,
-    net_of,
-    trained_net,
+    kind_of_checkpoint,
 )
+from paceline.speculators.loading import net_of
 from rollout_gateway.engines.embedded.arms import Arm, parse_arm
-from rollout_gateway.engines.embedded.rows import WITHOUT_WEIGHTS, drafter_directory
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-
-NGRAM, NGRAM_ARM = "ngram", "ngram:4_1_5"
-CHAINS = {"eagle": (3, 5, 7), "eagle3": (3, 5, 7)}
-"""Steps of the chains that a kind drafts when no arms are named."""
-OTHER_CHAINS = (3, 5)
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """The trained kinds of one engine."""
+    """The kinds of one engine, by the name in their arms."""
 
     trained: Mapping[str, SpeculatorKind]
-    """By the name in their arms; the configured one first."""
+    """The configured one first."""
+    untrained: Mapping[str, SpeculatorKind]
+    """They serve all the time."""
     configured: str
-    """The kind that serves before any version is committed; empty: none does."""
+    """The trained kind that serves before any version is committed; empty: none does."""
     directory: Path | None
     """Its checkpoint; None: fresh from the seed."""
 
@@ -48,7 +44,7 @@ class Kinds:
         """
         if self.configured and not (directory / "config.json").is_file():
             return self.configured
-        return _net(find_architecture(directory, self.trained.values())).speculator
+        return find_architecture(directory, self.trained.values()).name
 
 
 def engine_kinds(spec: EmbeddedSpec) -> Kinds:
@@ -56,24 +52,27 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
 
     Raises ConfigError or InvalidInput for one that cannot be trained or found.
     """
-    more = [_trained_kind(name) for name in spec.more_drafters]
+    more = [find_kind(name) for name in spec.more_drafters]
+    for kind in more:
+        net_of(kind)  # refuses one without weights
     directory = drafter_directory(spec.drafter)
-    kinds = more
-    configured = ""
+    named = more
     if directory is not None:
-        kinds = [find_architecture(directory, [*SPECULATORS.values(), *more]), *more]
-    elif spec.drafter not in WITHOUT_WEIGHTS:
-        kinds = [_trained_kind(spec.drafter), *more]
-    if len(kinds) > len(more):
-        configured = _net(kinds[0]).speculator
-    trained: dict[str, SpeculatorKind] = {}
-    for kind in kinds:
-        name = _net(kind).speculator
-        if name == NGRAM or trained.setdefault(name, kind) is not kind:
+        named = [find_architecture(directory, [*SPECULATORS.values(), *more]), *more]
+    elif spec.drafter != OFF:
+        named = [find_kind(spec.drafter), *more]
+    if spec.drafter != OFF:
+        named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any other
+    kinds: dict[str, SpeculatorKind] = {}
+    for kind in named:
+        if kinds.setdefault(kind.name, kind) is not kind:
             raise ConfigError(
-                "two speculators have one name", seen=name, allowed="names that differ"
+                "two speculators have one name", seen=kind.name, allowed="names that differ"
             )
-    return Kinds(trained, configured, directory)
+    trained = {name: kind for name, kind in kinds.items() if kind.trained}
+    untrained = {name: kind for name, kind in kinds.items() if not kind.trained}
+    configured = named[0].name if spec.drafter != OFF and named[0].trained else ""
+    return Kinds(trained, untrained, configured, directory)
 
 
 def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
@@ -81,9 +80,8 @@ def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> Specu
 
     Raises InvalidInput naming the directory when none does.
     """
-    by_net = {kind.net: kind for kind in kinds if kind.net is not None}
     try:
-        return by_net[net_of(directory, list(by_net))]
+        return kind_of_checkpoint(directory, kinds)
     except InvalidInput as error:
         message = (
             f"{error.message} (gateway.drafter and engine.embedded.more_drafters name those "
@@ -94,26 +92,8 @@ def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> Specu
 
 def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
     """Arms by name, `off` first. Raises ConfigError for one that this engine cannot draft."""
-    ngram = spec.drafter != OFF
-    names = spec.arms
-    if not names:
-        trained = [
-            f"{kind}:{n}_1_{n + 1}"
-            for kind in kinds.trained
-            for n in CHAINS.get(kind, OTHER_CHAINS)
-        ]
-        names = (*trained, NGRAM_ARM) if ngram else tuple(trained)
-    speculators = (*kinds.trained, NGRAM) if ngram else tuple(kinds.trained)
+    speculators = {**kinds.trained, **kinds.untrained}
+    names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
     chains_only = spec.verification == "rejection"
     wanted = (OFF, *(name for name in names if name != OFF))
-    return {name: parse_arm(name, speculators, chains_only=chains_only) for name in wanted}
-
-
-def _trained_kind(name: str) -> SpeculatorKind:
-    trained_net(name)
-    return find_kind(name)
-
-
-def _net(kind: SpeculatorKind) -> type[DraftNet]:
-    assert kind.net is not None
-    return kind.net
+    return {name: parse_arm(name, tuple(speculators), chains_only=chains_only) for name in wanted}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.models.decoder import Layout, tree_visible
-from paceline.speculators import Drafts
+from paceline.speculators.base import Drafts
 
 DENSE = 0.8
 """A block is forwarded whole when this share of its nodes exists: leaving some out costs two copies

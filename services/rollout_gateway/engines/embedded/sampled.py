@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from paceline.models.sampling import DrawParams
-from paceline.speculators import Drafts
+from paceline.speculators.base import Drafts
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.rejection import sample_drafts, verify_sampled
 from rollout_gateway.engines.embedded.verify import Verdict

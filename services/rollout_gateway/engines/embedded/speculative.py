@@ -16,7 +16,7 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
-from paceline.speculators import DraftBatch, Drafts, Speculator
+from paceline.speculators.base import DraftBatch, Drafts, Speculator
 from paceline.trajectory import Target
 from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.evidence import ArmReport, Evidence

@@ -22,6 +22,7 @@ from typing import Any
 import zmq
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.speculators.kinds import SGLANG
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.sglang import VERSIONS
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
@@ -126,7 +127,7 @@ def speculation(spec: SGLangSpec) -> dict[str, Any]:
         return {}
     shape = arms.maximum
     values: dict[str, Any] = {
-        "speculative_algorithm": spec.speculator.upper(),
+        "speculative_algorithm": SGLANG[spec.speculator].algorithm,
         "speculative_num_draft_tokens": shape.draft_tokens,
     }
     if spec.drafter_dir:
@@ -142,22 +143,23 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     """The spec with a drafter directory that SGLang can load, written to `folder` where the given
     one is not enough.
 
-    "eagle" becomes a fresh one from the seed, the same as in the embedded engine. SGLang's EAGLE
-    module has an fc.bias: a checkpoint without one gets zeros, because SGLang would keep random
-    values.
+    A kind's name becomes a fresh one from the seed, the same as in the embedded engine. A
+    checkpoint without an fc.bias gets zeros where SGLang's module has one, because it would keep
+    random values.
     """
-    if spec.speculator != "eagle":
+    if spec.speculator not in SGLANG or not SGLANG[spec.speculator].fc_bias:
         return spec
     import torch
     from safetensors.torch import save_file
 
     from paceline.models.config import read_config
     from paceline.models.loading import read_tensors
-    from paceline.speculators.eagle.net import EagleNet
+    from paceline.speculators.loading import trained_net
 
     given = Path(spec.drafter_dir) if spec.drafter_dir else folder
     if not spec.drafter_dir:
-        EagleNet(read_config(Path(spec.model_dir)), seed=spec.seed).save(folder)
+        net = trained_net(spec.speculator)
+        net.fresh(read_config(Path(spec.model_dir)), net.Options(), spec.seed).save(folder)
     tensors = read_tensors(given)
     if "fc.bias" not in tensors:
         tensors["fc.bias"] = torch.zeros(

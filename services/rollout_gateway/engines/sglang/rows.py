@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.models.inner_layers import drafter_inner_layers
+from paceline.speculators.kinds import SPECULATORS
 from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
@@ -29,15 +29,18 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
     """What a row of this engine holds. Raises ConfigError for a model too shallow for EAGLE-3."""
     model = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))
     hidden_size, layers = int(model["hidden_size"]), int(model["num_hidden_layers"])
-    if spec.speculator != "eagle3":
+    if not spec.drafter_dir:
         return RowLayout.last(hidden_size)
     drafter = json.loads((Path(spec.drafter_dir) / "config.json").read_text(encoding="utf-8"))
-    if layers < SHALLOWEST and not (drafter.get("eagle_config") or {}).get(
-        "eagle_aux_hidden_state_layer_ids"
+    inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
+    if (
+        inner
+        and layers < SHALLOWEST
+        and not (drafter.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ):
         raise ConfigError(
             "EAGLE-3 in SGLang: the model is too shallow",
             seen=layers,
             allowed=f">= {SHALLOWEST} layers",
         )
-    return RowLayout.entering(hidden_size, drafter_inner_layers(drafter, layers))
+    return RowLayout.entering(hidden_size, inner)

@@ -11,26 +11,11 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.arm_names import OFF
 from paceline.config import Config
 from paceline.errors import ConfigError
+from paceline.speculators.kinds import SGLANG, drafter_directory
 from rollout_gateway.engines.settings import ModelSpec
-
-OFF = "off"
-WITHOUT_DIRECTORY = (OFF, "ngram", "eagle")
-DEFAULT_ARMS = {
-    OFF: (OFF,),
-    "ngram": (OFF, "ngram:4_1_5"),
-    "eagle": (OFF, "eagle:3_1_4", "eagle:5_1_6", "eagle:3_2_8"),
-    "eagle3": (OFF, "eagle3:3_1_4", "eagle3:5_1_6", "eagle3:3_2_8"),
-}
-"""Arms served when none are named, by speculator."""
-SHARED_WITH_TARGET = {
-    "eagle": ("embed_tokens.weight", "lm_head.weight"),
-    "eagle3": ("embed_tokens.weight",),
-}
-"""Tensors a drafter shares with the target by reference: loading them would overwrite the policy's
-own.
-"""
 
 
 class SGLangConfig(Config):
@@ -53,44 +38,44 @@ class SGLangSpec(SGLangConfig, ModelSpec):
 
     @property
     def speculator(self) -> str:
-        """off | ngram | eagle | eagle3.
+        """Name of the kind that drafts, or `off`.
 
         Raises ConfigError for a drafter that SGLang does not know or misreads.
         """
-        if self.drafter in WITHOUT_DIRECTORY:
+        fresh = [name for name, support in SGLANG.items() if support.fresh]
+        if self.drafter in (OFF, *fresh):
             return self.drafter
-        config = Path(self.drafter) / "config.json"
-        if not config.is_file():
-            raise ConfigError(
-                "not a drafter for SGLang",
-                seen=self.drafter,
-                allowed="off, ngram, eagle or a checkpoint directory",
-            )
+        config = Path(self.drafter_dir) / "config.json"
+        if not self.drafter_dir or not config.is_file():
+            allowed = f"{OFF}, {', '.join(fresh)} or a checkpoint directory"
+            raise ConfigError("not a drafter for SGLang", seen=self.drafter, allowed=allowed)
         raw = json.loads(config.read_text(encoding="utf-8"))
-        name = (raw.get("architectures") or ["(none)"])[0]
         if raw.get("norm_before_residual"):  # SGLang would serve it as if it were not there
             raise ConfigError(
                 "SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False
             )
-        for ending, speculator in (("Eagle3", "eagle3"), ("Eagle", "eagle")):
+        name = (raw.get("architectures") or ["(none)"])[0]
+        endings = {one.architecture_ending: kind for kind, one in SGLANG.items()}
+        endings.pop("", None)
+        for ending, kind in endings.items():
             if name.endswith(ending):
-                return speculator
-        raise ConfigError(
-            "the drafter's architecture is not served", seen=name, allowed="...Eagle, ...Eagle3"
-        )
+                return kind
+        allowed = ", ".join(f"...{ending}" for ending in endings)
+        raise ConfigError("the drafter's architecture is not served", seen=name, allowed=allowed)
 
     @property
     def drafter_dir(self) -> str:
         """Directory of the drafter's checkpoint; empty when there is none."""
-        return "" if self.drafter in WITHOUT_DIRECTORY else self.drafter
+        return str(drafter_directory(self.drafter) or "")
 
     @property
     def shared_with_target(self) -> tuple[str, ...]:
         """Names that never travel with a drafter."""
-        return SHARED_WITH_TARGET.get(self.speculator, ())
+        return () if self.drafter == OFF else SGLANG[self.speculator].shared_with_target
 
     @property
     def arm_names(self) -> tuple[str, ...]:
         """Arms served; `off` is always the first."""
-        arms = self.arms or DEFAULT_ARMS[self.speculator]
+        shapes = () if self.drafter == OFF else SGLANG[self.speculator].shapes
+        arms = self.arms or tuple(f"{self.speculator}:{shape}" for shape in shapes)
         return (OFF, *(arm for arm in arms if arm != OFF))

@@ -23,8 +23,8 @@ from drafter_trainer.gate.judge import accepted_tokens
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import FeatureSample
-from paceline.speculators import PackedRow
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.packed import PackedRow
 
 STEPS = 4
 

@@ -14,7 +14,7 @@ from unit.drafter_trainer.samples import sample, sample_with_rejected
 from drafter_trainer.rows.batcher import pack
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.speculators import PackedRow
+from paceline.speculators.packed import PackedRow
 
 HERE = Path(__file__).parents[1]
 

@@ -26,8 +26,8 @@ from unit.drafter_trainer.samples import (
 from drafter_trainer.rows.batcher import pack, pack_jagged
 from drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
 from paceline.errors import InvalidInput
-from paceline.speculators import PackedRow
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.packed import PackedRow
 from paceline.streams import decode_features, encode_features
 
 LENGTHS = (9, 14, 6, 21)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from random_models import save_random
 from transformers import PreTrainedModel
-from twin_kind import DeepDrafter, DeepNet, TwinNet
+from twin_kind import DeepDrafter, DeepNet, SilentNet, TwinNet
 
 from paceline.errors import ConfigError, InvalidInput, MissingCapability, WeightsError
 from paceline.models.config import read_config
-from paceline.speculators import SPECULATORS
 from paceline.speculators.eagle.net import EagleNet
+from paceline.speculators.kinds import SPECULATORS
+from paceline.speculators.loading import net_of
 from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 from rollout_gateway.bandits import BANDITS
 from rollout_gateway.engines.base import Engine
@@ -25,7 +26,7 @@ from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout, Sampling
 
-TWIN, DEEP = "twin_kind:KIND", "twin_kind:DEEP"
+TWIN, DEEP, SILENT = "twin_kind:KIND", "twin_kind:DEEP", "twin_kind:SILENT"
 EAGLE_ARMS, TWIN_ARMS = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}, {"twin:3_1_4", "twin:5_1_6"}
 ALWAYS = {"off", "ngram:4_1_5"}
 
@@ -37,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedMo
     model = save_random(folder / "policy", "llama", sharpness=6.0)
     save_random(folder / "later", "llama", seed=1, sharpness=6.0)
     for net in (EagleNet, TwinNet, DeepNet):
-        net(read_config(folder / "policy"), seed=3).save(folder / net.speculator)
+        net(read_config(folder / "policy"), seed=3).save(folder / net.kind.name)
     return folder, model
 
 
@@ -305,8 +306,8 @@ def test_versions_that_cannot_serve_are_refused_at_prepare(
             "ascending layers of 1 to 2",
         ),
         (
-            {"drafter": DEEP, "more_drafters": ()},
-            r"deep reads .* gateway\.features\.layers.*seen: 1; allowed: last",
+            {"drafter": SILENT, "more_drafters": ()},
+            r"silent reads .* gateway\.features\.layers.*seen: 1; allowed: last",
         ),
     ],
 )
@@ -357,15 +358,23 @@ def test_a_version_that_reads_states_not_kept_is_refused_at_prepare(
     target: tuple[Path, PreTrainedModel],
 ) -> None:
     folder, _ = target
-    engine = build(folder, more_drafters=(DEEP,))
+    SilentNet(read_config(folder / "policy")).save(folder / "silent")
+    engine = build(folder, more_drafters=(SILENT,))
     with pytest.raises(ConfigError, match=r"gateway\.features\.layers"):
-        engine.prepare_weights(Target.DRAFTER, 1, folder / "deep")
+        engine.prepare_weights(Target.DRAFTER, 1, folder / "silent")
+
+
+def test_the_states_a_kind_says_it_reads_are_kept(target: tuple[Path, PreTrainedModel]) -> None:
+    folder, _ = target
+    engine = build(folder, more_drafters=(DEEP,))
+    assert engine.info.rows == RowLayout(2 * 48, "1,last", "post_norm")
+    engine.prepare_weights(Target.DRAFTER, 1, folder / "deep")
 
 
 def test_every_kind_of_the_table_serves_by_commit_and_changes_no_token(tmp_path: Path) -> None:
     save_random(tmp_path / "policy", "llama", sharpness=6.0, num_hidden_layers=5)
     config = read_config(tmp_path / "policy")
-    nets = {name: kind.net for name, kind in SPECULATORS.items() if kind.net is not None}
+    nets = {name: net_of(kind) for name, kind in SPECULATORS.items() if kind.trained}
     wanted = generate(build(tmp_path, drafter="off", more_drafters=()), requests())
     engine = build(tmp_path, drafter="ngram", more_drafters=tuple(nets), verify_budget=False)
     for version, (name, net) in enumerate(nets.items(), 1):

@@ -17,7 +17,7 @@ from random_models import save_random
 from paceline.models.cache import StaticCache
 from paceline.models.decoder import forward_hidden, head_logits, make_block
 from paceline.models.loading import load_model
-from paceline.speculators import Drafts
+from paceline.speculators.base import Drafts
 from rollout_gateway.engines.embedded.budget import PROBE_EVERY, Budget, Calibration, ForwardCost
 from rollout_gateway.engines.embedded.nodes import (
     Nodes,

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from paceline.errors import InvalidInput, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
-from paceline.speculators import DraftBatch, DraftShape, SpeculatorSetup
+from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle.drafter import EagleDrafter
 from paceline.speculators.eagle.net import EagleNet, EagleOptions, chain_features
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from unit.speculators.eagle3_rows import TARGET, document, rough_net
 
 from paceline.errors import ConfigError, InvalidInput, WeightsError
-from paceline.speculators.eagle3.checkpoint import frequent_tokens, inner_layers
+from paceline.models.inner_layers import inner_layers
+from paceline.speculators.eagle3.checkpoint import frequent_tokens
 from paceline.speculators.eagle3.net import Eagle3Net
-from paceline.speculators.table import read_drafter
+from paceline.speculators.loading import read_drafter
 
 SGLANG_NAMES = {
     "fc.weight",

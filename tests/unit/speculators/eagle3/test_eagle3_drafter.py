@@ -17,10 +17,11 @@ from unit.speculators.eagle3_rows import LAYERS, row_of
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.models.decoder import DecoderWeights
 from paceline.models.loading import load_model
-from paceline.speculators import DraftBatch, DraftShape, SpeculatorSetup
+from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
 from paceline.speculators.eagle3.drafter import Eagle3Drafter
 from paceline.speculators.eagle3.net import Eagle3Net, Eagle3Options
-from paceline.speculators.table import find_kind
+from paceline.speculators.kinds import find_kind
+from paceline.speculators.loading import build_drafter
 
 V, H, TOKENS = 97, 48, 30
 LENGTHS = [TOKENS, TOKENS - 7]
@@ -213,8 +214,8 @@ def test_an_engine_that_keeps_no_inner_states_is_refused(tmp_path: Path) -> None
     weights = target_of(tmp_path)
     kind = find_kind("eagle3")
     with pytest.raises(DataLoss, match="2, 4, 5"):
-        kind.drafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0))
-    fresh = kind.drafter(SpeculatorSetup(weights, 4, 64, torch.float32, 0, layers=LAYERS))
+        build_drafter(kind, SpeculatorSetup(weights, 4, 64, torch.float32, 0))
+    fresh = build_drafter(kind, SpeculatorSetup(weights, 4, 64, torch.float32, 0, layers=LAYERS))
     assert fresh.capture.layers == "2,4,5,last"
     assert fresh.trainable
 

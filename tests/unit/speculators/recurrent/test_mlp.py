@@ -15,7 +15,7 @@ from unit.drafter_trainer.samples import HIDDEN, TARGET, VOCABULARY, sample
 
 from drafter_trainer.rows.batcher import pack
 from paceline.errors import InvalidInput, WeightsError
-from paceline.speculators import read_drafter
+from paceline.speculators.loading import read_drafter
 from paceline.speculators.recurrent.mlp import MlpNet, MlpOptions
 
 HEADS = 4

@@ -31,7 +31,10 @@ from drafter_trainer.rows.sample import FeatureSample
 from paceline.errors import WeightsError
 from paceline.models.config import ModelConfig
 from paceline.models.loading import load_model
-from paceline.speculators import DraftBatch, DraftShape, PackedRow, SpeculatorSetup, find_kind
+from paceline.speculators.base import DraftBatch, DraftShape, SpeculatorSetup
+from paceline.speculators.kinds import find_kind
+from paceline.speculators.loading import build_drafter, trained_net
+from paceline.speculators.packed import PackedRow
 from paceline.speculators.recurrent.drafter import RecurrentDrafter
 from paceline.speculators.recurrent.net import RecurrentNet
 
@@ -46,8 +49,7 @@ LENGTHS = (9, 14, 6, 21)
 
 
 def fresh_net(kind: str, target: ModelConfig = TARGET, **options: object) -> RecurrentNet:
-    found = find_kind(kind.split()[0]).net
-    assert found is not None
+    found = trained_net(kind.split()[0])
     settings = {"n_predict": HEADS, **KINDS[kind], **options}
     net = found.fresh(target, found.Options.model_validate(settings), seed=3)
     assert isinstance(net, RecurrentNet)
@@ -83,8 +85,9 @@ class Engine:
         self.weights = load_model(directory, dtype=torch.float32)
         self.net = rough_net(kind, self.weights.config)
         self.net.save(directory / "drafter")
-        self.drafter = find_kind(kind.split()[0]).drafter(
-            SpeculatorSetup(self.weights, 4, 64, torch.float32, 0, directory / "drafter")
+        self.drafter = build_drafter(
+            find_kind(kind.split()[0]),
+            SpeculatorSetup(self.weights, 4, 64, torch.float32, 0, directory / "drafter"),
         )
         assert isinstance(self.drafter, RecurrentDrafter)
         generator = torch.Generator().manual_seed(0)
@@ -210,7 +213,9 @@ def test_a_new_version_serves_with_the_shape_its_config_tells(heads: int, tmp_pa
     after = engine.drafter.propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
     setup = SpeculatorSetup(engine.weights, 4, 64, torch.float32, 0, tmp_path / "other")
     expected = (
-        find_kind("mlp").drafter(setup).propose(engine.batch(30, 23), DraftShape(HEADS)).tokens
+        build_drafter(find_kind("mlp"), setup)
+        .propose(engine.batch(30, 23), DraftShape(HEADS))
+        .tokens
     )
     assert after.shape == (2, heads)
     assert torch.equal(after, expected)

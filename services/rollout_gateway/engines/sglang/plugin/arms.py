@@ -19,13 +19,12 @@ import numpy.typing as npt
 
 from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError, InvalidInput
+from paceline.speculators.kinds import SGLANG, SPECULATORS
 from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
-
-SPECULATORS = ("eagle", "eagle3", "ngram")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Arm:
     @property
     def trained(self) -> bool:
         """Whether its drafter has weights."""
-        return self.speculator not in ("", "ngram")
+        return bool(self.speculator) and SPECULATORS[self.speculator].trained
 
     @property
     def drafted(self) -> int:
@@ -70,8 +69,8 @@ def parse_arm(name: str) -> Arm:
     if name == OFF:
         return Arm(OFF, "", ROOT)
     found = read_arm(name)
-    if found is None or found.speculator not in SPECULATORS:
-        allowed = f"{OFF} or <{' | '.join(SPECULATORS)}>:<steps>_<topk>_<draft tokens>"
+    if found is None or found.speculator not in SGLANG:
+        allowed = f"{OFF} or <{' | '.join(SGLANG)}>:<steps>_<topk>_<draft tokens>"
         raise ConfigError("not an arm of SGLang", seen=name, allowed=allowed)
     shape = Shape(found.steps, found.topk, found.draft_tokens)
     if shape.steps < 1 or shape.topk < 1:
@@ -86,11 +85,11 @@ def parse_arm(name: str) -> Arm:
             seen=name,
             allowed=f"{shape.steps + 1} tokens",
         )
-    if found.speculator == "ngram" and shape.topk != 1:
+    if shape.topk != 1 and not SGLANG[found.speculator].trees:
         # SGLang's n-gram tree has no width: nodes alone bound it, so its depth is at most draft
         # tokens - 1.
         raise ConfigError(
-            "an ngram arm is a number of tokens",
+            f"an {found.speculator} arm is a number of tokens",
             seen=name,
             allowed="topk 1, steps + 1 draft tokens",
         )

@@ -12,8 +12,9 @@ import pytest
 
 from paceline.errors import ConfigError, InvalidInput
 from paceline.local.patience import patient
+from paceline.speculators.kinds import drafter_directory
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engines.embedded.rows import drafter_directory, layout_of_settings
+from rollout_gateway.engines.embedded.rows import layout_of_settings
 from rollout_gateway.engines.nouns import RowLayout
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"]}
@@ -49,7 +50,9 @@ def layout(folder: Path, drafter: str, *more: str, layers: tuple[int, ...] = ())
         (("off",), (), "last"),
         (("eagle",), (), "last"),
         (("./eagle",), (), "last"),
-        (("pkg.module:KIND",), (), "last"),
+        (("twin_kind:KIND",), (), "last"),
+        (("twin_kind:DEEP",), (), "1,last"),
+        (("eagle", "twin_kind:DEEP"), (), "1,last"),
         (("eagle3",), (), "2,6,9,last"),
         (("./eagle3",), (), "1,5,10,last"),
         (("eagle", "eagle3"), (), "2,6,9,last"),

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from paceline.arm_names import read_arm
 from paceline.errors import ConfigError
-from paceline.speculators import SPECULATORS, find_kind, trained_net
+from paceline.plugins import import_object
+from paceline.speculators.kinds import SPECULATORS, SpeculatorKind, find_kind
+from paceline.speculators.loading import net_of, trained_net
 
 TWIN = Path(__file__).parents[2] / "twin_kind.py"
 
 
 def test_a_kind_is_found_by_name_by_import_path_and_by_file(tmp_path: Path) -> None:
     assert find_kind("eagle") is SPECULATORS["eagle"]
-    assert find_kind("twin_kind:KIND").net is not None
+    assert find_kind("twin_kind:KIND").trained
     copy = tmp_path / "mine.py"
     shutil.copy(TWIN, copy)
     mine = find_kind(f"{copy}:KIND")
-    assert mine.net is not None
-    assert mine.net.speculator == "twin"
+    assert mine.trained
+    assert mine.name == "twin"
     assert find_kind(f"{copy}:KIND") is mine, (
         "a file is one module, so that its classes are equal wherever it is named"
     )
@@ -53,3 +59,24 @@ def test_a_wrong_option_is_refused_with_those_there_are(name: str) -> None:
 def test_a_speculator_without_weights_is_not_trained() -> None:
     with pytest.raises(ConfigError, match="without weights"):
         trained_net("ngram")
+
+
+@pytest.mark.parametrize("kind", SPECULATORS.values(), ids=SPECULATORS)
+def test_every_entry_names_classes_that_exist_and_a_network_that_points_back(
+    kind: SpeculatorKind,
+) -> None:
+    assert callable(import_object(str(kind.drafter)))
+    if kind.trained:
+        assert net_of(kind).kind is kind
+    assert all(read_arm(arm) is not None for arm in kind.arms)
+
+
+def test_a_network_that_names_another_kind_is_refused() -> None:
+    misled = replace(find_kind("twin_kind:KIND"), name="misled")
+    with pytest.raises(ConfigError, match="names another kind; seen: twin; allowed: misled"):
+        net_of(misled)
+
+
+def test_the_list_of_kinds_imports_no_torch() -> None:
+    code = "import sys, paceline.speculators.kinds; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

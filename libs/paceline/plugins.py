@@ -1,0 +1,64 @@
+"""Looks up a variant of a family by its name in a table, or a user's own by import path.
+
+An import path is `package.module:Name` or `path/to/file.py:Name`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pkgutil
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from paceline.errors import ConfigError
+
+OWN = "package.module:Name or path/to/file.py:Name"
+
+Variant = TypeVar("Variant")
+
+
+def find_variant(name: str, table: Mapping[str, Variant], family: str) -> Variant:
+    """The variant of that name, or the object at that import path, whose type the caller checks.
+
+    family: what the table lists, "bandit". Raises ConfigError.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        allowed = f"{', '.join(sorted(table))}; or your own, {OWN}"
+        raise ConfigError(f"no such {family}", seen=name, allowed=allowed)
+    try:
+        own: Variant = import_object(name)
+    except Exception as error:  # a user's module may raise anything
+        message = f"a {family} cannot be imported: {type(error).__name__}: {error}"
+        raise ConfigError(message, seen=name, allowed=OWN) from error
+    return own
+
+
+def import_object(path: str) -> Any:
+    """The object at an import path. Raises whatever importing it raises."""
+    place, _, attribute = path.rpartition(":")
+    if place.endswith(".py"):
+        return getattr(_module_of(Path(place).resolve()), attribute)
+    return pkgutil.resolve_name(path)
+
+
+def _module_of(path: Path) -> ModuleType:
+    # One module per file, however often it is named, so that its classes are equal everywhere.
+    name = f"{path.stem}_{zlib.crc32(str(path).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,173 @@
+"""Lists the speculators: their names, arms, architectures, what each reads and who serves it.
+
+Imports no torch, so that the command line and the gateway's front can read it: networks and
+drafters are named by import path, and loading.py loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.arm_names import OFF
+from paceline.errors import ConfigError, InvalidInput
+from paceline.models.config import ARCHITECTURES, architecture, read_config_json
+from paceline.models.inner_layers import eagle3_inner_layers
+from paceline.plugins import find_variant
+
+InnerLayers = Callable[[Mapping[str, Any], int], tuple[int, ...]]
+"""(config.json of a drafter, empty for a fresh one; layers of its target) -> the target's layers
+whose inputs it reads besides the last state.
+"""
+
+
+def last_state_only(config_json: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """No inner layer."""
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangSupport:
+    """How SGLang serves a kind."""
+
+    algorithm: str
+    """Of --speculative-algorithm."""
+    shapes: tuple[str, ...]
+    """As SpeculatorKind.shapes."""
+    architecture_ending: str = ""
+    """Of what it loads as this kind; empty: it loads nothing."""
+    trees: bool = True
+    """False: its tree has no width, so that arms are chains."""
+    fresh: bool = False
+    """It can begin without a checkpoint."""
+    fc_bias: bool = False
+    """Its module has an fc.bias, drawn at random where the checkpoint has none."""
+    shared_with_target: tuple[str, ...] = ()
+    """Tensors that are the target's by reference: loading them would overwrite the policy's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorKind:
+    """One kind of speculator. A network's class points back to it by `kind`."""
+
+    name: str
+    """In arms, settings, metrics and the journal: small letters and digits."""
+    drafter: str | Callable[..., Any]
+    """What the embedded engine drafts with: SpeculatorSetup -> Speculator, or its import path."""
+    net: str = ""
+    """Import path of its DraftNet; empty: it has no weights and is not trained."""
+    architectures: tuple[str, ...] = ()
+    """In config.json of the checkpoints that the network reads."""
+    shapes: tuple[str, ...] = ("3_1_4", "5_1_6")
+    """What the embedded engine drafts when no arms are named: steps, topk, draft tokens."""
+    inner_layers: InnerLayers = last_state_only
+    sglang: SGLangSupport | None = None
+    """None: SGLang does not serve it."""
+
+    @property
+    def trained(self) -> bool:
+        """True when it has weights."""
+        return bool(self.net)
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """Arms of the embedded engine when none are named."""
+        return tuple(f"{self.name}:{shape}" for shape in self.shapes)
+
+
+_RECURRENT = "paceline.speculators.recurrent"
+_SGLANG_SHAPES = ("3_1_4", "5_1_6", "3_2_8")
+
+_KINDS = (
+    SpeculatorKind(
+        "eagle",
+        "paceline.speculators.eagle.drafter:EagleDrafter",
+        "paceline.speculators.eagle.net:EagleNet",
+        tuple(f"{target}Eagle" for target in ARCHITECTURES),
+        shapes=("3_1_4", "5_1_6", "7_1_8"),
+        sglang=SGLangSupport(
+            "EAGLE",
+            _SGLANG_SHAPES,
+            architecture_ending="Eagle",
+            fresh=True,
+            fc_bias=True,
+            shared_with_target=("embed_tokens.weight", "lm_head.weight"),
+        ),
+    ),
+    SpeculatorKind(
+        "eagle3",
+        "paceline.speculators.eagle3.drafter:Eagle3Drafter",
+        "paceline.speculators.eagle3.net:Eagle3Net",
+        ("LlamaForCausalLMEagle3",),
+        shapes=("3_1_4", "5_1_6", "7_1_8"),
+        inner_layers=eagle3_inner_layers,
+        sglang=SGLangSupport(
+            "EAGLE3",
+            _SGLANG_SHAPES,
+            architecture_ending="Eagle3",
+            shared_with_target=("embed_tokens.weight",),
+        ),
+    ),
+    SpeculatorKind(
+        "lstm",
+        f"{_RECURRENT}.drafter:LstmDrafter",
+        f"{_RECURRENT}.lstm:LstmNet",
+        ("ArcticLSTMSpeculatorPreTrainedModel",),
+    ),
+    SpeculatorKind(
+        "mlp",
+        f"{_RECURRENT}.drafter:MlpDrafter",
+        f"{_RECURRENT}.mlp:MlpNet",
+        ("MLPSpeculatorPreTrainedModel",),
+    ),
+    SpeculatorKind(
+        "ngram",
+        "paceline.speculators.ngram:NgramSpeculator",
+        shapes=("4_1_5",),
+        sglang=SGLangSupport("NGRAM", ("4_1_5",), trees=False, fresh=True),
+    ),
+)
+SPECULATORS = {kind.name: kind for kind in _KINDS}
+SGLANG = {kind.name: kind.sglang for kind in _KINDS if kind.sglang is not None}
+"""How SGLang serves the kinds that it does, by name."""
+
+
+def find_kind(name: str) -> SpeculatorKind:
+    """The speculator of a name or an import path. Raises ConfigError."""
+    kind = find_variant(name, SPECULATORS, "speculator")
+    if not isinstance(kind, SpeculatorKind):
+        raise ConfigError("no speculator", seen=name, allowed="a SpeculatorKind")
+    return kind
+
+
+def drafter_directory(drafter: str) -> Path | None:
+    """The checkpoint directory that a drafter's setting means; None for `off`, a name or an import
+    path.
+
+    A path with a slash is a directory, whether it exists or not, unless it is "file.py:KIND"; the
+    name of a kind never is.
+    """
+    if ".py:" in drafter or drafter in (OFF, *SPECULATORS):
+        return None
+    return Path(drafter) if "/" in drafter or Path(drafter).is_dir() else None
+
+
+def kind_of_checkpoint(directory: Path, kinds: Iterable[SpeculatorKind]) -> SpeculatorKind:
+    """Which of the kinds wrote a checkpoint directory.
+
+    Raises InvalidInput naming the directory when none did.
+    """
+    kinds = list(kinds)
+    try:
+        name = architecture(read_config_json(directory))
+    except InvalidInput as error:
+        message = f"drafter {directory}: {error.message}"
+        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
+    for kind in kinds:
+        if name in kind.architectures:
+            return kind
+    message = f"drafter {directory}: architectures names no speculator here"
+    allowed = ", ".join(sorted(one for kind in kinds for one in kind.architectures))
+    raise InvalidInput(message, seen=name, allowed=allowed)
