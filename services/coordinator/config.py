@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from coordinator.machine.state import Settings
+from coordinator.machine.state import RunSettings
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
 
@@ -172,10 +172,10 @@ class CoordinatorConfig(ServiceConfig):
             self.evaluation.environment or self.environment, self.evaluation.reward or self.reward
         )
 
-    def machine_settings(self, workers: int) -> Settings:
+    def machine_settings(self, workers: int) -> RunSettings:
         """What the machine decides by."""
         evaluated = bool(self.heldout_path)
-        return Settings(
+        return RunSettings(
             workers=workers,
             slots_per_worker=self.slots_per_worker,
             total_steps=self.steps,

@@ -28,7 +28,7 @@ from coordinator.journal.records import StepRecords
 from coordinator.machine import commands, events
 from coordinator.machine.commands import Command
 from coordinator.machine.events import Event
-from coordinator.machine.state import MachineError, Phase, Service, State, Versions
+from coordinator.machine.state import MachineError, Phase, Service, State
 from coordinator.machine.step import step
 from coordinator.watch import AcceptanceWatch
 from paceline.errors import InternalError
@@ -37,6 +37,7 @@ from paceline.telemetry import extract, get_logger, inject, tracer
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 from paceline.v1.weights_pb2 import GetVersionsRequest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
+from paceline.weights import versions_from_proto
 
 Publish = Callable[[Fact], Awaitable[object]]
 _QUERY_DEADLINE_S = 30.0
@@ -215,9 +216,7 @@ class Runner:
             served = (
                 await stub.GetVersions(GetVersionsRequest(), timeout=_QUERY_DEADLINE_S)
             ).versions
-        return events.RunStarted(
-            self.now(), settings, Versions(served.seq, served.policy, served.drafter)
-        )
+        return events.RunStarted(self.now(), settings, versions_from_proto(served))
 
     # --- the step's span --------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import grpc
 
 from coordinator.calls.peers import Peers
 from coordinator.config import CoordinatorConfig
-from coordinator.journal.facts import slot_statuses, version_set
+from coordinator.journal.facts import slot_statuses
 from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.runner import Runner
@@ -27,6 +27,7 @@ from paceline.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
     add_CoordinatorServiceServicer_to_server,
 )
+from paceline.weights import versions_to_proto
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
 _STOP_GRACE_S = 1.0
@@ -59,7 +60,7 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             total_steps=state.settings.total_steps,
             phase=state.phase.value,
             slots=slot_statuses(state),
-            versions=version_set(state),
+            versions=versions_to_proto(state.versions),
             fact_sequence=self._facts.sequence,
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,

@@ -668,7 +668,11 @@ async def test_lost_workers_and_ranks_are_tried_again_under_new_epochs(
         config = config_of(overrides(peers, redis_url, tmp_path))
         await run_to_end(config)
     names = [entry["event"] for entry in await journal_of(config)]
-    assert (names.count("WorkerLost"), names.count("RankLost"), names.count("ServiceLost")) == (
+    assert (
+        names.count("WorkerLost"),
+        names.count("TrainerFailed"),
+        names.count("ServiceLost"),
+    ) == (
         1,
         1,
         0,

@@ -12,14 +12,14 @@ from coordinator.machine import commands, events
 from coordinator.machine.state import (
     Holder,
     Phase,
+    RunSettings,
     Service,
-    Settings,
     State,
-    Versions,
     WorkerState,
     worker_slots,
 )
 from coordinator.machine.step import step
+from paceline.trajectory import VersionSet
 
 LATE = (
     events.ShareDone,
@@ -67,7 +67,7 @@ class World(RuleBasedStateMachine):
         evaluations: bool,
         serial: bool,
     ) -> None:
-        wanted = Settings(
+        wanted = RunSettings(
             workers=workers,
             slots_per_worker=slots_per_worker,
             total_steps=3,
@@ -79,7 +79,7 @@ class World(RuleBasedStateMachine):
             probe_enabled=evaluations,
             probe_every=2,
         )
-        self.feed(events.RunStarted(0.0, wanted, Versions()))
+        self.feed(events.RunStarted(0.0, wanted, VersionSet()))
 
     def feed(self, event: events.Event) -> None:
         before = self.state
@@ -176,7 +176,7 @@ class World(RuleBasedStateMachine):
                 self.feed(events.Deadline(now, epoch, "activation", 30.0))
             case "rank_lost":
                 del self.calls["ActivateDrafter"]
-                self.feed(events.RankLost(now, epoch, Service.DRAFTER_TRAINER, "died"))
+                self.feed(events.TrainerFailed(now, epoch, Service.DRAFTER_TRAINER, "died"))
             case _:
                 del self.calls["ActivateDrafter"]
                 self.feed(events.Detached(now, epoch, ending))
@@ -201,7 +201,9 @@ class World(RuleBasedStateMachine):
         assert isinstance(command, commands.TrainPolicy)
         if lost:
             del self.calls["TrainPolicy"]
-            self.feed(events.RankLost(self.tick(), command.epoch, Service.POLICY_TRAINER, "died"))
+            self.feed(
+                events.TrainerFailed(self.tick(), command.epoch, Service.POLICY_TRAINER, "died")
+            )
         elif not self.stepped:
             self.stepped = True
             self.feed(events.PolicyStepped(self.tick(), command.epoch, command.policy_version + 1))

@@ -5,7 +5,6 @@ it.
 from __future__ import annotations
 
 import json
-from typing import get_args
 
 import pytest
 import redis.asyncio
@@ -16,12 +15,14 @@ from coordinator.journal.journal import Journal, JournalEntry, entry_of
 from coordinator.journal.records import StepRecords
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Evaluation, Phase, Service, Settings, State, Versions
+from coordinator.machine.state import Evaluation, Phase, RunSettings, Service, State
+from coordinator.machine.step import EVENTS as EVENT_ROWS
 from coordinator.machine.step import step
 from paceline.errors import DataLoss, FailedPrecondition
 from paceline.streams import run_key
+from paceline.trajectory import VersionSet
 
-SETTINGS = Settings(workers=2, total_steps=2, training_interval_steps=1, probe_enabled=True)
+SETTINGS = RunSettings(workers=2, total_steps=2, training_interval_steps=1, probe_enabled=True)
 ROLLOUT = {
     "response_tokens": 50,
     "rollout_s": 2.0,
@@ -30,7 +31,7 @@ ROLLOUT = {
     "tokens_hash": "ab",
 }
 EVENTS: list[Event] = [
-    events.RunStarted(0.0, SETTINGS, Versions()),
+    events.RunStarted(0.0, SETTINGS, VersionSet()),
     events.EvaluationDone(1.0, 1, Evaluation.PROBE, 1.1, {"pulls": {"off": 1}}),
     events.StepBegan(2.0, 0, "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"),
     events.ShareDone(4.0, 2, 1),
@@ -52,7 +53,7 @@ EVENTS: list[Event] = [
     events.Detached(6.6, 3, "preempted", {"steps": 4}),
     events.PolicyStepped(8.0, 4, 1, {"loss": 0.5, "reward_mean": 0.75}),
     events.PolicyPrepared(8.5, 4, 1, {"push_s": 0.4}),
-    events.Committed(9.0, Versions(1, 1, 1)),
+    events.Committed(9.0, VersionSet(1, 1, 1)),
     events.StepBegan(9.5, 1),
     events.ServiceLost(10.0, Service.GATEWAY, "connection refused"),
 ]
@@ -116,15 +117,15 @@ def test_a_record_holds_what_the_events_of_its_step_said() -> None:
 
 
 def test_evaluations_are_added_to_the_record_of_the_step_before_them() -> None:
-    one_step = Settings(workers=1, total_steps=1, accuracy_enabled=True)
+    one_step = RunSettings(workers=1, total_steps=1, accuracy_enabled=True)
     _, records, _ = played(
         [
-            events.RunStarted(0.0, one_step, Versions()),
+            events.RunStarted(0.0, one_step, VersionSet()),
             events.EvaluationDone(1.0, 1, Evaluation.ACCURACY, 0.5),
             events.StepBegan(2.0, 0),
             events.TasksFinished(3.0, 2),
             events.PolicyPrepared(4.0, 3, 1),
-            events.Committed(5.0, Versions(1, 1, 0)),
+            events.Committed(5.0, VersionSet(1, 1, 0)),
             events.EvaluationDone(6.0, 5, Evaluation.ACCURACY, 0.9),
         ]
     )
@@ -138,7 +139,7 @@ def test_an_event_survives_json(event: Event) -> None:
 
 
 def test_every_event_of_the_machine_has_a_name_in_the_codec() -> None:
-    for cls in get_args(Event):
+    for cls in EVENT_ROWS:
         with pytest.raises(DataLoss, match="fields not known"):
             decode_event(cls.__name__, 0.0, {"surprise": 1})
 

@@ -124,7 +124,9 @@ class Executor:
             self._absent.pop(service, None)
         except Unavailable as error:
             if error.reason == RANK_LOST:
-                self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
+                self._calls.emit(
+                    events.TrainerFailed(self._now(), command.epoch, service, str(error))
+                )
             else:
                 self._lost(service, error)
         except (TimeoutError, DeadlineExceeded):
@@ -133,7 +135,7 @@ class Executor:
             )
         except PacelineError as error:
             # Whatever ails the drafter, the run goes on without it.
-            self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
+            self._calls.emit(events.TrainerFailed(self._now(), command.epoch, service, str(error)))
 
     async def _preempt(self, command: commands.PreemptDrafter) -> None:
         service = Service.DRAFTER_TRAINER
@@ -147,13 +149,13 @@ class Executor:
         except Unavailable as error:
             self._lost(service, error)
         except PacelineError as error:
-            self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
+            self._calls.emit(events.TrainerFailed(self._now(), command.epoch, service, str(error)))
 
     async def _train_policy(self, command: commands.TrainPolicy) -> None:
         service = Service.POLICY_TRAINER
 
         def rank_lost(error: Unavailable) -> None:
-            self._calls.emit(events.RankLost(self._now(), command.epoch, service, str(error)))
+            self._calls.emit(events.TrainerFailed(self._now(), command.epoch, service, str(error)))
 
         work = self._calls.train_policy(command)
         await self._guard(service, "policy", command.epoch, work, {RANK_LOST: rank_lost})

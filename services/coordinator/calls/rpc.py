@@ -25,15 +25,13 @@ from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
-from coordinator.machine.state import Evaluation, Service, Versions
+from coordinator.machine.state import Evaluation, Service
 from paceline.errors import DeadlineExceeded, InvalidInput, MissingCapability, NotFound, Unavailable
 from paceline.rpc import responses, rpc_errors
-from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.v1.trajectory_pb2 import VersionSet as VersionSetMessage
-from paceline.weights import abort_version, commit_versions
+from paceline.weights import abort_version, commit_versions, versions_to_proto
 
 COMMIT_DEADLINE_S = 60.0
 CHECKPOINT_DEADLINE_S = 300.0
@@ -137,7 +135,7 @@ class Calls:
             context=self.context(command.step, command.epoch),
             slots=command.slots,
             deadline_s=command.deadline_s,
-            versions=versions_message(command.versions),
+            versions=versions_to_proto(command.versions),
             max_steps=self.config.max_drafter_steps,
             round_costs=self._round_costs,
         )
@@ -243,10 +241,9 @@ class Calls:
 
     async def commit(self, command: commands.Commit, service: Service) -> None:
         """Serves the set at one receiver; WeightsError when a part is not there."""
-        wanted = VersionSet(command.versions.seq, command.versions.policy, command.versions.drafter)
         context = self.context(command.step, command.epoch)
         await commit_versions(
-            self.peers.channels[service], context, wanted, deadline_s=COMMIT_DEADLINE_S
+            self.peers.channels[service], context, command.versions, deadline_s=COMMIT_DEADLINE_S
         )
 
     async def abort_drafter(self, command: commands.AbortDrafter) -> None:
@@ -290,11 +287,6 @@ class Calls:
         if not status.workers:
             raise DeadlineExceeded("the gateway has no engine workers", seen=0, allowed="1 or more")
         return len(status.workers)
-
-
-def versions_message(versions: Versions) -> VersionSetMessage:
-    """The set on the wire."""
-    return VersionSetMessage(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
 
 
 def _detached_figures(detached: drafter_pb2.Detached) -> dict[str, Figure]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any, get_args
+from typing import Any
 
 from coordinator.machine.events import Event
-from coordinator.machine.state import Evaluation, Service, Settings, Versions
+from coordinator.machine.state import Evaluation, RunSettings, Service
+from coordinator.machine.step import EVENTS
 from paceline.errors import DataLoss
+from paceline.trajectory import VersionSet
 
 VERSION = 1
-_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
+_EVENTS: dict[str, type[Any]] = {cls.__name__: cls for cls in EVENTS}
 _NESTED: dict[str, Any] = {
-    "settings": lambda value: Settings(**value),
-    "versions": lambda value: Versions(**value),
+    "settings": lambda value: RunSettings(**value),
+    "versions": lambda value: VersionSet(**value),
     "service": Service,
     "kind": Evaluation,
     "details": lambda value: {

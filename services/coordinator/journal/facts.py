@@ -11,7 +11,8 @@ from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
 from coordinator.machine.state import Phase, State
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
+from paceline.v1.trajectory_pb2 import CommandContext
+from paceline.weights import versions_to_proto
 
 
 def facts_of(
@@ -35,7 +36,11 @@ def facts_of(
     if isinstance(event, events.StepBegan) and before.phase is Phase.READY:
         facts.insert(0, pb.Fact(step_began=pb.StepBegan(samples=samples)))
     if after.versions != before.versions:
-        facts.append(pb.Fact(version_committed=pb.VersionCommitted(versions=version_set(after))))
+        facts.append(
+            pb.Fact(
+                version_committed=pb.VersionCommitted(versions=versions_to_proto(after.versions))
+            )
+        )
     if record is not None:
         facts.append(pb.Fact(step_finished=pb.StepFinished(record=record)))
     facts += [
@@ -47,12 +52,6 @@ def facts_of(
         fact.context.CopyFrom(CommandContext(run_id=run_id, step=before.step, epoch=after.epoch))
         fact.at_s = event.at_s
     return facts
-
-
-def version_set(state: State) -> VersionSet:
-    """The serving set on the wire."""
-    served = state.versions
-    return VersionSet(seq=served.seq, policy=served.policy, drafter=served.drafter)
 
 
 def slot_statuses(state: State) -> list[pb.SlotStatus]:

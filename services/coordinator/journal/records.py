@@ -15,7 +15,7 @@ from coordinator.machine import events
 from coordinator.machine.events import Details, Event
 from coordinator.machine.state import Holder, Phase, State
 from paceline.v1.coordinator_pb2 import StepRecord
-from paceline.v1.trajectory_pb2 import VersionSet
+from paceline.weights import versions_to_proto
 
 
 class StepRecords:
@@ -60,8 +60,7 @@ class StepRecords:
         return None
 
     def _begin(self, event: events.StepBegan, before: State) -> None:
-        served = before.versions
-        versions = VersionSet(seq=served.seq, policy=served.policy, drafter=served.drafter)
+        versions = versions_to_proto(before.versions)
         trace_id = event.traceparent.split("-")[1] if event.traceparent.count("-") == 3 else ""
         self._open = StepRecord(step=event.step, versions=versions, trace_id=trace_id)
         self._began_s = event.at_s

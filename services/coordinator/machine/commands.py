@@ -1,4 +1,4 @@
-"""What the machine wants done, as frozen dataclasses. Owns no execution (executor.py).
+"""Names what the machine wants done, as frozen dataclasses.
 
 Commands are idempotent: the receiver knows them by step, epoch or version, so a restart may issue
 them again.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from coordinator.machine.state import Evaluation, Service, Versions
+from coordinator.machine.state import Evaluation, Service
+from paceline.trajectory import VersionSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ActivateDrafter:
     epoch: int
     slots: tuple[int, ...]
     deadline_s: float
-    versions: Versions
+    versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Commit:
 
     step: int
     epoch: int
-    versions: Versions
+    versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)

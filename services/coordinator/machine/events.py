@@ -1,9 +1,7 @@
-"""What can happen to a run, as frozen dataclasses. Owns no meaning (machine.py) and no wire format
-(codec.py).
+"""Names what can happen to a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
 
-Every event carries `at_s`, the wall clock in seconds at which it happened, and where it answers a
-command the epoch of that command. `details` are figures for the step's record; the machine does not
-read them.
+Where an event answers a command it carries the epoch of that command. `details` are figures for the
+step's record; the machine does not read them. The journal writes every field by its annotation.
 """
 
 from __future__ import annotations
@@ -11,91 +9,90 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from coordinator.machine.state import Evaluation, Service, Settings, Versions
+from coordinator.machine.state import Evaluation, RunSettings, Service
+from paceline.trajectory import VersionSet
 
-Figure = float | int | str | Mapping[str, float | int] | tuple[int, ...] | tuple[float, ...] | None
+Figure = float | int | str | Mapping[str, float | int] | tuple[float | int, ...] | None
 Details = Mapping[str, Figure]
 
 
 @dataclass(frozen=True, slots=True)
-class RunStarted:
-    """The peers are there; the run begins."""
+class Event:
+    """Something that happened."""
 
-    at_s: float
-    settings: Settings
-    versions: Versions
+    at_s: float  # wall clock, seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class RunStarted(Event):
+    """The peers are there; the run begins."""
+
+    settings: RunSettings
+    versions: VersionSet
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed(Event):
     """A coordinator took the run over from its journal; the number of steps may have changed."""
 
-    at_s: float
     total_steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepBegan:
+class StepBegan(Event):
     """The tasks of the step are drawn."""
 
-    at_s: float
     step: int
     traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class ShareDone:
+class ShareDone(Event):
     """A worker has finished its share of the step."""
 
-    at_s: float
     epoch: int
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class TasksFinished:
+class TasksFinished(Event):
     """All samples of the step ended."""
 
-    at_s: float
     epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(Event):
     """An engine worker died while it generated; the gateway restarts it."""
 
-    at_s: float
     epoch: int
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterActivated:
+class DrafterActivated(Event):
     """The drafter trains on its slots."""
 
-    at_s: float
     epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class GatePromoted:
+class GatePromoted(Event):
     """A candidate drafter beat the serving one and is prepared at the gateway."""
 
-    at_s: float
     epoch: int
     drafter_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class GateDecided:
+class GateDecided(Event):
     """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
     or rolled_back.
     """
 
-    at_s: float
     epoch: int
     decision: str
     drafter_version: int
@@ -103,99 +100,89 @@ class GateDecided:
 
 
 @dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(Event):
     """The drafter trainer confirmed a preemption: the slots are free."""
 
-    at_s: float
     epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Detached:
+class Detached(Event):
     """The activation's last word: the slots are free."""
 
-    at_s: float
     epoch: int
     reason: str
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class RankLost:
+class TrainerFailed(Event):
     """A trainer lost a rank, or could not train for a reason of its own."""
 
-    at_s: float
     epoch: int
     service: Service
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline:
-    """A wait ended without its event: "activation", "preempt", "rollout", "policy", "commit",
-    "evaluate", "close".
+class Deadline(Event):
+    """A wait ended without its event: "activation" or "preempt" of a lease; "rollout", "policy",
+    "commit", "evaluate" or "close" of a phase's call.
     """
 
-    at_s: float
     epoch: int
     what: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyStepped:
+class PolicyStepped(Event):
     """The optimiser step is done; the push goes on without slots."""
 
-    at_s: float
     epoch: int
     policy_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPrepared:
+class PolicyPrepared(Event):
     """The new policy is prepared at the gateway and its head at the drafter trainer."""
 
-    at_s: float
     epoch: int
     policy_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(Event):
     """The set serves."""
 
-    at_s: float
-    versions: Versions
+    versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
-class CommitFailed:
+class CommitFailed(Event):
     """A part of the set is not there; the former set serves."""
 
-    at_s: float
-    versions: Versions
+    versions: VersionSet
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptanceFell:
+class AcceptanceFell(Event):
     """Live acceptance length since this drafter serves is below the one before by more than noise
     allows.
     """
 
-    at_s: float
     drafter_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationDone:
+class EvaluationDone(Event):
     """An evaluation ended; value None when the engine cannot make it."""
 
-    at_s: float
     epoch: int
     kind: Evaluation
     value: float | None
@@ -203,71 +190,37 @@ class EvaluationDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointsSaved:
+class CheckpointsSaved(Event):
     """The trainers wrote the checkpoints that end a run."""
 
-    at_s: float
     epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class StopRequested:
+class StopRequested(Event):
     """Somebody asked for the run to end with the running step."""
-
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceLost:
+class ServiceLost(Event):
     """A call failed because its peer is not there."""
 
-    at_s: float
     service: Service
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceBack:
+class ServiceBack(Event):
     """The peer serves again."""
 
-    at_s: float
     service: Service
 
 
 @dataclass(frozen=True, slots=True)
-class CallFailed:
+class CallFailed(Event):
     """A call failed in a way that no repetition cures."""
 
-    at_s: float
     service: Service
     call: str
     message: str
-
-
-Event = (
-    RunStarted
-    | Resumed
-    | StepBegan
-    | ShareDone
-    | TasksFinished
-    | WorkerLost
-    | DrafterActivated
-    | GatePromoted
-    | GateDecided
-    | Preempted
-    | Detached
-    | RankLost
-    | Deadline
-    | PolicyStepped
-    | PolicyPrepared
-    | Committed
-    | CommitFailed
-    | AcceptanceFell
-    | EvaluationDone
-    | CheckpointsSaved
-    | StopRequested
-    | ServiceLost
-    | ServiceBack
-    | CallFailed
-)

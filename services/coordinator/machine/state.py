@@ -1,15 +1,16 @@
-"""The coordinator's state: slots, leases, phase, versions. Owns the nouns and the transitions of
-workers and slots.
+"""Holds what the machine decides on: slots, leases, workers, the phase, versions; moves workers and
+slots.
 
-Does not decide anything (machine.py) and does no I/O. Standard library only, no clock, no
-randomness.
+Standard library and the nouns of a rollout only, no clock, no randomness.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+
+from paceline.trajectory import VersionSet
 
 
 class MachineError(Exception):
@@ -77,6 +78,10 @@ class Phase(StrEnum):
     FAILED = "failed"
 
 
+IN_STEP = (Phase.ROLLOUT, Phase.PREEMPT, Phase.POLICY, Phase.DRAFTER, Phase.COMMIT)
+"""Phases between StepBegan and the commit that ends the step."""
+
+
 class Service(StrEnum):
     """Peers that are commanded."""
 
@@ -93,16 +98,7 @@ class Evaluation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Versions:
-    """Weights that serve together; only seq is monotone."""
-
-    seq: int = 0
-    policy: int = 0
-    drafter: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
+class RunSettings:
     """What the machine decides by; journaled with RunStarted so that a replay needs no config."""
 
     workers: int = 1
@@ -112,18 +108,13 @@ class Settings:
     min_workers_for_training: int = 1
     max_drafter_slots: int = 1
     drafter_enabled: bool = True
-    serial_drafter: bool = (
-        False  # the drafter trains between policy step and commit, not in bubbles
-    )
+    serial_drafter: bool = False  # train between policy step and commit, not in bubbles
     activation_deadline_s: float = 30.0
     preempt_deadline_s: float = 2.0
     accuracy_enabled: bool = False
     accuracy_every: int = 0  # RL steps; 0: at start and end only
     probe_enabled: bool = False
     probe_every: int = 10  # RL steps; 0: at start and end only
-    call_attempts: int = (
-        3  # times that a phase's call may begin again because of a failure of its service
-    )
 
     @property
     def slots(self) -> int:
@@ -152,7 +143,7 @@ class DrafterLease:
 class State:
     """Everything a decision depends on."""
 
-    settings: Settings = Settings()
+    settings: RunSettings = RunSettings()
     phase: Phase = Phase.NEW
     step: int = 0  # step running, or the next one in phases READY and EVALUATE
     epoch: int = 0  # highest epoch given out
@@ -161,14 +152,12 @@ class State:
     workers: tuple[WorkerState, ...] = ()
     lease: DrafterLease | None = None
     lease_epoch: int = 0  # epoch of the newest drafter lease, live or ended
-    versions: Versions = Versions()
+    versions: VersionSet = field(default_factory=VersionSet)
     previous_drafter: int | None = None  # served before the serving drafter; None after a rollback
     promoted: int | None = None  # drafter prepared at the gateway, served by the next commit
     rollback: bool = False  # serve the previous drafter again before the next policy
-    prepared: int | None = (
-        None  # policy prepared at the gateway, served by the commit after a rollback
-    )
-    committing: Versions | None = None
+    prepared: int | None = None  # policy prepared at the gateway, served by the next commit
+    committing: VersionSet | None = None
     evaluations: tuple[Evaluation, ...] = ()  # still to make before the next step
     rollout_restart: bool = False  # run the tasks again as soon as the drafter is off its slots
     seq: int = 0  # highest number of a set that was tried
@@ -186,17 +175,14 @@ class State:
         )
 
 
-def worker_slots(settings: Settings, worker: int) -> tuple[int, ...]:
+def worker_slots(settings: RunSettings, worker: int) -> tuple[int, ...]:
     """Slots of one worker."""
     first = worker * settings.slots_per_worker
     return tuple(range(first, first + settings.slots_per_worker))
 
 
 def move_workers(state: State, workers: Iterable[int], cause: Cause) -> State:
-    """The workers after `cause`.
-
-    Raises MachineError where DESIGN's table has no such transition.
-    """
+    """The workers after `cause`. Raises MachineError where WORKER_TRANSITIONS has no such row."""
     moved = list(state.workers)
     for worker in workers:
         target = WORKER_TRANSITIONS.get((moved[worker], cause))
@@ -222,8 +208,9 @@ def lease_slots(state: State, slots: Iterable[int], holder: Holder) -> State:
 
 
 def free_slots(state: State, slots: Iterable[int], *, fence: bool = False) -> State:
-    """Slots held by nobody; `fence` gives them a new epoch because their holder has not
-    confirmed.
+    """The slots held by nobody.
+
+    `fence` gives them a new epoch: their holder has not confirmed that it left.
     """
     chosen = tuple(slots)
     epoch = state.epoch + 1 if fence and chosen else state.epoch

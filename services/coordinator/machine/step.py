@@ -1,24 +1,34 @@
-"""The coordinator's decisions: `step(state, event) -> (state, commands)`, pure. Owns the order of a
-run and the leases.
+"""Decides a run: `step(state, event) -> (state, commands)`, pure.
 
-Standard library only, no clock, no randomness: the same events give the same state and the same
-commands, so a journal replays. A late event of an old lease, set or call changes nothing and is
-answered by Refuse; an event that cannot happen raises MachineError.
+A run is in one phase and waits for the call that the phase has made. PHASES says what a phase asks
+for when it is entered and which phases may follow it. EVENTS says for each event in which phases it
+may come, what makes it late, and who handles it. A handler returns the state after the event and,
+where the phase is over, the phase to enter. A phase that need not wait enters the next at once, so
+an RL step is one round,
+
+    READY -> ROLLOUT -> PREEMPT -> POLICY -> DRAFTER -> COMMIT -> READY
+
+of which PREEMPT is passed without a lease and DRAFTER outside the serial schedule.
+
+Two things have states beside the phase: each worker (WORKER_TRANSITIONS), and the drafter's lease,
+which begins in ROLLOUT or DRAFTER and is over before POLICY or COMMIT. Whatever loses a call, a
+service that is away or a coordinator that is started again, enters the phase again: the call is
+made under a new epoch, and what the old one still answers is late. A late event changes nothing and
+is answered by Refuse; one that cannot happen raises MachineError.
+
+No clock and no randomness: the same events give the same state and the same commands, so a journal
+replays.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import assert_never
+from typing import Any, NamedTuple
 
-from coordinator.machine.commands import (
-    AbortDrafter,
-    AwaitService,
-    CloseStep,
-    Command,
-    FinishRun,
-    Refuse,
-)
+from coordinator.machine import boundary, commit, drafter, losses, policy, rollout
+from coordinator.machine.commands import Command
+from coordinator.machine.decision import Decision, refused
 from coordinator.machine.events import (
     AcceptanceFell,
     CallFailed,
@@ -35,7 +45,6 @@ from coordinator.machine.events import (
     PolicyPrepared,
     PolicyStepped,
     Preempted,
-    RankLost,
     Resumed,
     RunStarted,
     ServiceBack,
@@ -44,367 +53,151 @@ from coordinator.machine.events import (
     StepBegan,
     StopRequested,
     TasksFinished,
+    TrainerFailed,
     WorkerLost,
 )
-from coordinator.machine.state import (
-    Cause,
-    Holder,
-    MachineError,
-    Phase,
-    Service,
-    Slot,
-    State,
-    WorkerState,
-    free_slots,
-    held_by,
-    move_workers,
-    worker_slots,
-)
-from coordinator.machine.transitions import (
-    Outcome,
-    attempted,
-    commit,
-    commit_prepared,
-    evaluations_due,
-    fail,
-    fail_if_exhausted,
-    generate,
-    is_rollback,
-    lease_drafter,
-    next_call,
-    preempt,
-    run_tasks_again,
-    train_drafter,
-    train_policy,
-)
+from coordinator.machine.state import MachineError, Phase, Service, State
 
 
-def step(state: State, event: Event) -> Outcome:
-    """The state after `event` and what is to be done.
+class PhaseRow(NamedTuple):
+    """What entering a phase asks for, and the phases that may follow; FAILED may follow all."""
 
-    Raises MachineError when the event is illegal here.
-    """
-    if state.phase in (Phase.FINISHED, Phase.FAILED) and not isinstance(event, Resumed):
-        return state, (Refuse(type(event).__name__, state.step, state.step),)
-    match event:
-        case RunStarted():
-            return _run_started(state, event)
-        case Resumed():
-            return _resumed(state, event)
-        case StepBegan():
-            return _step_began(state, event)
-        case ShareDone() | TasksFinished() | WorkerLost():
-            return _rollout(state, event)
-        case GateDecided():
-            return state, ()  # a record, however late
-        case DrafterActivated() | GatePromoted() | Preempted() | Detached():
-            return _drafter(state, event)
-        case RankLost():
-            return _rank_lost(state, event)
-        case Deadline():
-            return _deadline(state, event)
-        case PolicyStepped() | PolicyPrepared():
-            return _policy(state, event)
-        case Committed() | CommitFailed():
-            return _commit_answered(state, event)
-        case AcceptanceFell():
-            return _acceptance_fell(state, event)
-        case EvaluationDone() | CheckpointsSaved():
-            return _boundary_call_done(state, event)
-        case StopRequested():
-            return _stop_requested(state), ()
-        case ServiceLost():
-            return _service_lost(state, event)
-        case ServiceBack():
-            return _service_back(state, event)
-        case CallFailed():
-            return fail(state, f"{event.service}: {event.call}: {event.message}")
-        case _:
-            assert_never(event)
+    enter: Callable[[State], Decision]
+    then: tuple[Phase, ...]
 
 
-# --- begin and end of a run -----------------------------------------------------------------------
+PHASES: dict[Phase, PhaseRow] = {
+    Phase.NEW: PhaseRow(Decision, (Phase.READY,)),
+    Phase.READY: PhaseRow(boundary.next_step, (Phase.EVALUATE, Phase.ROLLOUT, Phase.CLOSING)),
+    Phase.EVALUATE: PhaseRow(boundary.evaluate, (Phase.READY,)),
+    Phase.ROLLOUT: PhaseRow(rollout.generate, (Phase.PREEMPT,)),
+    Phase.PREEMPT: PhaseRow(drafter.take_back, (Phase.POLICY,)),
+    Phase.POLICY: PhaseRow(policy.train, (Phase.DRAFTER,)),
+    Phase.DRAFTER: PhaseRow(drafter.train_alone, (Phase.COMMIT,)),
+    Phase.COMMIT: PhaseRow(commit.serve, (Phase.READY, Phase.POLICY)),
+    Phase.CLOSING: PhaseRow(boundary.close, (Phase.FINISHED, Phase.READY)),
+    Phase.FINISHED: PhaseRow(boundary.finish, (Phase.READY,)),
+    Phase.FAILED: PhaseRow(losses.give_up, ()),
+}
 
 
-def _run_started(state: State, event: RunStarted) -> Outcome:
-    _require(state, event, Phase.NEW)
-    settings = event.settings
-    state = State(
-        settings=settings,
-        slots=(Slot(),) * settings.slots,
-        workers=(WorkerState.IDLE,) * settings.workers,
-        versions=event.versions,
-        seq=event.versions.seq,
-    )
-    return next_call(replace(state, evaluations=evaluations_due(settings, 0)))
+class Mark(NamedTuple):
+    """What an event carries of `name` beside the current value: late when smaller or over."""
+
+    name: str
+    seen: int
+    current: int
+    over: bool = False
 
 
-def _resumed(state: State, event: Resumed) -> Outcome:
-    """Issues again what the state waits for: every call of the former coordinator is gone."""
-    if state.phase is Phase.NEW:
-        raise MachineError("Resumed", state.describe())
-    settings = replace(state.settings, total_steps=max(event.total_steps, state.step))
-    lease = state.lease and replace(state.lease, preempting=False)
-    state = replace(state, settings=settings, lost=frozenset(), attempts=0, lease=lease)
-    if state.failed_phase is not None:
-        state = replace(state, phase=state.failed_phase, failed_phase=None, failure="")
-    match state.phase:
-        case Phase.FINISHED if state.step == settings.total_steps:
-            return state, (FinishRun(""),)
-        case Phase.ROLLOUT:
-            return run_tasks_again(state)
-        case Phase.PREEMPT | Phase.DRAFTER:
-            return preempt(state)
-        case Phase.POLICY:
-            return train_policy(state)
-        case Phase.COMMIT if state.committing is not None:
-            return commit(state, state.committing)
-        case _:
-            return next_call(state)
+def none(state: State, event: Event) -> Mark:
+    """Never late."""
+    return Mark("", 0, 0)
 
 
-def _boundary_call_done(state: State, event: EvaluationDone | CheckpointsSaved) -> Outcome:
-    if event.epoch < state.phase_epoch:
-        return _refuse(state, event, event.epoch, state.phase_epoch)
-    if isinstance(event, CheckpointsSaved):
-        _require(state, event, Phase.CLOSING)
-        return replace(state, phase=Phase.FINISHED), (FinishRun(""),)
-    _require(state, event, Phase.EVALUATE)
-    if event.kind is not state.evaluations[0]:
-        raise MachineError(f"EvaluationDone({event.kind})", state.describe())
-    state = free_slots(state, held_by(state, Holder.ENGINE))
-    return next_call(replace(state, evaluations=state.evaluations[1:]))
+def step_number(state: State, event: StepBegan) -> Mark:
+    """Late when the step is over."""
+    return Mark("step", event.step, state.step)
 
 
-def _stop_requested(state: State) -> State:
-    running = state.phase in (
-        Phase.READY,
-        Phase.ROLLOUT,
-        Phase.PREEMPT,
-        Phase.POLICY,
-        Phase.DRAFTER,
-        Phase.COMMIT,
-    )
-    last = min(state.settings.total_steps, state.step + (1 if running else 0))
-    return replace(state, settings=replace(state.settings, total_steps=last))
+def call(state: State, event: Any) -> Mark:
+    """Late when the phase has made a newer call."""
+    return Mark("epoch", event.epoch, state.phase_epoch)
 
 
-# --- rollout --------------------------------------------------------------------------------------
+def lease(state: State, event: Any) -> Mark:
+    """Late when the drafter's lease is over."""
+    return Mark("epoch", event.epoch, state.lease_epoch, over=state.lease is None)
 
 
-def _step_began(state: State, event: StepBegan) -> Outcome:
-    if event.step < state.step:
-        return _refuse(state, event, event.step, state.step)
-    _require(state, event, Phase.READY)
-    if event.step != state.step:
-        raise MachineError(f"StepBegan({event.step})", state.describe())
-    return generate(replace(state, attempts=0))
+def newest_lease(state: State, event: GatePromoted) -> Mark:
+    """Late when there is a newer lease; one that is over is no matter."""
+    return Mark("epoch", event.epoch, state.lease_epoch)
 
 
-def _rollout(state: State, event: ShareDone | TasksFinished | WorkerLost) -> Outcome:
-    if event.epoch < state.phase_epoch:
-        return _refuse(state, event, event.epoch, state.phase_epoch)
-    _require(state, event, Phase.ROLLOUT, epoch=event.epoch)
-    match event:
-        case ShareDone():
-            return lease_drafter(_release(state, event.worker))
-        case TasksFinished():
-            for worker, worker_state in enumerate(state.workers):
-                if worker_state is WorkerState.GENERATING:
-                    state = _release(state, worker)
-            if state.lease is None:
-                return train_policy(replace(state, attempts=0))
-            return preempt(replace(state, phase=Phase.PREEMPT, attempts=0))
-        case WorkerLost():
-            return fail_if_exhausted(
-                state, f"worker {event.worker} of the gateway died"
-            ) or run_tasks_again(attempted(state))
-        case _:
-            assert_never(event)
+def lease_or_call(state: State, event: TrainerFailed | Deadline) -> Mark:
+    """As `lease` for news of the drafter, else as `call`."""
+    if isinstance(event, TrainerFailed):
+        of_drafter = event.service is Service.DRAFTER_TRAINER
+    else:
+        of_drafter = event.what in ("activation", "preempt")
+    return lease(state, event) if of_drafter else call(state, event)
 
 
-def _release(state: State, worker: int) -> State:
-    if worker >= len(state.workers):
-        raise MachineError(f"ShareDone(worker={worker})", state.describe())
-    state = move_workers(state, [worker], Cause.SHARE_DONE)
-    return free_slots(state, worker_slots(state.settings, worker))
+def set_number(state: State, event: Committed | CommitFailed) -> Mark:
+    """Late when another set is being committed."""
+    over = event.versions != state.committing
+    return Mark("seq", event.versions.seq, state.seq, over)
 
 
-# --- drafter --------------------------------------------------------------------------------------
+class EventRow(NamedTuple):
+    """In which phases an event may come, what makes it late, and who handles it."""
+
+    phases: frozenset[Phase]
+    late: Callable[[State, Any], Mark]
+    handle: Callable[[State, Any], Decision]
 
 
-def _drafter(
-    state: State, event: DrafterActivated | GatePromoted | Preempted | Detached
-) -> Outcome:
-    if event.epoch > state.lease_epoch:
-        raise MachineError(f"{type(event).__name__}(epoch={event.epoch})", state.describe())
-    if isinstance(event, GatePromoted) and event.epoch == state.lease_epoch:
-        # A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
-        return _promoted(state, event)
-    if state.lease is None or event.epoch != state.lease.epoch:
-        return _refuse(state, event, event.epoch, state.lease_epoch)
-    match event:
-        case Detached(reason=reason) if reason != "preempted":
-            return _end_lease(state, Cause.DRAFTER_DONE)
-        case Preempted() | Detached():
-            return _end_lease(state, Cause.PREEMPTED)
-        case _:
-            return state, ()
+def _only(*phases: Phase) -> frozenset[Phase]:
+    return frozenset(phases)
 
 
-def _promoted(state: State, event: GatePromoted) -> Outcome:
-    older = state.promoted
-    state = replace(state, promoted=event.drafter_version)
-    if (
-        older is None
-        or older == event.drafter_version
-        or (state.committing and state.committing.drafter == older)
-    ):
-        return state, ()
-    return state, (AbortDrafter(state.step, state.epoch, older),)
+BEGUN = frozenset(Phase) - {Phase.NEW}
+LIVE = BEGUN - {Phase.FINISHED, Phase.FAILED}
+LEASED = _only(Phase.ROLLOUT, Phase.PREEMPT, Phase.DRAFTER)
+
+EVENTS: dict[type[Event], EventRow] = {
+    RunStarted: EventRow(_only(Phase.NEW), none, boundary.run_started),
+    Resumed: EventRow(BEGUN, none, boundary.resumed),
+    StopRequested: EventRow(LIVE, none, boundary.stop_requested),
+    EvaluationDone: EventRow(_only(Phase.EVALUATE), call, boundary.evaluation_done),
+    CheckpointsSaved: EventRow(_only(Phase.CLOSING), call, boundary.checkpoints_saved),
+    StepBegan: EventRow(_only(Phase.READY), step_number, rollout.step_began),
+    ShareDone: EventRow(_only(Phase.ROLLOUT), call, rollout.share_done),
+    TasksFinished: EventRow(_only(Phase.ROLLOUT), call, rollout.tasks_finished),
+    WorkerLost: EventRow(_only(Phase.ROLLOUT), call, rollout.worker_lost),
+    DrafterActivated: EventRow(LEASED, lease, drafter.activated),
+    GatePromoted: EventRow(LIVE, newest_lease, drafter.promoted),
+    GateDecided: EventRow(LIVE, none, drafter.decided),
+    Preempted: EventRow(LEASED, lease, drafter.preempted),
+    Detached: EventRow(LEASED, lease, drafter.detached),
+    AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
+    PolicyStepped: EventRow(_only(Phase.POLICY), call, policy.stepped),
+    PolicyPrepared: EventRow(_only(Phase.POLICY), call, policy.prepared),
+    Committed: EventRow(_only(Phase.COMMIT), set_number, commit.committed),
+    CommitFailed: EventRow(_only(Phase.COMMIT), set_number, commit.commit_failed),
+    TrainerFailed: EventRow(LEASED | {Phase.POLICY}, lease_or_call, losses.trainer_failed),
+    Deadline: EventRow(LIVE, lease_or_call, losses.deadline),
+    ServiceLost: EventRow(LIVE, none, losses.service_lost),
+    ServiceBack: EventRow(LIVE, none, losses.service_back),
+    CallFailed: EventRow(LIVE, none, losses.call_failed),
+}
 
 
-def _end_lease(state: State, cause: Cause, *, fence: bool = False) -> Outcome:
-    assert state.lease is not None
-    slots = state.lease.slots
-    workers = sorted({slot // state.settings.slots_per_worker for slot in slots})
-    state = free_slots(move_workers(state, workers, cause), slots, fence=fence)
-    state = replace(state, lease=None)
-    if state.phase is Phase.PREEMPT:
-        return train_policy(state)
-    if state.phase is Phase.DRAFTER:
-        return commit_prepared(state)
-    if state.rollout_restart:
-        return generate(state)
-    return state, ()
+def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+    """The state after `event` and what is to be done. Raises MachineError for an illegal event."""
+    state, commands, entered = _handle(state, event)
+    while entered is not None:
+        state, more, entered = _enter(state, entered)
+        commands += more
+    return state, commands
 
 
-def _acceptance_fell(state: State, event: AcceptanceFell) -> Outcome:
-    if event.drafter_version != state.versions.drafter or state.previous_drafter is None:
-        return _refuse(state, event, event.drafter_version, state.versions.drafter)
-    return replace(state, rollback=True), ()
+def _handle(state: State, event: Event) -> Decision:
+    row = EVENTS[type(event)]
+    if state.phase in (Phase.FINISHED, Phase.FAILED) and state.phase not in row.phases:
+        return refused(state, event, state.step, state.step)
+    mark = row.late(state, event)
+    unknown = mark.seen > mark.current
+    if not unknown and (mark.over or mark.seen < mark.current):
+        return refused(state, event, mark.seen, mark.current)
+    if unknown or state.phase not in row.phases:
+        carried = f"({mark.name}={mark.seen})" if mark.name else ""
+        raise MachineError(f"{type(event).__name__}{carried}", state.describe())
+    return row.handle(state, event)
 
 
-# --- policy and commit ----------------------------------------------------------------------------
-
-
-def _policy(state: State, event: PolicyStepped | PolicyPrepared) -> Outcome:
-    if event.epoch < state.phase_epoch:
-        return _refuse(state, event, event.epoch, state.phase_epoch)
-    _require(state, event, Phase.POLICY, epoch=event.epoch)
-    if event.policy_version != state.versions.policy + 1:
-        raise MachineError(
-            f"{type(event).__name__}(policy_version={event.policy_version})", state.describe()
-        )
-    state = free_slots(state, held_by(state, Holder.POLICY))
-    if isinstance(event, PolicyStepped):
-        return state, ()
-    return train_drafter(replace(state, prepared=event.policy_version))
-
-
-def _commit_answered(state: State, event: Committed | CommitFailed) -> Outcome:
-    if event.versions != state.committing:
-        if event.versions.seq <= state.seq:
-            return _refuse(state, event, event.versions.seq, state.seq)
-        raise MachineError(f"{type(event).__name__}({event.versions})", state.describe())
-    _require(state, event, Phase.COMMIT)
-    if isinstance(event, CommitFailed):
-        return _commit_failed(state, event)
-    served, rolled_back = state.versions, is_rollback(state)
-    state = replace(state, versions=event.versions, committing=None)
-    if event.versions.drafter == state.promoted:
-        state = replace(state, promoted=None)
-    if event.versions.drafter != served.drafter:
-        state = replace(
-            state, previous_drafter=None if rolled_back else served.drafter, rollback=False
-        )
-    if rolled_back:
-        return commit_prepared(state)
-    finished = state.step + 1
-    state = replace(
-        state, step=finished, prepared=None, evaluations=evaluations_due(state.settings, finished)
-    )
-    state, commands = next_call(state)
-    return state, (CloseStep(finished - 1), *commands)
-
-
-def _commit_failed(state: State, event: CommitFailed) -> Outcome:
-    """A rollback is given up, a promoted drafter is left out, a policy is pushed again."""
-    if is_rollback(state):
-        return commit_prepared(replace(state, rollback=False, previous_drafter=None))
-    promoted = state.promoted
-    if promoted is not None and event.versions.drafter == promoted:
-        state, commands = commit_prepared(replace(state, promoted=None))
-        return state, (AbortDrafter(state.step, state.epoch, promoted), *commands)
-    return fail_if_exhausted(state, f"commit: {event.message}") or train_policy(attempted(state))
-
-
-# --- losses and deadlines -------------------------------------------------------------------------
-
-
-def _rank_lost(state: State, event: RankLost) -> Outcome:
-    if event.service is Service.DRAFTER_TRAINER:
-        if state.lease is None or event.epoch < state.lease.epoch:
-            return _refuse(state, event, event.epoch, state.lease_epoch)
-        return _end_lease(state, Cause.PREEMPTED, fence=True)
-    if event.epoch < state.phase_epoch:
-        return _refuse(state, event, event.epoch, state.phase_epoch)
-    _require(state, event, Phase.POLICY, epoch=event.epoch)
-    return fail_if_exhausted(state, f"{event.service}: {event.message}") or train_policy(
-        attempted(state)
-    )
-
-
-def _deadline(state: State, event: Deadline) -> Outcome:
-    if event.what in ("activation", "preempt"):
-        if state.lease is None or event.epoch < state.lease.epoch:
-            return _refuse(state, event, event.epoch, state.lease_epoch)
-        if event.what == "activation":
-            return preempt(state)
-        return _end_lease(state, Cause.PREEMPTED, fence=True)
-    if event.epoch < state.phase_epoch:
-        return _refuse(state, event, event.epoch, state.phase_epoch)
-    return fail(state, f"{event.what} of step {state.step} took longer than {event.seconds:g} s")
-
-
-def _service_lost(state: State, event: ServiceLost) -> Outcome:
-    if event.service in state.lost:
-        return state, ()
-    state = replace(state, lost=state.lost | {event.service})
-    commands: tuple[Command, ...] = ()
-    if event.service is Service.DRAFTER_TRAINER and state.lease is not None:
-        state, commands = _end_lease(state, Cause.PREEMPTED, fence=True)
-    if event.service is Service.GATEWAY and state.phase is Phase.ROLLOUT:
-        state, commands = preempt(replace(state, rollout_restart=False))
-    return state, (AwaitService(event.service), *commands)
-
-
-def _service_back(state: State, event: ServiceBack) -> Outcome:
-    if event.service not in state.lost:
-        return state, ()
-    state = replace(state, lost=state.lost - {event.service})
-    match state.phase, event.service:
-        case Phase.ROLLOUT, Service.GATEWAY:
-            return run_tasks_again(state)
-        case Phase.POLICY, Service.POLICY_TRAINER:
-            return train_policy(state)
-        case Phase.COMMIT, Service.GATEWAY | Service.DRAFTER_TRAINER if (
-            state.committing is not None
-        ):
-            return commit(state, state.committing)
-        case Phase.EVALUATE, Service.GATEWAY:
-            return next_call(state)
-        case Phase.CLOSING, Service.POLICY_TRAINER | Service.DRAFTER_TRAINER:
-            return next_call(state)
-        case _:
-            return state, ()
-
-
-def _refuse(state: State, event: Event, seen: int, current: int) -> Outcome:
-    return state, (Refuse(type(event).__name__, seen, current),)
-
-
-def _require(state: State, event: Event, phase: Phase, *, epoch: int | None = None) -> None:
-    if state.phase is not phase or (epoch is not None and epoch != state.phase_epoch):
-        detail = "" if epoch is None else f"(epoch={epoch})"
-        raise MachineError(f"{type(event).__name__}{detail}", state.describe())
+def _enter(state: State, phase: Phase) -> Decision:
+    if phase not in (state.phase, Phase.FAILED, *PHASES[state.phase].then):
+        raise MachineError(f"entering {phase}", state.describe())
+    return PHASES[phase].enter(replace(state, phase=phase))

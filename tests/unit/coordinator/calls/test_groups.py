@@ -7,12 +7,13 @@ import pytest
 from coordinator.calls.groups import FIGURE, ClosedGroups
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Settings, State, Versions
+from coordinator.machine.state import RunSettings, State
 from coordinator.machine.step import step
 from paceline.errors import InternalError
+from paceline.trajectory import VersionSet
 
 BEGUN: list[Event] = [
-    events.RunStarted(0, Settings(workers=1, total_steps=3), Versions()),
+    events.RunStarted(0, RunSettings(workers=1, total_steps=3), VersionSet()),
     events.StepBegan(1, 0),
 ]
 
@@ -45,7 +46,7 @@ def test_the_next_step_has_groups_of_its_own() -> None:
         *BEGUN,
         finished(1, a=2),
         events.PolicyPrepared(3, 2, 1),
-        events.Committed(4, Versions(1, 1, 0)),
+        events.Committed(4, VersionSet(1, 1, 0)),
     ]
     state, groups = observed(happened)
     assert groups.of(0) == {"a": 2}

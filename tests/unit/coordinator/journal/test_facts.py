@@ -5,8 +5,9 @@ from __future__ import annotations
 from coordinator.journal.facts import facts_of
 from coordinator.machine import events
 from coordinator.machine.events import Event
-from coordinator.machine.state import Settings, State, Versions
+from coordinator.machine.state import RunSettings, State
 from coordinator.machine.step import step
+from paceline.trajectory import VersionSet
 from paceline.v1 import coordinator_pb2 as pb
 
 
@@ -16,7 +17,7 @@ def told(state: State, event: Event) -> tuple[State, list[pb.Fact]]:
 
 
 def test_a_step_s_facts_begin_with_its_begin_and_name_every_slot() -> None:
-    state, _ = told(State(), events.RunStarted(1.0, Settings(workers=2), Versions()))
+    state, _ = told(State(), events.RunStarted(1.0, RunSettings(workers=2), VersionSet()))
     state, facts = told(state, events.StepBegan(2.0, 0))
     assert [fact.WhichOneof("fact") for fact in facts] == [
         "step_began",
@@ -37,20 +38,20 @@ def test_a_step_s_facts_begin_with_its_begin_and_name_every_slot() -> None:
 
 
 def test_a_refused_event_is_no_fact() -> None:
-    state, _ = told(State(), events.RunStarted(1.0, Settings(), Versions()))
+    state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
     state, _ = told(state, events.StepBegan(2.0, 0))
     assert told(state, events.ShareDone(3.0, 0, 0))[1] == []
 
 
 def test_a_failure_and_a_new_set_are_facts() -> None:
-    state, _ = told(State(), events.RunStarted(1.0, Settings(), Versions()))
+    state, _ = told(State(), events.RunStarted(1.0, RunSettings(), VersionSet()))
     for event in (
         events.StepBegan(2.0, 0),
         events.TasksFinished(3.0, 1),
         events.PolicyPrepared(4.0, 2, 1),
     ):
         state, _ = told(state, event)
-    state, facts = told(state, events.Committed(5.0, Versions(1, 1, 0)))
+    state, facts = told(state, events.Committed(5.0, VersionSet(1, 1, 0)))
     assert [
         fact.version_committed.versions.policy
         for fact in facts

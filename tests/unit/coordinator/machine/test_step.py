@@ -1,13 +1,14 @@
-"""The machine against the transitions of DESIGN 3, event by event."""
+"""The machine, event by event, against a worker table and a phase diagram written down here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import product
 
 import pytest
 
 from coordinator.machine import commands, events
+from coordinator.machine.decision import Decision
 from coordinator.machine.state import (
     WORKER_TRANSITIONS,
     Cause,
@@ -15,20 +16,19 @@ from coordinator.machine.state import (
     Holder,
     MachineError,
     Phase,
+    RunSettings,
     Service,
-    Settings,
     Slot,
     State,
-    Versions,
     WorkerState,
     free_slots,
     lease_slots,
     move_workers,
 )
-from coordinator.machine.step import step
-from coordinator.machine.transitions import Outcome
+from coordinator.machine.step import EVENTS, PHASES, step
+from paceline.trajectory import VersionSet
 
-DESIGN_TABLE = {
+WORKER_TABLE = {
     ("idle", "StepBegan"): "generating",
     ("generating", "ShareDone"): "released",
     ("released", "LeaseGranted"): "training",
@@ -37,10 +37,10 @@ DESIGN_TABLE = {
     ("completed", "StepBegan"): "generating",
     ("released", "StepBegan"): "generating",
 }
-TWO = Settings(workers=2, total_steps=2, training_interval_steps=1)
+TWO = RunSettings(workers=2, total_steps=2, training_interval_steps=1)
 
 
-def run(state: State, *happened: events.Event) -> Outcome:
+def run(state: State, *happened: events.Event) -> tuple[State, tuple[commands.Command, ...]]:
     """The state after the events, and the commands of the last one."""
     issued: tuple[commands.Command, ...] = ()
     for event in happened:
@@ -48,9 +48,9 @@ def run(state: State, *happened: events.Event) -> Outcome:
     return state, issued
 
 
-def begun(settings: Settings = TWO) -> State:
+def begun(settings: RunSettings = TWO) -> State:
     """Step 0 generates."""
-    return run(State(), events.RunStarted(0, settings, Versions()), events.StepBegan(1, 0))[0]
+    return run(State(), events.RunStarted(0, settings, VersionSet()), events.StepBegan(1, 0))[0]
 
 
 def training() -> State:
@@ -77,17 +77,53 @@ def in_commit() -> State:
 
 
 @pytest.mark.parametrize(("before", "cause"), list(product(WorkerState, Cause)))
-def test_workers_move_as_the_design_says_and_in_no_other_way(
-    before: WorkerState, cause: Cause
-) -> None:
+def test_workers_move_as_drawn_and_in_no_other_way(before: WorkerState, cause: Cause) -> None:
     state = State(workers=(before,))
-    expected = DESIGN_TABLE.get((before.value, cause.value))
+    expected = WORKER_TABLE.get((before.value, cause.value))
     if expected is None:
         with pytest.raises(MachineError, match=cause.value):
             move_workers(state, [0], cause)
     else:
         assert move_workers(state, [0], cause).workers == (WorkerState(expected),)
-    assert len(WORKER_TRANSITIONS) == len(DESIGN_TABLE)
+    assert len(WORKER_TRANSITIONS) == len(WORKER_TABLE)
+
+
+DIAGRAM = {
+    "new": {"ready"},
+    "ready": {"evaluate", "rollout", "closing"},
+    "evaluate": {"ready"},
+    "rollout": {"preempt"},
+    "preempt": {"policy"},
+    "policy": {"drafter"},
+    "drafter": {"commit"},
+    "commit": {"ready", "policy"},
+    "closing": {"finished", "ready"},
+    "finished": {"ready"},
+    "failed": set(),
+}
+
+
+def test_phases_follow_each_other_as_drawn_and_every_event_has_a_row() -> None:
+    assert {phase.value: {then.value for then in row.then} for phase, row in PHASES.items()} == (
+        DIAGRAM
+    )
+    declared = {
+        each for each in vars(events).values() if isinstance(each, type) and is_dataclass(each)
+    }
+    assert set(EVENTS) == {each for each in declared if issubclass(each, events.Event)} - {
+        events.Event
+    }
+
+
+def test_a_handler_cannot_enter_a_phase_that_does_not_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leap = EVENTS[events.TasksFinished]._replace(
+        handle=lambda state, event: Decision(state, enters=Phase.CLOSING)
+    )
+    monkeypatch.setitem(EVENTS, events.TasksFinished, leap)
+    with pytest.raises(MachineError, match=r"entering closing .* rollout"):
+        step(begun(), events.TasksFinished(2, 1))
 
 
 def test_a_held_slot_is_never_leased_again() -> None:
@@ -103,7 +139,7 @@ def test_fencing_gives_a_freed_slot_a_new_epoch_and_confirmation_keeps_the_old()
 
 
 def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
-    state, issued = run(State(), events.RunStarted(0, TWO, Versions()))
+    state, issued = run(State(), events.RunStarted(0, TWO, VersionSet()))
     assert issued == (commands.BeginStep(0),)
     state, issued = step(state, events.StepBegan(1, 0))
     assert issued == (commands.RunTasks(0, 1),)
@@ -114,7 +150,7 @@ def test_a_step_begins_with_all_slots_leased_to_the_engine() -> None:
 def test_the_first_released_slot_goes_to_the_drafter_while_the_other_worker_generates() -> None:
     state = begun()
     state, issued = step(state, events.ShareDone(2, 1, 1))
-    assert issued == (commands.ActivateDrafter(0, 2, (1,), 30.0, Versions()),)
+    assert issued == (commands.ActivateDrafter(0, 2, (1,), 30.0, VersionSet()),)
     assert state.slots == (Slot(Holder.ENGINE, 1), Slot(Holder.DRAFTER, 2))
     assert state.workers == (WorkerState.GENERATING, WorkerState.TRAINING)
 
@@ -138,20 +174,20 @@ def test_in_the_serial_schedule_the_drafter_trains_between_policy_step_and_commi
     state, issued = step(state, events.TasksFinished(3, state.phase_epoch))
     assert [type(command) for command in issued] == [commands.TrainPolicy]
     state, issued = step(state, events.PolicyPrepared(5, state.phase_epoch, 1))
-    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, Versions()),)
+    assert issued == (commands.ActivateDrafter(0, state.lease_epoch, (0,), 30.0, VersionSet()),)
     assert (state.phase, state.slots[0].holder) == (Phase.DRAFTER, Holder.DRAFTER)
     state, issued = run(
         state,
         events.GatePromoted(6, state.lease_epoch, 4),
         events.Detached(7, state.lease_epoch, "x"),
     )
-    assert issued == (commands.Commit(0, state.epoch, Versions(1, 1, 4)),)
+    assert issued == (commands.Commit(0, state.epoch, VersionSet(1, 1, 4)),)
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        events.RankLost(6, 3, Service.DRAFTER_TRAINER, "died"),
+        events.TrainerFailed(6, 3, Service.DRAFTER_TRAINER, "died"),
         events.ServiceLost(6, Service.DRAFTER_TRAINER, "away"),
         events.Deadline(6, 3, "preempt", 2.0),
     ],
@@ -160,7 +196,7 @@ def test_a_serial_drafter_that_is_lost_does_not_hold_the_policy_back(event: even
     state, issued = step(serial_drafting(), event)
     assert state.phase is Phase.COMMIT
     assert [command.versions for command in issued if isinstance(command, commands.Commit)] == [
-        Versions(1, 1, 0)
+        VersionSet(1, 1, 0)
     ]
 
 
@@ -181,7 +217,7 @@ def test_the_last_released_slot_stays_free() -> None:
     [replace(TWO, drafter_enabled=False), replace(TWO, min_workers_for_training=2)],
     ids=["disabled", "too_few_released"],
 )
-def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: Settings) -> None:
+def test_the_drafter_gets_no_slot_when_the_settings_forbid_it(settings: RunSettings) -> None:
     assert step(begun(settings), events.ShareDone(2, 1, 0))[1] == ()
 
 
@@ -235,7 +271,9 @@ def test_a_late_activation_is_preempted() -> None:
 
 
 def test_a_lost_drafter_rank_frees_the_slot_and_does_not_end_the_run() -> None:
-    state, issued = step(training(), events.RankLost(3, 2, Service.DRAFTER_TRAINER, "rank 0 died"))
+    state, issued = step(
+        training(), events.TrainerFailed(3, 2, Service.DRAFTER_TRAINER, "rank 0 died")
+    )
     assert (state.phase, state.lease, issued) == (Phase.ROLLOUT, None, ())
     assert state.slots[0] == Slot(Holder.NONE, 3)
 
@@ -251,10 +289,14 @@ def test_a_promoted_drafter_is_served_with_the_next_policy() -> None:
     state = step(state, events.Preempted(5, 2))[0]
     state = step(state, events.PolicyStepped(6, state.phase_epoch, 1))[0]
     state, issued = step(state, events.PolicyPrepared(7, state.phase_epoch, 1))
-    assert issued == (commands.Commit(0, 4, Versions(1, 1, 7)),)
-    state, issued = step(state, events.Committed(8, Versions(1, 1, 7)))
+    assert issued == (commands.Commit(0, 4, VersionSet(1, 1, 7)),)
+    state, issued = step(state, events.Committed(8, VersionSet(1, 1, 7)))
     assert issued == (commands.CloseStep(0), commands.BeginStep(1))
-    assert (state.versions, state.previous_drafter, state.promoted) == (Versions(1, 1, 7), 0, None)
+    assert (state.versions, state.previous_drafter, state.promoted) == (
+        VersionSet(1, 1, 7),
+        0,
+        None,
+    )
 
 
 def test_a_promotion_overtaken_by_the_preemption_is_kept_for_the_next_commit() -> None:
@@ -273,6 +315,15 @@ def test_a_newer_candidate_replaces_an_uncommitted_one() -> None:
     assert (state.promoted, issued) == (8, (commands.AbortDrafter(0, 2, 7),))
 
 
+def test_a_candidate_that_is_being_committed_is_not_aborted_for_a_newer_one() -> None:
+    state = run(in_policy(), events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, 3, 1))[0]
+    assert state.committing == VersionSet(1, 1, 7)
+    state, issued = step(state, events.GatePromoted(7, 2, 8))
+    assert (state.promoted, issued) == (8, ())
+    state = step(state, events.Committed(8, VersionSet(1, 1, 7)))[0]
+    assert (state.versions.drafter, state.promoted) == (7, 8), "the newer one waits for its commit"
+
+
 def test_slots_are_free_while_the_policy_is_pushed() -> None:
     state = in_policy()
     state = step(state, events.PolicyStepped(5, state.phase_epoch, 1))[0]
@@ -280,27 +331,27 @@ def test_slots_are_free_while_the_policy_is_pushed() -> None:
 
 
 def test_acceptance_that_fell_brings_the_previous_drafter_back_under_a_new_seq() -> None:
-    state = replace(begun(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, step=0)
+    state = replace(begun(), versions=VersionSet(3, 0, 7), seq=3, previous_drafter=4, step=0)
     state = run(
         state, events.AcceptanceFell(2, 7), events.ShareDone(2, 1, 0), events.TasksFinished(3, 1)
     )[0]
     state = step(state, events.Preempted(4, state.lease_epoch))[0]
     state, issued = run(state, events.PolicyPrepared(6, state.phase_epoch, 1))
-    assert issued == (commands.Commit(0, state.epoch, Versions(4, 0, 4)),)
-    state, issued = step(state, events.Committed(7, Versions(4, 0, 4)))
-    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 4)),)
-    state, issued = step(state, events.Committed(8, Versions(5, 1, 4)))
-    assert (state.versions, state.previous_drafter) == (Versions(5, 1, 4), None)
+    assert issued == (commands.Commit(0, state.epoch, VersionSet(4, 0, 4)),)
+    state, issued = step(state, events.Committed(7, VersionSet(4, 0, 4)))
+    assert issued == (commands.Commit(0, state.epoch, VersionSet(5, 1, 4)),)
+    state, issued = step(state, events.Committed(8, VersionSet(5, 1, 4)))
+    assert (state.versions, state.previous_drafter) == (VersionSet(5, 1, 4), None)
     assert issued == (commands.CloseStep(0), commands.BeginStep(1))
 
 
 def test_a_rollback_to_a_drafter_that_is_gone_is_given_up_and_the_policy_is_served() -> None:
     state = replace(
-        in_policy(), versions=Versions(3, 0, 7), seq=3, previous_drafter=4, rollback=True
+        in_policy(), versions=VersionSet(3, 0, 7), seq=3, previous_drafter=4, rollback=True
     )
     state = step(state, events.PolicyPrepared(6, state.phase_epoch, 1))[0]
-    state, issued = step(state, events.CommitFailed(7, Versions(4, 0, 4), "d4 is not spooled"))
-    assert issued == (commands.Commit(0, state.epoch, Versions(5, 1, 7)),)
+    state, issued = step(state, events.CommitFailed(7, VersionSet(4, 0, 4), "d4 is not spooled"))
+    assert issued == (commands.Commit(0, state.epoch, VersionSet(5, 1, 7)),)
 
 
 def test_acceptance_of_a_drafter_that_no_longer_serves_is_refused() -> None:
@@ -316,12 +367,12 @@ def test_a_failed_commit_leaves_the_candidate_out_and_then_pushes_the_policy_aga
     state = run(
         state, events.GatePromoted(5, 2, 7), events.PolicyPrepared(6, state.phase_epoch, 1)
     )[0]
-    state, issued = step(state, events.CommitFailed(7, Versions(1, 1, 7), "d7 is not prepared"))
-    assert issued == (commands.AbortDrafter(0, 5, 7), commands.Commit(0, 5, Versions(2, 1, 0)))
-    state, issued = step(state, events.CommitFailed(8, Versions(2, 1, 0), "p1 is not prepared"))
+    state, issued = step(state, events.CommitFailed(7, VersionSet(1, 1, 7), "d7 is not prepared"))
+    assert issued == (commands.AbortDrafter(0, 5, 7), commands.Commit(0, 5, VersionSet(2, 1, 0)))
+    state, issued = step(state, events.CommitFailed(8, VersionSet(2, 1, 0), "p1 is not prepared"))
     assert issued == (commands.TrainPolicy(0, 6, (0, 1), 0),)
     state = step(state, events.PolicyPrepared(9, 6, 1))[0]
-    assert state.committing == Versions(3, 1, 0)
+    assert state.committing == VersionSet(3, 1, 0)
 
 
 def test_a_commit_that_keeps_failing_ends_the_run_with_its_message() -> None:
@@ -339,7 +390,7 @@ def test_evaluations_are_made_at_both_ends_and_at_their_interval() -> None:
     settings = replace(
         TWO, workers=1, total_steps=3, accuracy_enabled=True, probe_enabled=True, probe_every=2
     )
-    state, issued = step(State(), events.RunStarted(0, settings, Versions()))
+    state, issued = step(State(), events.RunStarted(0, settings, VersionSet()))
     made: dict[int, list[Evaluation]] = {}
     while not isinstance(issued[-1], commands.FinishRun):
         match issued[-1]:
@@ -383,6 +434,52 @@ def test_a_lost_gateway_gets_its_tasks_again_after_the_drafter_left_the_slots() 
     )
 
 
+def evaluating() -> State:
+    """The probe is being made before the first step."""
+    return step(State(), events.RunStarted(0, replace(TWO, probe_enabled=True), VersionSet()))[0]
+
+
+def closing() -> State:
+    """All steps are done and the trainers save their checkpoints."""
+    stopped = step(in_commit(), events.StopRequested(6))[0]
+    return step(stopped, events.Committed(7, VersionSet(1, 1, 0)))[0]
+
+
+SITUATIONS = {
+    "evaluate": (evaluating, commands.Evaluate, {Service.GATEWAY}),
+    "rollout": (begun, commands.RunTasks, {Service.GATEWAY}),
+    "policy": (in_policy, commands.TrainPolicy, {Service.POLICY_TRAINER}),
+    "commit": (in_commit, commands.Commit, {Service.GATEWAY, Service.DRAFTER_TRAINER}),
+    "closing": (closing, commands.SaveCheckpoints, set(Service) - {Service.GATEWAY}),
+}
+
+
+@pytest.mark.parametrize("service", Service)
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_phase_makes_its_call_again_when_the_called_service_is_back(
+    situation: str, service: Service
+) -> None:
+    state_of, call, called = SITUATIONS[situation]
+    before = state_of()
+    assert before.phase == situation
+    lost, issued = step(before, events.ServiceLost(8, service, "connection refused"))
+    assert issued == (commands.AwaitService(service),)
+    state, issued = step(lost, events.ServiceBack(9, service))
+    assert state.phase is before.phase
+    if service in called:
+        assert [type(command) for command in issued] == [call]
+        assert state.phase_epoch > before.phase_epoch
+    else:
+        assert issued == ()
+
+
+def test_a_run_whose_trainer_was_away_while_closing_finishes() -> None:
+    state = step(closing(), events.ServiceLost(8, Service.POLICY_TRAINER, "away"))[0]
+    state = step(state, events.ServiceBack(9, Service.POLICY_TRAINER))[0]
+    state, issued = step(state, events.CheckpointsSaved(10, state.phase_epoch))
+    assert (state.phase, issued) == (Phase.FINISHED, (commands.FinishRun(""),))
+
+
 def test_a_lost_drafter_trainer_frees_the_slot_and_the_rollout_goes_on() -> None:
     state, issued = step(
         training(), events.ServiceLost(3, Service.DRAFTER_TRAINER, "connection refused")
@@ -412,8 +509,10 @@ def test_a_step_that_takes_too_long_fails_and_a_resumed_run_takes_it_up(what: st
 
 def test_resuming_issues_the_interrupted_call_again() -> None:
     assert step(in_policy(), events.Resumed(9, 2))[1] == (commands.TrainPolicy(0, 5, (0, 1), 0),)
-    assert step(in_commit(), events.Resumed(9, 2))[1] == (commands.Commit(0, 5, Versions(1, 1, 0)),)
-    ready = step(State(), events.RunStarted(0, TWO, Versions()))[0]
+    assert step(in_commit(), events.Resumed(9, 2))[1] == (
+        commands.Commit(0, 5, VersionSet(1, 1, 0)),
+    )
+    ready = step(State(), events.RunStarted(0, TWO, VersionSet()))[0]
     assert step(ready, events.Resumed(9, 2))[1] == (commands.BeginStep(0),)
 
 
@@ -428,12 +527,12 @@ def test_a_finished_run_says_so_and_goes_on_when_more_steps_are_wanted() -> None
     [
         (State(), events.Resumed(1, 2)),
         (State(), events.StepBegan(1, 0)),
-        (begun(), events.RunStarted(1, TWO, Versions())),
+        (begun(), events.RunStarted(1, TWO, VersionSet())),
         (begun(), events.StepBegan(1, 0)),
         (begun(), events.TasksFinished(1, 99)),
         (begun(), events.ShareDone(1, 1, 5)),
         (begun(), events.Preempted(1, 9)),
-        (begun(), events.Committed(1, Versions(5, 1, 0))),
+        (begun(), events.Committed(1, VersionSet(5, 1, 0))),
         (training(), events.ShareDone(1, 1, 0)),
         (in_policy(), events.TasksFinished(1, 3)),
         (in_policy(), events.PolicyPrepared(1, 3, 5)),
@@ -456,8 +555,8 @@ def test_an_illegal_event_names_itself_and_the_state(state: State, event: events
         (in_policy(), events.TasksFinished(1, 1)),
         (in_policy(), events.Detached(1, 2, "preempted")),
         (in_commit(), events.PolicyStepped(1, 3, 1)),
-        (in_commit(), events.Committed(1, Versions(0, 0, 0))),
-        (in_commit(), events.RankLost(1, 3, Service.POLICY_TRAINER, "late")),
+        (in_commit(), events.Committed(1, VersionSet(0, 0, 0))),
+        (in_commit(), events.TrainerFailed(1, 3, Service.POLICY_TRAINER, "late")),
         (begun(), events.EvaluationDone(1, 0, Evaluation.PROBE, 1.0)),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, State) else str(value.phase),

@@ -1,0 +1,22 @@
+"""What a handler decides, and the answer to an event that comes too late."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from coordinator.machine.commands import Command, Refuse
+from coordinator.machine.events import Event
+from coordinator.machine.state import Phase, State
+
+
+class Decision(NamedTuple):
+    """The state after an event, what is to be done, and the phase that is entered next, if any."""
+
+    state: State
+    commands: tuple[Command, ...] = ()
+    enters: Phase | None = None
+
+
+def refused(state: State, event: Event, seen: int, current: int) -> Decision:
+    """Nothing changes."""
+    return Decision(state, (Refuse(type(event).__name__, seen, current),))

@@ -1,0 +1,69 @@
+"""Rolls a step out: every worker gets its share, and releases its slots when that is done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from coordinator.machine.commands import RunTasks
+from coordinator.machine.decision import Decision
+from coordinator.machine.drafter import lease_released, preempt
+from coordinator.machine.events import ShareDone, StepBegan, TasksFinished, WorkerLost
+from coordinator.machine.losses import try_again
+from coordinator.machine.state import (
+    Cause,
+    Holder,
+    MachineError,
+    Phase,
+    State,
+    WorkerState,
+    free_slots,
+    held_by,
+    lease_slots,
+    move_workers,
+    worker_slots,
+)
+
+
+def step_began(state: State, event: StepBegan) -> Decision:
+    """Rolls the step out."""
+    return Decision(replace(state, attempts=0), enters=Phase.ROLLOUT)
+
+
+def generate(state: State) -> Decision:
+    """Leases all slots to the engine under a new epoch and runs the tasks.
+
+    When the tasks run again every worker may get samples, so the drafter leaves first.
+    """
+    if state.lease is not None:
+        return preempt(replace(state, rollout_restart=True))
+    state = free_slots(state, held_by(state, Holder.ENGINE), fence=True)
+    waiting = [i for i, worker in enumerate(state.workers) if worker is not WorkerState.GENERATING]
+    state = move_workers(state, waiting, Cause.STEP_BEGAN)
+    state = lease_slots(state, range(len(state.slots)), Holder.ENGINE)
+    state = replace(state, phase_epoch=state.epoch, rollout_restart=False)
+    return Decision(state, (RunTasks(state.step, state.epoch),))
+
+
+def share_done(state: State, event: ShareDone) -> Decision:
+    """Releases the worker's slots; the drafter may get them while others generate."""
+    return lease_released(_release(state, event.worker))
+
+
+def tasks_finished(state: State, event: TasksFinished) -> Decision:
+    """Releases the workers that still hold slots; the policy step needs all of them."""
+    for worker, worker_state in enumerate(state.workers):
+        if worker_state is WorkerState.GENERATING:
+            state = _release(state, worker)
+    return Decision(replace(state, attempts=0), enters=Phase.PREEMPT)
+
+
+def worker_lost(state: State, event: WorkerLost) -> Decision:
+    """Runs the tasks again: the gateway restarts the worker."""
+    return try_again(state, Phase.ROLLOUT, f"worker {event.worker} of the gateway died")
+
+
+def _release(state: State, worker: int) -> State:
+    if worker >= len(state.workers):
+        raise MachineError(f"ShareDone(worker={worker})", state.describe())
+    state = move_workers(state, [worker], Cause.SHARE_DONE)
+    return free_slots(state, worker_slots(state.settings, worker))
