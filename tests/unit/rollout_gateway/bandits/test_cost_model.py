@@ -235,6 +235,16 @@ def test_a_drafter_that_improves_unannounced_is_found_within_two_windows() -> No
     assert sum(chosen[arm] for arm in EAGLE) > 190
 
 
+def test_an_arm_that_seems_three_times_worse_waits_three_windows_for_its_next_trial() -> None:
+    """Of dead drafters a chain of seven is worth 2.0 / 5.8 of plain decoding."""
+    window, rounds = 200, 6000
+    bandit = make(window=window)
+    play(bandit, 500, flat(0.0, 0.0), batch=4)
+    chosen = play(bandit, rounds, flat(0.0, 0.0), batch=4, seed=1)
+    due = rounds / window * SECONDS["off"] / SECONDS["eagle:7_1_8"]
+    assert chosen["eagle:7_1_8"] == pytest.approx(due, rel=0.3)
+
+
 def test_what_a_drafter_has_learned_in_silence_is_found_in_a_group_that_knew_it_as_dead() -> None:
     """N-grams that had nothing to look up in a full batch, and have when the batch is small."""
     bandit = make(window=500)

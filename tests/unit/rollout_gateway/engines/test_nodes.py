@@ -223,6 +223,19 @@ def test_drafts_that_seemed_worthless_are_tried_again_and_a_new_drafter_at_once(
     assert budget.prune(drafts, "eagle", "eagle:2_1_3").tokens.tolist() == [[5, 6]]
 
 
+def test_a_drafter_drafts_without_a_floor_in_just_the_rounds_that_verify_everything() -> None:
+    """A floor in such a round would hide the deep nodes that it is made to look at."""
+    budget, arm = measured({1: 0.011, 100: 0.110}), "eagle:2_1_3"
+    drafts = Drafts(torch.tensor([[5, 6]]), torch.tensor([[0.85, 0.85 * 0.03]]))
+    rounds = [
+        (budget.floor(arm) > 0.0, budget.prune(drafts, "eagle", arm).tokens.shape[1])
+        for _ in range(3 * PROBE_EVERY)
+    ]
+    assert rounds[0] == (False, 1)  # no round has shown a threshold yet
+    assert set(rounds[1:]) == {(True, 1), (False, 2)}
+    assert rounds.count((False, 2)) == 3
+
+
 def test_calibration_follows_what_is_drawn() -> None:
     calibration = Calibration()
     generator = random.Random(0)
