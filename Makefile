@@ -2,13 +2,14 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto client format check test test-sglang test-gpu chaos demo up bench
+.PHONY: help setup setup-sglang proto client docs format check test test-sglang test-gpu chaos demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
 setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a GPU to .venv (idempotent)
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
 client: setup ; @.ci/client  ## regenerate the blocking client, libs/paceline/client/sync, from aio
+docs: setup ; @$(BIN)/python .ci/docs  ## write docs/settings.md from the settings classes
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets
 test: setup ; @.ci/test  ## every test but the slow ones

@@ -100,7 +100,7 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         "from paceline.ranks.group import RankGroup\n"
         "async def main():\n"
         f"    group = RankGroup('rank_echo', 1, 1, [], pathlib.Path({str(tmp_path)!r}))\n"
-        "    await group.start(patient(20.0))\n"
+        f"    await group.start({patient(20.0)})\n"
         "    print(group.pids[0], flush=True)\n"
         "    await group.receive(60.0)\n"
         "asyncio.run(main())\n"

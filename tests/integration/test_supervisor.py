@@ -225,7 +225,7 @@ def test_services_die_with_a_killed_supervisor(tmp_path: Path) -> None:
         "from test_supervisor import _launch, Supervisor\n"
         "async def main():\n"
         f"    supervisor = Supervisor([_launch('one')], pathlib.Path({str(tmp_path)!r}))\n"
-        "    await supervisor.start(patient(30.0))\n"
+        f"    await supervisor.start({patient(30.0)})\n"
         "    print(supervisor.pids['one'], flush=True)\n"
         "    await supervisor.wait_finished()\n"
         "asyncio.run(main())\n"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from coordinator.config import CoordinatorConfig
+from paceline.config import known_keys
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,3 +42,23 @@ def test_both_parts_run_and_the_last_line_names_those_that_failed(
     first, second = (tmp_path / "calls").read_text().splitlines()
     assert "--ignore=tests/unit" in first
     assert "tests/unit" in second.split()
+
+
+def test_the_page_of_settings_has_every_key_once_with_its_range(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / ".ci/docs", tmp_path], check=True, capture_output=True)
+    section, rows = "", {}
+    for line in (tmp_path / "settings.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = line.removeprefix("## ")
+        elif line.startswith("| `"):
+            key, *cells = (cell.strip().strip("`") for cell in line.strip("|").split(" | "))
+            assert rows.setdefault(f"{section}.{key}", cells) is cells
+    shared = ("run.", "redis.", "telemetry.", "security.", "addresses.")
+    known = known_keys(CoordinatorConfig)
+    own = {f"coordinator.{key}" for key in known if not key.startswith(shared)}
+    assert {key for key in rows if key.startswith("coordinator.")} == own
+    assert {key for key in rows if key.startswith(shared)} == set(known) & {
+        key for key in known if key.startswith(shared)
+    }
+    assert rows["coordinator.sampling.temperature"][:3] == ["float", "1.0", "> 0, <= 10"]
+    assert rows["run.seed"][:3] == ["integer", "0", ">= 0, < 2^63"]

@@ -51,20 +51,21 @@ def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[s
         if description:
             yield f"# {' '.join(description.split())}"
         value = getattr(node, name)
-        yield f"# {name} has no value" if value is None else f"{name} = {_value(value)}"
+        yield f"# {name} has no value" if value is None else f"{name} = {toml_value(value)}"
     for name in fields:
         if name not in values:
             yield from _table(f"{path}.{name}", getattr(node, name))
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A value as TOML. Raises ConfigError for one that has no such form."""
     match value:
         case Config():
-            return _value({name: getattr(value, name) for name in type(value).model_fields})
+            return toml_value({name: getattr(value, name) for name in type(value).model_fields})
         case SecretStr():
             return f'"{MASK}"'
         case Enum():
-            return _value(value.value)
+            return toml_value(value.value)
         case bool():
             return "true" if value else "false"
         case int() | float():
@@ -72,13 +73,10 @@ def _value(value: Any) -> str:
         case str() | Path():
             return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", str(value)))
         case dict():
-            return (
-                "{"
-                + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items() if v is not None)
-                + "}"
-            )
+            held = {_key(k): toml_value(v) for k, v in value.items() if v is not None}
+            return "{" + ", ".join(f"{key} = {one}" for key, one in held.items()) + "}"
         case list() | tuple() | set() | frozenset():
-            return "[" + ", ".join(_value(item) for item in value) + "]"
+            return "[" + ", ".join(toml_value(item) for item in value) + "]"
     raise ConfigError("a setting of this type has no TOML form", seen=type(value).__name__)
 
 

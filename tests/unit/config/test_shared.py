@@ -1,33 +1,8 @@
-"""The shared sections: their keys, their defaults, their secrets."""
+"""The shared sections: their defaults, their secrets."""
 
 import pytest
 
-from paceline.config import RedisConfig, SecurityConfig, ServiceConfig, known_keys
-
-
-def test_the_shared_keys_are_these() -> None:
-    assert known_keys(ServiceConfig) == [
-        "addresses.coordinator",
-        "addresses.drafter_trainer",
-        "addresses.events",
-        "addresses.gateway",
-        "addresses.http",
-        "addresses.policy_trainer",
-        "redis.durable_url",
-        "redis.features_url",
-        "run.dir",
-        "run.id",
-        "run.seed",
-        "security.allow_insecure",
-        "security.tls_ca",
-        "security.tls_cert",
-        "security.tls_key",
-        "security.token_env",
-        "telemetry.log_json",
-        "telemetry.log_level",
-        "telemetry.prometheus",
-        "telemetry.spans_dir",
-    ]
+from paceline.config import RedisConfig, SecurityConfig
 
 
 def test_the_features_role_falls_back_to_the_durable_one() -> None:
