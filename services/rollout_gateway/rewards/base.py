@@ -1,4 +1,4 @@
-"""What a reward rule sees and gives. Owns no rule."""
+"""Declares what a reward rule sees and gives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A circuit breaker: after failures in a row nobody asks for a while, then one caller does.
-
-Owns no request.
-"""
+"""Breaks a circuit: after failures in a row nobody asks for a while, then one caller does."""
 
 from __future__ import annotations
 
@@ -22,6 +19,7 @@ class CircuitBreaker:
         self._limit = failures
         self._open_s = open_s
         self._failures = 0  # in a row
+        self._openings = 0
         self._open_until = 0.0
         self._probing = False
         self._changed = asyncio.Event()
@@ -39,6 +37,7 @@ class CircuitBreaker:
         in the time of the event loop.
         """
         probe = await self._enter(until)
+        openings = self._openings
         failed: bool | None = None
         try:
             yield
@@ -47,7 +46,7 @@ class CircuitBreaker:
             failed = True
             raise
         finally:
-            self._leave(probe, failed)
+            self._leave(probe, failed, late=openings != self._openings)
 
     async def _enter(self, until: float) -> bool:
         """Whether the caller is the one that asks while the circuit is open."""
@@ -69,14 +68,15 @@ class CircuitBreaker:
                 continue
         return False
 
-    def _leave(self, probe: bool, failed: bool | None) -> None:
+    def _leave(self, probe: bool, failed: bool | None, late: bool) -> None:
         if failed is False:
             self._failures = 0
-        elif failed and (
-            probe or not self.open
-        ):  # requests sent before it opened do not keep it open
+        # A request that began before the circuit opened is news of that time only.
+        elif failed and not late:
             self._failures += 1
-            self._open_until = asyncio.get_running_loop().time() + self._open_s
+            if self.open:
+                self._openings += 1
+                self._open_until = asyncio.get_running_loop().time() + self._open_s
         if probe:
             self._probing = False
         self._changed.set()

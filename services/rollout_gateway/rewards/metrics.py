@@ -1,4 +1,4 @@
-"""Instruments of the rewards. Owns their names."""
+"""Counts and times scores."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A reward model in a process of its own, seen from the gateway. Owns the batches and the process's
-replacement.
+"""Batches episodes for a reward model, which runs in a process of its own.
 
-The process is model_child.py; it alone imports torch. A reward model at a URL is remote.py's.
+That process is processes/reward_model.py; it alone imports torch. A reward model at a URL is
+remote.py's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from rollout_gateway.background import background, cancel
 from rollout_gateway.config import ModelRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.processes.handle import ChildProcess
+from rollout_gateway.rewards.processes.child import STOPPED, ChildPlace, ChildProcess
 
 log = get_logger(__name__)
 
-MODULE = "rollout_gateway.rewards.processes.model_main"
-STOPPED = "the gateway's rewards have stopped"
+MODULE = "rollout_gateway.rewards.processes.reward_model"
 START_S = 600.0
 """Longest loading of a model."""
 
@@ -46,14 +45,13 @@ class ModelReward:
         self._config = config
         self._waiting: deque[_Waiting] = deque()
         self._worker: asyncio.Task[None] | None = None
-        self._child: ChildProcess | None = None
+        self._place = ChildPlace(START_S)
         self._starting = asyncio.Lock()
-        self._closed = False
 
     @property
     def pids(self) -> list[int]:
         """Process id of the model, if it runs."""
-        return [self._child.pid] if self._child is not None and not self._child.ended else []
+        return self._place.pids
 
     async def prepare(self) -> None:
         """Load the model. Raises ConfigError when it is no reward model, Unavailable."""
@@ -64,7 +62,7 @@ class ModelReward:
 
         Raises Unavailable when it does not answer, Unscored when it cannot read a text.
         """
-        if self._closed:
+        if self._place.closed:
             raise Unavailable(STOPPED)
         item = {
             "text": episode.task.prompt + episode.text,
@@ -78,12 +76,10 @@ class ModelReward:
 
     async def close(self) -> None:
         """End the process; who waits gets Unavailable."""
-        self._closed = True
+        await self._place.close()
         await cancel(self._worker)
         for one in self._waiting:
             _fail(one, Unavailable(STOPPED))
-        if self._child is not None:
-            await self._child.close()
 
     async def _work(self) -> None:
         """Batch after batch until nobody waits."""
@@ -130,22 +126,10 @@ class ModelReward:
 
     async def _living(self) -> ChildProcess:
         """The process, a new one if need be. Raises ConfigError or Unavailable."""
+        names = ("model", "threads", "max_tokens")
+        settings = json.dumps({name: getattr(self._config, name) for name in names})
         async with self._starting:
-            if self._closed:
-                raise Unavailable(STOPPED)
-            if self._child is None or self._child.ended:
-                names = ("model", "threads", "max_tokens")
-                settings = json.dumps({name: getattr(self._config, name) for name in names})
-                try:
-                    self._child = await ChildProcess.start(MODULE, (settings,), START_S)
-                except DeadlineExceeded as error:
-                    raise Unavailable(
-                        "the reward model was not loaded in time", seen=error.seen
-                    ) from error
-                if self._closed:
-                    await self._child.close()
-                    raise Unavailable(STOPPED)
-            return self._child
+            return await self._place.living(MODULE, settings)
 
 
 def check_directory(model: str) -> None:

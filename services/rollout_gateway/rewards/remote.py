@@ -1,5 +1,4 @@
-"""A reward at a URL: POST with the episode as JSON, {"reward": number or null} back. Owns retries
-and deadlines.
+"""Asks a URL for a reward: POST with the episode as JSON, {"reward": number or null} back.
 
 What the server cannot say is never reward 0: failing for good raises Unavailable.
 """
@@ -20,7 +19,7 @@ from paceline.telemetry import inject, span
 from rollout_gateway.config import RemoteRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.breaker import CircuitBreaker
-from rollout_gateway.rewards.processes.episode_json import episode_to
+from rollout_gateway.rewards.episode_json import episode_to
 
 FIRST_PAUSE_S = 0.1
 """Before the second attempt; doubles with every further one.

@@ -1,7 +1,4 @@
-"""The table of the reward rules and who owns the built ones.
-
-Owns their lives and what a score may be.
-"""
+"""Names the reward rules in one table, builds them, and checks and counts what they score."""
 
 from __future__ import annotations
 
@@ -21,8 +18,7 @@ from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
 from rollout_gateway.rewards.metrics import RewardMetrics
 from rollout_gateway.rewards.model import ModelReward
-from rollout_gateway.rewards.processes.pool import Children
-from rollout_gateway.rewards.processes.rule import ChildRule
+from rollout_gateway.rewards.processes.pool import Children, ChildRule
 from rollout_gateway.rewards.remote import RemoteReward
 from rollout_gateway.sandbox import Sandbox
 

@@ -1,7 +1,6 @@
-"""The children that score for rules which may block: users' own and the slow path of math_answer.
+"""Asks children for rules which may block: users' own and the slow path of math_answer.
 
-Owns their number, their replacement and whose fault a failure is. One request at a time per child;
-more wait.
+One request at a time per child; more wait. Decides whose fault a failure is.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.processes.episode_json import episode_to
-from rollout_gateway.rewards.processes.handle import ChildProcess, refusal
+from rollout_gateway.rewards.episode_json import episode_to
+from rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess, refusal
 
 log = get_logger(__name__)
 
-MODULE = "rollout_gateway.rewards.processes.main"
+MODULE = "rollout_gateway.rewards.processes.own_rules"
 START_S = 60.0
 """Longest start of a child."""
 LOAD_S = 120.0
@@ -35,20 +34,15 @@ class Children:
     def __init__(self, processes: int, deadline_s: float) -> None:
         self._deadline_s = deadline_s
         # Last in, first out: one child serves as long as one is enough.
-        self._free: asyncio.LifoQueue[_Place] = asyncio.LifoQueue()
-        self._places = [_Place() for _ in range(processes)]
+        self._free: asyncio.LifoQueue[ChildPlace] = asyncio.LifoQueue()
+        self._places = [ChildPlace(patient(START_S)) for _ in range(processes)]
         for place in self._places:
             self._free.put_nowait(place)
-        self._closed = False
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the children that live."""
-        return [
-            place.child.pid
-            for place in self._places
-            if place.child is not None and not place.child.ended
-        ]
+        return [pid for place in self._places for pid in place.pids]
 
     async def load(self, path: str) -> None:
         """Have a child build a rule.
@@ -72,10 +66,7 @@ class Children:
 
     async def close(self) -> None:
         """End all children; who waits for one gets Unavailable."""
-        self._closed = True
-        await asyncio.gather(
-            *(place.child.close() for place in self._places if place.child is not None)
-        )
+        await asyncio.gather(*(place.close() for place in self._places))
 
     async def _ask(self, path: str, request: Mapping[str, Any] | None) -> dict[str, Any]:
         place = await self._free.get()
@@ -84,7 +75,7 @@ class Children:
                 try:
                     return await self._ask_once(place, path, request)
                 except Unavailable as error:
-                    if self._closed:
+                    if place.closed:
                         raise
                     log.warning("a child of the rewards is replaced", rule=path, error=str(error))
             return await self._ask_once(place, path, request)
@@ -92,9 +83,9 @@ class Children:
             self._free.put_nowait(place)
 
     async def _ask_once(
-        self, place: _Place, path: str, request: Mapping[str, Any] | None
+        self, place: ChildPlace, path: str, request: Mapping[str, Any] | None
     ) -> dict[str, Any]:
-        child = await self._child(place)
+        child = await place.living(MODULE)
         if path not in child.loaded:
             await _load(child, path)
             child.loaded.add(path)
@@ -107,25 +98,21 @@ class Children:
                 "deadline", f"no answer in {self._deadline_s} s; its process was ended"
             ) from error
 
-    async def _child(self, place: _Place) -> ChildProcess:
-        """The child of a place, a new one if need be. Raises Unavailable."""
-        if self._closed:
-            raise Unavailable("the gateway's rewards have stopped")
-        if place.child is None or place.child.ended:
-            try:
-                place.child = await ChildProcess.start(MODULE, (), patient(START_S))
-            except DeadlineExceeded as error:
-                raise Unavailable(f"a child of the rewards did not start: {error}") from error
-            if self._closed:
-                await place.child.close()
-                raise Unavailable("the gateway's rewards have stopped")
-        return place.child
 
+class ChildRule:
+    """The rule at an import path, asked in a child."""
 
-class _Place:
-    """Where one child lives after another."""
+    def __init__(self, path: str, children: Children) -> None:
+        self._path = path
+        self._children = children
 
-    child: ChildProcess | None = None
+    async def prepare(self) -> None:
+        """Raises ConfigError when the rule cannot be built, Unavailable, DeadlineExceeded."""
+        await self._children.load(self._path)
+
+    async def score(self, episode: Episode) -> float | None:
+        """Raises Unscored, ConfigError or Unavailable, see Children.score."""
+        return await self._children.score(self._path, episode)
 
 
 async def _load(child: ChildProcess, path: str) -> None:

@@ -32,7 +32,7 @@ from rollout_gateway.chat.messages import Message
 from rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
 from rollout_gateway.rewards import RewardRule, RewardRules
-from rollout_gateway.rewards.processes.model_main import RewardModel
+from rollout_gateway.rewards.processes.reward_model import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
 CHARACTERS = "0123456789+-=#<>usa "
@@ -227,7 +227,7 @@ async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 STAND_IN = """
 import os, sys, time
-from rollout_gateway.rewards.processes.loop import die_with_gateway, serve, take_pipes
+from rollout_gateway.rewards.processes.pipes import die_with_gateway, serve, take_pipes
 
 def answer(request):
     texts = [item["text"].removeprefix("2+4=") for item in request["batch"]]

@@ -1,4 +1,4 @@
-"""An episode as JSON and back, for children and for rewards at a URL. Owns the names of the fields.
+"""Writes an episode as JSON and reads it, for children and for rewards at a URL.
 
 Messages are spelled as in OpenAI's chat completions; arguments of tool calls stay the text the
 model wrote.

@@ -1,5 +1,4 @@
-"""One life of one child that scores, seen from the gateway. Owns the process and its pipes, not
-what is asked.
+"""Starts, asks, ends and replaces a child process that scores; the gateway's end.
 
 A child is the leader of a process group: what its rules have started ends with it.
 """
@@ -15,9 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
-from rollout_gateway.rewards.processes import frames
-from rollout_gateway.rewards.processes.loop import PARENT_VARIABLE
+from rollout_gateway.rewards.processes import pipes
 
+STOPPED = "the gateway's rewards have stopped"
 REAP_S = 5.0
 """Longest wait for the end of a process that was killed."""
 
@@ -50,7 +49,7 @@ class ChildProcess:
                 *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, pipes.PARENT_VARIABLE: str(os.getpid())},
                 start_new_session=True,
             )
         except OSError as error:
@@ -78,16 +77,15 @@ class ChildProcess:
         A child that does not answer in time (DeadlineExceeded), ends or garbles its answer
         (Unavailable), or whose caller is cancelled, is killed.
         """
-        return await self._exchange(frames.encode(request), deadline_s)
+        return await self._exchange(pipes.encode(request), deadline_s)
 
     async def close(self) -> None:
         """Kill it, with what it started, and wait for its end."""
         self._requests.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        with contextlib.suppress(
-            TimeoutError
-        ):  # a process that the kernel does not let go is not waited for
+        # A process that the kernel does not let go is not waited for.
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(REAP_S):
                 await self._process.wait()
 
@@ -97,7 +95,7 @@ class ChildProcess:
             async with asyncio.timeout(deadline_s):
                 self._requests.write(frame)
                 await self._requests.drain()
-                answer = await frames.receive(self._answers)
+                answer = await pipes.receive(self._answers)
             answered = True
         except TimeoutError as error:
             raise DeadlineExceeded(
@@ -115,6 +113,47 @@ class ChildProcess:
         return answer
 
 
+class ChildPlace:
+    """Where one child lives after another; one caller at a time."""
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self._child: ChildProcess | None = None
+        self._closed = False
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of the child, if one lives."""
+        return [self._child.pid] if self._child is not None and not self._child.ended else []
+
+    @property
+    def closed(self) -> bool:
+        """Whether no child will be started any more."""
+        return self._closed
+
+    async def living(self, module: str, *arguments: str) -> ChildProcess:
+        """The child, a new one if need be. Raises ConfigError or Unavailable."""
+        if self._closed:
+            raise Unavailable(STOPPED)
+        if self._child is None or self._child.ended:
+            try:
+                self._child = await ChildProcess.start(module, arguments, self._start_s)
+            except DeadlineExceeded as error:
+                raise Unavailable(
+                    "a child process of the rewards did not start in time", seen=error.seen
+                ) from error
+            if self._closed:
+                await self._child.close()
+                raise Unavailable(STOPPED)
+        return self._child
+
+    async def close(self) -> None:
+        """End the child; none is started afterwards."""
+        self._closed = True
+        if self._child is not None:
+            await self._child.close()
+
+
 def refusal(parts: Mapping[str, Any]) -> ConfigError:
-    """The error that `child_side.refused` wrote."""
+    """The error that `pipes.refused` wrote."""
     return ConfigError(parts["message"], seen=parts["seen"], allowed=parts["allowed"])

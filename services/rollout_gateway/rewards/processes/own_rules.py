@@ -1,6 +1,7 @@
-"""A user's own rule: found by its import path, called, its answer checked.
+"""Scores by users' own rules: `python -m rollout_gateway.rewards.processes.own_rules`.
 
-Owns the checks; runs in a child only.
+One request at a time: {"load": path} finds and builds a rule, {"score": path, "episode": ...} calls
+it and checks its answer. Imports what the rules import and nothing more.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import inspect
 import pkgutil
 import sys
 from asyncio import Runner
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError
 from rollout_gateway.environments.base import Episode
+from rollout_gateway.rewards.episode_json import episode_from
+from rollout_gateway.rewards.processes.pipes import die_with_gateway, refused, serve, take_pipes
 
 ALLOWED = (
     "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
@@ -47,6 +51,31 @@ class OwnRule:
         if inspect.isawaitable(value):
             value = self._runner.run(_result(value))
         return number(value)
+
+
+class OwnRules:
+    """The rules of one child."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._rules: dict[str, OwnRule] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """{"loaded": path}, {"refused": why} or {"reward": number or null}.
+
+        Raises what the rule raises.
+        """
+        if "load" in request:
+            return self._load(request["load"])
+        return {"reward": self._rules[request["score"]].score(episode_from(request["episode"]))}
+
+    def _load(self, path: str) -> dict[str, Any]:
+        try:
+            if path not in self._rules:
+                self._rules[path] = OwnRule(path, self._runner)
+        except ConfigError as error:
+            return refused(error)
+        return {"loaded": path}
 
 
 def find(path: str) -> Any:
@@ -94,3 +123,15 @@ def _load_file(path: Path) -> ModuleType:
 
 async def _result(value: Any) -> Any:
     return await value
+
+
+def main() -> None:
+    """Serve until the gateway ends."""
+    requests, answers = take_pipes()
+    die_with_gateway()
+    with Runner() as runner:
+        serve(OwnRules(runner).answer, requests, answers)
+
+
+if __name__ == "__main__":
+    main()

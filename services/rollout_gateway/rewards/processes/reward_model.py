@@ -1,6 +1,4 @@
-"""The process of a reward model: its tokenizer and its forward.
-
-Started as `python -m rollout_gateway.rewards.processes.model_main SETTINGS`.
+"""Scores texts with a model: `python -m rollout_gateway.rewards.processes.reward_model SETTINGS`.
 
 A sequence-classification checkpoint. The scalar is its single logit; of two labels that of the one
 called "positive", else that of index 1. Logits are not squashed. Nothing is fetched, no code of the
@@ -19,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
-from rollout_gateway.rewards.processes.loop import (
+from rollout_gateway.rewards.processes.pipes import (
     die_with_gateway,
     refused,
     serve,
