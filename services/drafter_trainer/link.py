@@ -48,7 +48,7 @@ class TrainerLink:
 
     def send(self, message: m.Message) -> None:
         """To the parent."""
-        self._link.send(m.encode(message))
+        self._link.send(m.MESSAGES.encode(message))
 
     def wait_turn(self, timeout_s: float) -> m.Activate | m.Save | None:
         """The next command that takes a turn of its own; others are obeyed meanwhile."""
@@ -75,7 +75,7 @@ class TrainerLink:
     def _obey(self, data: bytes | None) -> None:
         if data is None:
             return
-        message = m.decode(data)
+        message = m.MESSAGES.decode(data)
         if isinstance(message, m.Preempt):
             self._preempted_epoch = max(self._preempted_epoch, message.epoch)
         elif isinstance(message, m.Activate | m.Save):

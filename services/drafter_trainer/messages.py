@@ -1,16 +1,11 @@
-"""What parent and rank say to each other over the rank link: small JSON objects.
-
-Owns their shapes only.
-"""
+"""Messages between the parent and its ranks over the rank link, as tagged JSON."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass, field
+from typing import get_args
 
-from paceline.errors import InternalError
+from paceline.tagged_json import TaggedJson
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,21 +170,4 @@ Message = (
     | Saving
     | Saved
 )
-_KINDS: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-
-
-def encode(message: Message) -> bytes:
-    """One JSON object with its type's name."""
-    return json.dumps({"message": type(message).__name__, **asdict(message)}).encode()
-
-
-def decode(data: bytes) -> Message:
-    """The message; InternalError when it is none: parent and rank are one program."""
-    try:
-        fields = json.loads(data)
-        if "leaderboard" in fields:
-            fields["leaderboard"] = [Contender(**one) for one in fields["leaderboard"]]
-        message: Message = _KINDS[fields.pop("message")](**fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InternalError("a rank message does not decode", seen=repr(error)) from error
-    return message
+MESSAGES = TaggedJson[Message](*get_args(Message))

@@ -90,7 +90,7 @@ class DrafterRanks:
             del self._facts[next(iter(self._facts))]
         if self.watched.ready:
             try:
-                await self.watched.send(m.encode(fact))
+                await self.watched.send(m.MESSAGES.encode(fact))
             except RankLost as error:  # the ranks that follow are told again
                 log.warning("a lost rank was not told", error=str(error))
 
@@ -110,7 +110,7 @@ class DrafterRanks:
         try:
             await self.watched.wait_ready(deadline_s)
             if not lease.over.is_set():
-                await self.watched.send(m.encode(command))
+                await self.watched.send(m.MESSAGES.encode(command))
                 lease.sent = True
         finally:
             if not lease.sent:
@@ -147,7 +147,7 @@ class DrafterRanks:
         await self.watched.wait_ready(deadline_s)
         self._saves.append(saved)
         try:
-            await self.watched.send(m.encode(m.Save()))
+            await self.watched.send(m.MESSAGES.encode(m.Save()))
             async with asyncio.timeout(deadline_s):
                 return await saved
         except TimeoutError as error:
@@ -162,7 +162,7 @@ class DrafterRanks:
             return
         started = time.monotonic()
         try:
-            await self.watched.send(m.encode(m.Preempt(lease.epoch)))
+            await self.watched.send(m.MESSAGES.encode(m.Preempt(lease.epoch)))
             async with asyncio.timeout(self._config.preempt_deadline_s):
                 await lease.over.wait()
         except TimeoutError:
@@ -180,11 +180,11 @@ class DrafterRanks:
         self._route(*await group.receive(self._config.rank_start_deadline_s))
         told: list[m.NewHead | m.Serving] = []
         while missing := [fact for fact in self._facts.values() if fact not in told]:
-            await group.send(m.encode(missing[0]))
+            await group.send(m.MESSAGES.encode(missing[0]))
             told.append(missing[0])
 
     def _route(self, rank: int, data: bytes) -> None:
-        message = m.decode(data)
+        message = m.MESSAGES.decode(data)
         match message:
             case m.Standing():
                 self.standing = message

@@ -27,6 +27,7 @@ from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.batches.batcher import Batch, Batcher, Wanted
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
+    MESSAGES,
     Batched,
     BatchFacts,
     Message,
@@ -37,7 +38,6 @@ from policy_trainer.messages import (
     Started,
     Stepped,
     Train,
-    encode,
     failure,
 )
 from policy_trainer.publish import make_publication, push
@@ -102,7 +102,7 @@ class Desk:
         wanted = Wanted(
             step=command.sender.step,
             policy_version=command.policy_version,
-            groups=tuple((group, size) for group, size in command.groups),
+            groups=tuple(command.groups),
             deadline_s=min(
                 command.group_deadline_s or self._config.group_deadline_s,
                 self._config.step_deadline_s,
@@ -175,7 +175,7 @@ class Desk:
         )
 
     def _tell(self, message: Message) -> None:
-        self._link.send(encode(message))
+        self._link.send(MESSAGES.encode(message))
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
         with span(

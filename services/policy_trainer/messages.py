@@ -1,17 +1,13 @@
-"""Commands to the ranks and news from rank 0, as JSON.
-
-Owns their shapes; imports no torch, both sides use it.
-"""
+"""Commands to the ranks and news from rank 0, as tagged JSON; torch-free, both sides use it."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args
+from typing import get_args
 
 from paceline import errors
 from paceline.errors import InternalError, PacelineError
+from paceline.tagged_json import TaggedJson
 from paceline.v1.trajectory_pb2 import CommandContext
 
 
@@ -153,38 +149,7 @@ class Failed:
 
 
 Message = Train | Save | Report | Started | Batched | Stepped | Pushed | Saved | Failed
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
-_NESTED: dict[str, type[Any]] = {
-    "sender": Sender,
-    "progress": Progress,
-    "batch": BatchFacts,
-    "figures": StepFacts,
-}
-N = TypeVar("N")
-
-
-def encode(message: Message) -> bytes:
-    """JSON of a message."""
-    return json.dumps({"kind": type(message).__name__, **dataclasses.asdict(message)}).encode()
-
-
-def decode(data: bytes) -> Message:
-    """The message of its JSON; InternalError when it is none (both ends are ours)."""
-    try:
-        fields = json.loads(data)
-        message: Message = from_fields(_KINDS[fields.pop("kind")], fields)
-    except (ValueError, KeyError, TypeError) as error:
-        raise InternalError("a rank message does not decode", seen=repr(error)) from error
-    return message
-
-
-def from_fields(kind: type[N], fields: dict[str, Any]) -> N:
-    """A dataclass from its JSON object."""
-    made = {
-        n: from_fields(_NESTED[n], v) if n in _NESTED and isinstance(v, dict) else v
-        for n, v in fields.items()
-    }
-    return kind(**made)
+MESSAGES = TaggedJson[Message](*get_args(Message))
 
 
 def failure(command_id: int, error: PacelineError) -> Failed:

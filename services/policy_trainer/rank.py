@@ -21,7 +21,7 @@ from policy_trainer.learn.checkpoint import Checkpoints
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import join_ranks, shard
-from policy_trainer.messages import Report, Save, Train, decode
+from policy_trainer.messages import MESSAGES, Report, Save, Train
 from policy_trainer.ranks import CONFIG_VARIABLE
 from policy_trainer.trainer import PolicyTrainer
 
@@ -65,7 +65,7 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
         data = link.receive(_COMMAND_WAIT_S)
         if data is None:
             continue
-        command = decode(data)
+        command = MESSAGES.decode(data)
         if not isinstance(command, Train | Save | Report):
             raise InternalError("a rank takes commands only", seen=type(command).__name__)
         trainer.handle(command)

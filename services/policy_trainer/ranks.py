@@ -17,6 +17,7 @@ from paceline.ranks.watched import WatchedRanks
 from paceline.telemetry import get_logger
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
+    MESSAGES,
     Batched,
     Failed,
     Message,
@@ -28,8 +29,6 @@ from policy_trainer.messages import (
     Started,
     Stepped,
     Train,
-    decode,
-    encode,
 )
 
 CONFIG_VARIABLE = "PACELINE_POLICY_TRAINER_CONFIG"
@@ -79,7 +78,7 @@ class TrainerRanks:
         async with self._turn:
             await self.watched.wait_ready(self._config.start_deadline_s)
             self._news = asyncio.Queue()
-            await self.watched.send(encode(command))
+            await self.watched.send(MESSAGES.encode(command))
             last: type[Message] = Pushed if isinstance(command, Train) else Saved
             while True:
                 news = await self._next(command.command_id, deadline_s)
@@ -89,9 +88,9 @@ class TrainerRanks:
 
     async def _started(self, group: RankGroup) -> None:
         """The ranks take commands once rank 0 has said where it stands."""
-        await group.send(encode(Report(0)))
+        await group.send(MESSAGES.encode(Report(0)))
         _, data = await group.receive(self._config.start_deadline_s)
-        started = decode(data)
+        started = MESSAGES.decode(data)
         if not isinstance(started, Started):
             raise InternalError("rank 0 began with other news", seen=type(started).__name__)
         self.progress = started.progress
@@ -103,7 +102,7 @@ class TrainerRanks:
         )
 
     def _take(self, rank: int, data: bytes) -> None:
-        news = decode(data)
+        news = MESSAGES.decode(data)
         match news:
             case Stepped():
                 self.progress = news.progress

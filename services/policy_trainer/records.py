@@ -1,5 +1,4 @@
-"""Which entries each step trained, on disk until a checkpoint holds the step. Owns that file; not
-the entries.
+"""Records which entries each step trained, on disk until a checkpoint holds the step.
 
 The record is written before the optimiser moves: a step that is replayed after a crash then has
 exactly the siblings it had, however many have arrived since.
@@ -7,13 +6,13 @@ exactly the siblings it had, however many have arrived since.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import DataLoss
+from paceline.tagged_json import from_object, to_object
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +44,8 @@ class RecordFile:
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                fields = json.loads(line)
-                fields["dropped"] = {
-                    entry: (key, reason) for entry, (key, reason) in fields["dropped"].items()
-                }
-                records.append(StepRecord(**fields))
-            except (ValueError, KeyError, TypeError) as error:
+                records.append(from_object(StepRecord, json.loads(line)))
+            except (ValueError, DataLoss) as error:
                 if number == len(lines):
                     break
                 raise DataLoss(
@@ -72,7 +67,7 @@ class RecordFile:
     def _write(self, records: list[StepRecord]) -> None:
         fresh = self._path.with_suffix(".tmp")
         with fresh.open("w") as file:
-            file.writelines(json.dumps(dataclasses.asdict(record)) + "\n" for record in records)
+            file.writelines(json.dumps(to_object(record)) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
         fresh.replace(self._path)

@@ -8,7 +8,6 @@ can load them), trainer.json.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -21,9 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import DataLoss
+from paceline.tagged_json import from_object, to_object
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.parallel import gather_full, scatter_like
-from policy_trainer.messages import Progress, from_fields
+from policy_trainer.messages import Progress
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -95,10 +95,9 @@ class Checkpoints:
     def progress(self, directory: Path) -> Progress:
         """Where the trainer stood. Raises DataLoss when the file does not say."""
         try:
-            return from_fields(
-                Progress, json.loads((directory / "trainer.json").read_text())["progress"]
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            state = json.loads((directory / "trainer.json").read_text())
+            return from_object(Progress, state["progress"])
+        except (OSError, ValueError, KeyError, TypeError, DataLoss) as error:
             raise DataLoss(
                 f"{directory} is no checkpoint of this trainer", seen=repr(error)
             ) from error
@@ -114,7 +113,7 @@ class Checkpoints:
         self._copy_small_files(fresh)
         save_file(snapshot.weights, fresh / "model.safetensors", metadata={"format": "pt"})
         save_file(snapshot.moments, fresh / "optimizer.safetensors")
-        state = {"progress": dataclasses.asdict(progress), "updates": snapshot.updates}
+        state = {"progress": to_object(progress), "updates": snapshot.updates}
         (fresh / "trainer.json").write_text(json.dumps(state, indent=1))
         for path in [*fresh.iterdir(), fresh]:
             _sync(path)

@@ -93,10 +93,10 @@ class ScriptedParent:
         if not self.script[0]:
             self.script.pop(0)
             return None
-        return m.encode(self.script[0].pop(0))
+        return m.MESSAGES.encode(self.script[0].pop(0))
 
     def send(self, data: bytes) -> None:
-        self.sent.append(message := m.decode(data))
+        self.sent.append(message := m.MESSAGES.decode(data))
         if isinstance(message, m.Judged) and message.decision == self.preempt_at:
             self.script = [[m.Preempt(message.epoch)]]
 
