@@ -1,47 +1,70 @@
-"""`python -m benchmarks NAME [--json FILE] ...`: runs one bench and prints its table."""
+"""Runs one bench and prints its table: `python -m benchmarks NAME [--json FILE] ...`."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from importlib import import_module
 from pathlib import Path
 
 import uvloop
 
-from paceline.errors import PacelineError
+from paceline.errors import NotFound, PacelineError
 
 BENCHES = {
-    "transport": "benchmarks.transport",
-    "e2e": "benchmarks.e2e",
-    "drafter": "benchmarks.drafter",
-    "engine": "benchmarks.engine.run",
-    "bandit": "benchmarks.bandit.run",
-    "gateway": "benchmarks.gateway.run",
-    "sglang": "benchmarks.sglang",
+    "transport": (
+        "benchmarks.transport",
+        "weights and hidden rows beside a raw TCP copy",
+    ),
+    "e2e": (
+        "benchmarks.e2e",
+        "whole demo runs with and without a drafter",
+    ),
+    "drafter": ("benchmarks.drafter", "five ways to have a drafter while the tasks change"),
+    "engine": (
+        "benchmarks.engine.run",
+        "the embedded engine beside transformers",
+    ),
+    "bandit": ("benchmarks.bandit.run", "regret of bandits over recorded and synthetic rollouts"),
+    "gateway": ("benchmarks.gateway.run", "the front door under load, beside LiteLLM's proxy"),
+    "sglang": ("benchmarks.sglang", "the SGLang engine beside the embedded one"),
 }
-"""Name -> module with add_arguments(parser) and async run(options) -> BenchResult."""
+"""Name -> module with add_arguments(parser) and async run(options) -> BenchResult, and what it
+measures.
+"""
 
 
 def main() -> None:
-    """Parses the command line and runs one bench; without a name prints what there is."""
-    parser = argparse.ArgumentParser(
-        prog="paceline bench", description="Benches, each by its name."
-    )
-    names = parser.add_subparsers(dest="name", metavar="NAME")
-    for name, module in BENCHES.items():
-        one = names.add_parser(name, help=(import_module(module).__doc__ or "").partition("\n")[0])
-        one.add_argument("--json", type=Path, help="also write the result to this file")
-        import_module(module).add_arguments(one)
-    options = parser.parse_args()
-    if options.name is None:
-        parser.print_help()
+    """Runs the bench that the command line names; without a name lists what there is."""
+    name, *words = sys.argv[1:] or ["list"]
+    if name in ("list", "-h", "--help"):
+        print("usage: paceline bench NAME [--json FILE] ...    options: paceline bench NAME --help")
+        for bench, (_, measures) in BENCHES.items():
+            print(f"  {bench:10} {measures}")
         return
     try:
-        result = uvloop.run(import_module(BENCHES[options.name]).run(options))
+        run(name, words)
     except PacelineError as error:
-        raise SystemExit(f"bench {options.name}: {error}") from error
+        sys.stderr.write(f"bench {name}: {error}\n")
+        raise SystemExit(2 if isinstance(error, NotFound) else 1) from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def run(name: str, words: list[str]) -> None:
+    """One bench; raises NotFound for a name that is none, and what the bench raises."""
+    if name not in BENCHES:
+        raise NotFound("no such bench", seen=name, allowed=", ".join(BENCHES))
+    module = import_module(BENCHES[name][0])
+    parser = argparse.ArgumentParser(
+        prog=f"paceline bench {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    module.add_arguments(parser)
+    options = parser.parse_args(words)
+    result = uvloop.run(module.run(options))
     result.print()
     if options.json is not None:
         result.write_json(options.json)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from paceline.cli.closing import collect, write_results
+from paceline.cli.results import collect, write_results
 from paceline.cli.run_files import RunFiles, write_toml
 from paceline.config import ServiceConfig
 from paceline.streams import Ledger, encode_trajectory, run_key

@@ -1,132 +1,83 @@
-"""The view of a running demo: a picture that stays in place on a terminal, else one line per step.
-
-Decides nothing.
-"""
+"""Shows a running demo: a line a step and, on a terminal, a progress bar below the lines."""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
-from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
-from paceline.cli.picture import draw
-from paceline.cli.run_state import RunState, step_line
-from paceline.cli.supervise import event_line
+from paceline.cli.up import event_line
+from paceline.cli.watch import RunState
 from paceline.local.child import ChildEvent
+from paceline.report.journal import ACCURACY, PROBE
 from paceline.v1.coordinator_pb2 import StepRecord
 
-_REDRAWN_S = 0.25
+_PACE_S = 1800.0
+"""The time left follows the steps of this many last seconds: one step may take minutes."""
+_EVALUATIONS = {ACCURACY: "held-out accuracy", PROBE: "probe"}
 
 
-class View(Protocol):
-    """What a run tells its reader."""
+class RunView:
+    """Prints what happens to a run; the bar is drawn by rich between its lines."""
 
-    async def started(self) -> None:
-        """All services are healthy."""
-
-    def event(self, event: ChildEvent) -> None:
-        """Something happened to a process."""
-
-    def record(self, record: StepRecord) -> None:
-        """A step is finished."""
-
-    def say(self, text: str) -> None:
-        """A phase outside the steps."""
-
-    def __enter__(self) -> View: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-
-def open_view(state: RunState, console: Console) -> View:
-    """The view that fits the console."""
-    return (
-        LiveView(state, console)
-        if console.is_terminal and not console.is_dumb_terminal
-        else LineView(state, console)
-    )
-
-
-class LineView:
-    """One line per step, for pipes and logs."""
-
-    def __init__(self, state: RunState, console: Console) -> None:
-        self._state = state
+    def __init__(self, run_id: str, total_steps: int, console: Console) -> None:
+        self.state = RunState(run_id, total_steps, self._record)
         self._console = console
         self._serving = False
-
-    async def started(self) -> None:
-        """Says that the steps begin."""
-        self._serving = True
-        self._console.print("all services are healthy; the steps begin", highlight=False)
-
-    def event(self, event: ChildEvent) -> None:
-        """Starts are told until everything serves, later only what went wrong."""
-        if not self._serving or event.kind in ("died", "restarted", "healthy"):
-            self._console.print(event_line(event), highlight=False, soft_wrap=True)
-
-    def record(self, record: StepRecord) -> None:
-        """One line."""
-        self._console.print(
-            step_line(record, self._state.total_steps), highlight=False, soft_wrap=True
+        self._bar = Progress(
+            TextColumn("step [bold]{task.completed}[/] of {task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("[bold]{task.fields[phase]}[/]", table_column=Column(no_wrap=True)),
+            TextColumn("[dim]{task.fields[slots]}[/]", table_column=Column(no_wrap=True)),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left[/]"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=_PACE_S,
+            expand=True,
+            disable=not console.is_terminal or console.is_dumb_terminal,
         )
+        self._task = self._bar.add_task("", total=total_steps, phase="starting", slots="")
 
-    def say(self, text: str) -> None:
-        """One line."""
-        self._console.print(f"[dim]{text}[/]", highlight=False)
-
-    def __enter__(self) -> LineView:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        return None
-
-
-class LiveView:
-    """A picture that stays in place.
-
-    It is drawn on the event loop, so that nothing changes while it is drawn.
-    """
-
-    def __init__(self, state: RunState, console: Console) -> None:
-        self._state = state
-        self._console = console
-        self._began_s = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=False)
-        self._clock: asyncio.Task[None] | None = None
-
-    async def started(self) -> None:
-        """The steps begin."""
+    def started(self) -> None:
+        """All services are healthy."""
+        self._serving = True
+        self._line("all services are healthy; the steps begin")
         self.say("first evaluation")
 
     def event(self, event: ChildEvent) -> None:
-        """The state holds it already."""
-
-    def record(self, record: StepRecord) -> None:
-        """The state holds it already."""
+        """Starts are shown until everything serves, later only what went wrong."""
+        if not self._serving or event.kind in ("died", "restarted", "healthy"):
+            self._line(event_line(event))
 
     def say(self, text: str) -> None:
-        """Shown as the phase."""
-        self._state.phase = text
-        self._draw()
+        """A phase outside the steps."""
+        self.state.phase = text
+        self.refresh()
+        if self._bar.disable:
+            self._line(f"[dim]{text}[/]")
 
-    def __enter__(self) -> LiveView:
-        self._live.start()
-        self._clock = asyncio.get_running_loop().create_task(self._redraw())
+    def refresh(self) -> None:
+        """Bring the bar up to date with the state."""
+        holders = [holder for _, holder in sorted(self.state.holders.items())]
+        self._bar.update(
+            self._task,
+            completed=self.state.complete,
+            total=self.state.total_steps,
+            phase=self.state.phase,
+            slots=f"slots: {', '.join(holders)}" if holders else "",
+        )
+
+    def _record(self, record: StepRecord) -> None:
+        self._line(step_line(record, self.state.total_steps))
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> RunView:
+        self._bar.start()
         return self
 
     def __exit__(
@@ -135,18 +86,32 @@ class LiveView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
-        self._draw()
-        self._live.stop()
+        self._bar.stop()
 
-    async def _redraw(self) -> None:
-        while True:
-            self._draw()
-            await asyncio.sleep(_REDRAWN_S)  # time itself is shown
 
-    def _draw(self) -> None:
-        elapsed_s = time.monotonic() - self._began_s
-        self._live.update(
-            draw(self._state, time.time(), elapsed_s, self._console.width), refresh=True
-        )
+def step_line(record: StepRecord, total: int) -> str:
+    """One finished step as one line of text."""
+    rate = record.response_tokens / record.rollout_s if record.rollout_s else 0.0
+    parts = [
+        f"step {record.step + 1}/{total}",
+        f"reward {record.reward_mean:.3f}",
+        f"{rate:,.0f} tokens/s",
+        f"acceptance {record.accept_length:.2f}" if record.accept_length else "no drafts",
+        *_most_used_arm(record),
+        f"drafter steps {record.drafter_steps}",
+        f"p{record.versions.policy}.d{record.versions.drafter}",
+        f"{record.step_s:.2f} s",
+    ]
+    parts += [
+        f"{_EVALUATIONS.get(name, name)} {value:.3f}"
+        for name, value in sorted(record.evaluations.items())
+    ]
+    return "  ".join(parts)
+
+
+def _most_used_arm(record: StepRecord) -> list[str]:
+    rounds = sum(record.arm_rounds.values())
+    if not rounds:
+        return []
+    arm = max(record.arm_rounds, key=lambda name: record.arm_rounds[name])
+    return [f"{arm} {record.arm_rounds[arm] / rounds:.0%}"]

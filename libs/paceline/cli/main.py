@@ -1,7 +1,4 @@
-"""Commands of `paceline`.
-
-Owns arguments and what a person reads; the work is done by the modules it calls.
-"""
+"""Defines the commands of `paceline` and their options; the modules it calls do the work."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ import asyncio
 import os
 import sys
 from collections.abc import Coroutine
-from enum import StrEnum
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
 import paceline
 from paceline.errors import NotFound, PacelineError
+from paceline.local.services import SERVICES
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
 
@@ -36,6 +33,7 @@ console = Console(stderr=True)
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
+SERVICE_NAMES = [spec.command_name for spec in SERVICES if spec.address_key]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -44,14 +42,11 @@ Overrides = Annotated[
 ]
 
 
-class Service(StrEnum):
-    """What `serve` can start."""
-
-    COORDINATOR = "coordinator"
-    GATEWAY = "gateway"
-    POLICY_TRAINER = "policy-trainer"
-    DRAFTER_TRAINER = "drafter-trainer"
-
+ConfigFiles = Annotated[
+    list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
+]
+REST = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Settings of a command that hands its whole line, --help included, to a module."""
 
 TOOLS = {
     "train-drafter": (
@@ -77,11 +72,9 @@ DRAFTERS = f"off | {' | '.join(SPECULATORS)}, a drafter's directory, or package.
 
 @app.command()
 def serve(
-    service: Service,
+    service: Annotated[str, typer.Argument(help=" | ".join(SERVICE_NAMES))],
     overrides: Overrides = None,
-    config: Annotated[
-        list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
-    ] = None,
+    config: ConfigFiles = None,
     model: Annotated[
         Path | None, typer.Option(help="checkpoint directory in Hugging Face format")
     ] = None,
@@ -106,14 +99,16 @@ def serve(
     settings += [f'engine.kind="{engine}"'] if engine else []
     settings += [f'drafter="{_drafter(drafter)}"'] if drafter else []
     settings += [f'addresses.http="127.0.0.1:{http_port}"'] if http_port is not None else []
-    spec = service_named(service.value)
+    try:
+        spec = service_named(service)
+    except NotFound as error:
+        raise _refused(error) from error
     settings += (
         [f'addresses.{spec.address_key}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
     )
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
-    # The service takes this process over: signals reach it directly and its exit code is ours.
-    os.execv(sys.executable, [sys.executable, "-m", spec.module, *files, *flags, *settings])  # noqa: S606
+    _become(spec.module, *spec.arguments, *files, *flags, *settings)
 
 
 def _drafter(value: str) -> str:
@@ -125,14 +120,12 @@ def _drafter(value: str) -> str:
 @app.command()
 def up(
     overrides: Overrides = None,
-    config: Annotated[
-        list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
-    ] = None,
+    config: ConfigFiles = None,
 ) -> None:
     """Start and supervise Redis and all services from one TOML; Ctrl-C stops them all."""
     from paceline.cli.up import run_up
 
-    raise typer.Exit(_run(run_up(list(config or []), list(overrides or []), console)))
+    _run(run_up(list(config or []), list(overrides or []), console))
 
 
 @app.command()
@@ -155,7 +148,8 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
-    from paceline.cli.demo import DemoOptions, run_demo
+    from paceline.cli.demo import run_demo
+    from paceline.cli.run_files import DemoOptions
 
     options = DemoOptions(
         steps=steps,
@@ -167,7 +161,7 @@ def demo(
         out=out,
         overrides=tuple(overrides or ()),
     )
-    raise typer.Exit(_run(run_demo(options, console)))
+    _run(run_demo(options, console))
 
 
 @app.command()
@@ -177,49 +171,54 @@ def status(
     """Show what a running system does: phase, slots, versions, the last step."""
     from paceline.cli.status import show_status
 
-    raise typer.Exit(_run(show_status(address, Console())))
+    _run(show_status(address, Console()))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(name: str, context: typer.Context) -> None:
-    """Run a benchmark and print its table; --json FILE keeps it.
-
-    Benches are part of a checkout, not of the installed package. `paceline bench NAME --help`
-    lists the options, `paceline bench list` the names.
-    """
+@app.command(context_settings=REST)
+def bench(context: typer.Context) -> None:
+    """Run a benchmark of this checkout: paceline bench NAME [--json FILE] ..., or list."""
     root = Path(paceline.__file__).resolve().parents[2]
     if not (root / "benchmarks" / "__main__.py").is_file():
-        error = NotFound("no benches here", seen=root, allowed="a checkout: git clone, make setup")
-        console.print(f"[bold red]paceline:[/] {error}", highlight=False)
-        raise typer.Exit(2)
-    places = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH", ""))))
-    command = [sys.executable, "-m", "benchmarks", *([] if name == "list" else [name])]
-    os.execve(  # noqa: S606
-        sys.executable, [*command, *context.args], os.environ | {"PYTHONPATH": places}
-    )
+        raise _refused(
+            NotFound(
+                "benches are not part of the installed package",
+                seen=root,
+                allowed="a checkout: git clone, make setup",
+            )
+        )
+    places = (str(root), os.environ.get("PYTHONPATH", ""))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
+    _become("benchmarks", *context.args)
 
 
 def _add_tool(name: str, module: str, help_text: str) -> None:
-    # Options and --help are the module's, which only then is imported, with all it needs.
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-
-    @app.command(name, help=help_text, context_settings=settings)
+    @app.command(name, help=help_text, context_settings=REST)
     def run_tool(context: typer.Context) -> None:
-        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])  # noqa: S606
+        _become(module, *context.args)
 
 
 for _name, _tool in TOOLS.items():
     _add_tool(_name, *_tool)
 
 
-def _run(coroutine: Coroutine[Any, Any, int]) -> int:
+def _become(module: str, *arguments: str) -> NoReturn:
+    """Hand this process over: signals reach the module directly and its exit code is ours."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606
+
+
+def _refused(error: PacelineError) -> typer.Exit:
+    """The exit of a command that cannot work; says why."""
+    console.print(f"[bold red]paceline:[/] {error}", highlight=False)
+    return typer.Exit(2)
+
+
+def _run(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
     try:
-        return asyncio.run(coroutine)
+        raise typer.Exit(asyncio.run(coroutine))
     except PacelineError as error:
-        console.print(f"[bold red]paceline:[/] {error}", highlight=False)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        raise _refused(error) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
 
 
 if __name__ == "__main__":

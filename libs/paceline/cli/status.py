@@ -1,10 +1,11 @@
-"""`paceline status`: one look at a running coordinator."""
+"""Prints what a running coordinator does: `paceline status`."""
 
 from __future__ import annotations
 
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.watch import enum_word
 from paceline.config import SecurityConfig
 from paceline.rpc import channel, rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
@@ -49,8 +50,3 @@ async def show_status(address: str, console: Console) -> int:
         console.print(f"[bold red]{snapshot.failure}[/]", highlight=False)
         return 1
     return 0
-
-
-def enum_word(kind: object, value: int) -> str:
-    """Last word of an enum's name in lower case: HOLDER_ENGINE -> engine."""
-    return str(kind.Name(value)).rsplit("_", 1)[-1].lower()  # type: ignore[attr-defined]

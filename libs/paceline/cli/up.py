@@ -1,21 +1,27 @@
-"""`paceline up`: Redis and all services from one TOML, supervised in this terminal.
-
-Knows no demo.
-"""
+"""Runs supervised services in a terminal, for `paceline up` and `paceline demo`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from paceline.cli.supervise import event_line, stop_all, supervise
 from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
+from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
 
 EXIT_INTERRUPTED = 130
+START_DEADLINE_S = 300.0
+"""All services must be healthy by then."""
+
+_STOP_GRACE_S = 20.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STYLES = {"died": "bold red", "restarted": "yellow", "healthy": "green"}
 
 
 async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Console) -> int:
@@ -29,9 +35,6 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     def show(event: ChildEvent) -> None:
         console.print(event_line(event), highlight=False)
 
-    launches = run_launches(config, [path.absolute() for path in files], overrides)
-    supervisor = Supervisor(launches, Path(config.run.dir), on_event=show)
-
     async def started() -> None:
         console.print(
             f"[bold]everything serves[/]: API http://{config.addresses.http}/v1, "
@@ -40,12 +43,70 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
             highlight=False,
         )
 
+    launches = run_launches(config, [path.absolute() for path in files], overrides)
+    supervisor = Supervisor(launches, Path(config.run.dir), on_event=show)
     try:
         finished = await supervise(supervisor, started)
     finally:
         await stop_all(supervisor)
-    if not finished:
-        console.print(
-            "stopped; the run continues from its journal with the same command", highlight=False
-        )
-    return 0 if finished else EXIT_INTERRUPTED
+    if finished:
+        return 0
+    console.print(
+        "stopped; the run continues from its journal with the same command", highlight=False
+    )
+    return EXIT_INTERRUPTED
+
+
+async def supervise(supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]) -> bool:
+    """Start all, await `when_started`, wait for the end of the run. True: it ended by itself;
+    False: a signal came.
+
+    Raises what the supervisor raises. The services still run when it returns, so that they can be
+    asked; call stop_all() in any case.
+    """
+
+    async def work() -> None:
+        await supervisor.start(patient(START_DEADLINE_S))
+        await when_started()
+        await supervisor.wait_finished()
+
+    with _stop_requests() as stop:
+        asked, working = asyncio.create_task(stop.wait()), asyncio.create_task(work())
+        try:
+            await asyncio.wait({asked, working}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            asked.cancel()
+            working.cancel()
+            await asyncio.gather(asked, working, return_exceptions=True)
+
+
+async def stop_all(supervisor: Supervisor) -> None:
+    """Stop every child; further signals do not interrupt it, so that none is left."""
+    with _stop_requests():
+        await supervisor.stop(_STOP_GRACE_S)
+
+
+def event_line(event: ChildEvent) -> str:
+    """One line for the terminal, with rich markup."""
+    style = _STYLES.get(event.kind, "dim")
+    detail = f": {event.detail}" if event.detail else ""
+    return f"[{style}]{event.name} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
+
+
+@contextmanager
+def _stop_requests() -> Iterator[asyncio.Event]:
+    """An event that signals set instead of ending the process."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -1,14 +1,11 @@
-"""Follows a run by its facts, with a snapshot where facts are missing.
-
-Owns the subscription, not what is shown.
-"""
+"""Follows a run by its facts, with a snapshot where facts are missing."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
-from paceline.cli.run_state import RunState
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.events import FactSubscriber
@@ -25,10 +22,63 @@ _ASK_AGAIN_S = 1.0
 OnRecord = Callable[[pb.StepRecord], None]
 
 
-async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) -> None:
-    """Keep `state` up to date until the run has ended; `on_record` hears of each finished step
-    once.
-    """
+@dataclass(slots=True)
+class RunState:
+    """What is known of a run; bounded, whatever its length."""
+
+    run_id: str
+    total_steps: int
+    on_record: OnRecord  # gets each finished step once
+    phase: str = "starting"
+    holders: dict[int, str] = field(default_factory=dict)  # slot -> who holds it
+    complete: int = 0  # steps known without a gap, from the first on
+    ahead: set[int] = field(default_factory=set)  # known steps behind a gap
+    failure: str = ""
+    finished: bool = False
+
+    def take_fact(self, fact: pb.Fact) -> None:
+        """Take a fact in."""
+        match fact.WhichOneof("fact"):
+            case "step_began":
+                self.phase, self.failure, self.finished = "rollout", "", False
+            case "slot_changed":
+                self._slot(fact.slot_changed.slot)
+            case "step_finished":
+                self.take_record(fact.step_finished.record)
+            case "run_finished":
+                self.finished, self.failure = True, fact.run_finished.failure
+                self.phase = "failed" if self.failure else "finished"
+
+    def take_snapshot(self, snapshot: pb.GetSnapshotResponse) -> None:
+        """Take the whole state in, after a gap."""
+        if snapshot.phase == "new":  # its coordinator has not read its settings yet
+            return
+        self.total_steps, self.phase = snapshot.total_steps, snapshot.phase
+        self.failure = snapshot.failure
+        for slot in snapshot.slots:
+            self._slot(slot)
+        if snapshot.last_step.step_s:
+            self.take_record(snapshot.last_step)
+
+    def take_record(self, record: pb.StepRecord) -> None:
+        """Take a finished step in, unless it is known: an evaluation is added to it later."""
+        if record.step < self.complete or record.step in self.ahead:
+            return
+        self.ahead.add(record.step)
+        while self.complete in self.ahead:
+            self.ahead.remove(self.complete)
+            self.complete += 1
+        self.on_record(record)
+
+    def _slot(self, slot: pb.SlotStatus) -> None:
+        holder = enum_word(pb.Holder, slot.holder)
+        self.holders[slot.slot] = holder
+        if holder in ("policy", "drafter"):
+            self.phase = {"policy": "policy step", "drafter": "rollout, drafter training"}[holder]
+
+
+async def follow(config: ServiceConfig, state: RunState) -> None:
+    """Keep `state` up to date until the run has ended."""
     async with channel(config.addresses.coordinator, config.security) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
 
@@ -48,16 +98,15 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
                 asked_s = time.monotonic()
             behind = False
             for record in steps.steps:
-                _take(state.take_record(record), on_record)
-            _take(state.take_snapshot(snapshot, time.time()), on_record)
+                state.take_record(record)
+            state.take_snapshot(snapshot)
 
         with FactSubscriber(config.addresses.events, config.run.id, catch_up) as facts:
             await catch_up(0, 0)
-            while (
-                not state.finished or state.failure
-            ):  # a failed run is taken up again by the next coordinator
+            # A failed run is taken up again by the next coordinator.
+            while not state.finished or state.failure:
                 try:
-                    _take(state.take_fact(await facts.next(_QUIET_S)), on_record)
+                    state.take_fact(await facts.next(_QUIET_S))
                 except DeadlineExceeded:
                     behind = True
                 if behind and time.monotonic() - asked_s >= _ASK_AGAIN_S:
@@ -66,6 +115,6 @@ async def follow(config: ServiceConfig, state: RunState, on_record: OnRecord) ->
                 await catch_up(0, 0)
 
 
-def _take(record: pb.StepRecord | None, on_record: OnRecord) -> None:
-    if record is not None:
-        on_record(record)
+def enum_word(kind: object, value: int) -> str:
+    """Last word of an enum's name in lower case: HOLDER_ENGINE -> engine."""
+    return str(kind.Name(value)).rsplit("_", 1)[-1].lower()  # type: ignore[attr-defined]

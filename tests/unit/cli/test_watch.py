@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.run_state import RunState
-from paceline.cli.watch import follow
+from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher
 from paceline.local.patience import patient
@@ -63,6 +62,30 @@ async def run() -> AsyncIterator[tuple[ServiceConfig, Finished, FactPublisher]]:
     await server.stop(0.1)
 
 
+def test_a_step_is_told_once_and_a_missed_one_closes_the_gap() -> None:
+    told: list[int] = []
+    state = RunState(RUN, 10, lambda one: told.append(one.step))
+    for step in (1, 1, 0, 3, 0, 1):
+        state.take_record(record(step))
+    assert (told, state.complete, state.ahead) == ([1, 0, 3], 2, {3})
+
+
+def test_a_run_that_has_not_begun_says_nothing_about_its_length() -> None:
+    state = RunState(RUN, 10, lambda _: None)
+    state.take_snapshot(pb.GetSnapshotResponse(phase="new", total_steps=1))
+    assert (state.total_steps, state.phase) == (10, "starting")
+    state.take_snapshot(pb.GetSnapshotResponse(phase="evaluate", total_steps=12))
+    assert (state.total_steps, state.phase) == (12, "evaluate")
+
+
+def test_a_failed_run_that_begins_again_is_not_failed() -> None:
+    state = RunState(RUN, 10, lambda _: None)
+    state.take_fact(pb.Fact(run_finished=pb.RunFinished(failure="the gateway kept failing")))
+    assert (state.finished, state.phase) == (True, "failed")
+    state.take_fact(pb.Fact(context=CommandContext(step=4), step_began=pb.StepBegan(samples=8)))
+    assert (state.finished, state.failure, state.phase) == (False, "", "rollout")
+
+
 async def publish_until(facts: FactPublisher, fact: pb.Fact, done: asyncio.Event) -> None:
     """A subscriber joins at its own time: facts before that are lost, as in a real run."""
     while not done.is_set():
@@ -77,14 +100,15 @@ async def test_missed_steps_are_asked_for_and_each_is_told_once(
     run: tuple[ServiceConfig, Finished, FactPublisher],
 ) -> None:
     config, servicer, facts = run
-    state, told, heard = RunState(RUN, 9), [], asyncio.Event()
+    told, heard = [], asyncio.Event()
 
     def on_record(finished: pb.StepRecord) -> None:
         told.append(finished.step)
         if finished.step == 4:
             heard.set()
 
-    following = asyncio.create_task(follow(config, state, on_record))
+    state = RunState(RUN, 9, on_record)
+    following = asyncio.create_task(follow(config, state))
     await asyncio.wait_for(servicer.asked.wait(), patient(10))
     servicer.records = [record(step) for step in range(4)]  # finished while nobody listened
     fact = pb.Fact(
@@ -103,8 +127,9 @@ async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
         "events": f"tcp://127.0.0.1:{free_port()}",
     }
     config = ServiceConfig.model_validate({"run": {"id": RUN}, "addresses": addresses})
-    state, began = RunState(RUN, 9), asyncio.Event()
-    following = asyncio.create_task(follow(config, state, lambda _: began.set()))
+    began = asyncio.Event()
+    state = RunState(RUN, 9, lambda _: began.set())
+    following = asyncio.create_task(follow(config, state))
     with FactPublisher(config.addresses.events, RUN) as facts:
         fact = pb.Fact(
             context=CommandContext(run_id=RUN), step_finished=pb.StepFinished(record=record(0))

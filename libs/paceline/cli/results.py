@@ -1,7 +1,4 @@
-"""What remains of a run: the copied journal, its steps, summary.json, report.html, closing lines.
-
-Starts nothing.
-"""
+"""Writes what remains of a run: the copied journal, its steps, summary.json and report.html."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     return summary
 
 
-def print_closing(summary: Summary, files: RunFiles, console: Console) -> None:
+def print_results(summary: Summary, files: RunFiles, console: Console) -> None:
     """The figures a reader wants first, and where the rest lies."""
     table = Table("", "start", "end", title=f"run {summary['run_id']}", title_justify="left")
     table.add_row(

@@ -1,0 +1,64 @@
+"""`paceline bench` from a checkout and from an installed package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import BENCHES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def paceline(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The command as it runs over the libraries below `root`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((f"{root}/libs", f"{root}/services")),
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "paceline.cli.main", "bench", *words],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=root,
+        timeout=100,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("words", [["list"], ["--help"], []])
+def test_every_bench_is_listed(words: list[str]) -> None:
+    done = paceline(*words)
+    assert done.returncode == 0, done.stderr
+    listed = [line.split()[0] for line in done.stdout.splitlines()[1:]]
+    assert listed == list(BENCHES)
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_every_bench_shows_its_options(name: str) -> None:
+    done = paceline(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"usage: paceline bench {name}" in done.stdout
+    assert "--json" in done.stdout
+
+
+def test_a_name_that_is_no_bench_gives_one_line_with_those_that_are() -> None:
+    done = paceline("transprot")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "transprot" in line
+    assert all(name in line for name in BENCHES)
+
+
+def test_outside_a_checkout_there_are_no_benches(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "libs", tmp_path / "libs")
+    done = paceline("list", root=tmp_path)
+    assert done.returncode == 2
+    assert "not part of the installed package" in done.stderr
+    assert "git clone" in done.stderr

@@ -1,0 +1,100 @@
+"""What a terminal and a pipe show of a run."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.live import RunView, step_line
+from paceline.local.child import ChildEvent
+from paceline.v1 import coordinator_pb2 as pb
+from paceline.v1.trajectory_pb2 import CommandContext, VersionSet
+
+
+def record(step: int, **more: object) -> pb.StepRecord:
+    return pb.StepRecord(
+        step=step,
+        versions=VersionSet(policy=step, drafter=step // 5),
+        reward_mean=0.5,
+        response_tokens=4000,
+        rollout_s=2.0,
+        step_s=4.0,
+        accept_length=1.5 + step,
+        arm_rounds={"off": 30, "eagle:3_1_4": 10},
+        drafter_steps=2,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def slot_fact(slot: int, holder: int) -> pb.Fact:
+    status = pb.SlotStatus(slot=slot, holder=holder)
+    return pb.Fact(context=CommandContext(step=1), slot_changed=pb.SlotChanged(slot=status))
+
+
+def finished(step: int, **more: object) -> pb.Fact:
+    return pb.Fact(
+        context=CommandContext(step=step),
+        step_finished=pb.StepFinished(record=record(step, **more)),
+    )
+
+
+def shown(*, terminal: bool, width: int = 110) -> str:
+    """A run of ten steps at its third, as a console shows it."""
+    output = StringIO()
+    console = Console(width=width, file=output, force_terminal=terminal)
+    view = RunView("demo-0-1", 10, console)
+    with view:
+        view.event(ChildEvent("redis", "healthy", 1))
+        view.started()
+        view.event(ChildEvent("gateway", "started", 2))
+        for step in (0, 2, 1):
+            view.state.take_fact(finished(step))
+        view.state.take_fact(slot_fact(0, pb.HOLDER_DRAFTER))
+        view.event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
+        view.refresh()
+    return output.getvalue()
+
+
+def test_a_pipe_gets_plain_lines_alone() -> None:
+    lines = shown(terminal=False).splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        "step 1/10",
+        "step 3/10",
+        "step 2/10",
+    ]
+    assert "redis healthy (pid 1)" in lines
+    assert "gateway died: was killed by SIGKILL (pid 2)" in lines
+    assert not [line for line in lines if "gateway started" in line or "\x1b" in line]
+    assert len(lines) == 7
+
+
+@pytest.mark.parametrize("width", [60, 110, 200])
+def test_a_terminal_gets_the_same_lines_above_a_bar(width: int) -> None:
+    text = Console(file=StringIO()).render_str(shown(terminal=True, width=width)).plain
+    assert "step 2/10" in text
+    assert "of 10" in text
+    assert "gateway died" in text
+
+
+def test_the_bar_shows_steps_phase_and_who_holds_the_slots() -> None:
+    text = shown(terminal=True)
+    bar = text.rsplit("step ", 1)[1]
+    for part in ("of 10", "rollout, drafter training", "slots: drafter"):
+        assert part in bar
+
+
+def test_a_finished_step_is_one_line() -> None:
+    line = step_line(record(4, evaluations={"accuracy": 0.5}), 10)
+    assert "\n" not in line
+    for part in (
+        "step 5/10",
+        "reward 0.500",
+        "2,000 tokens/s",
+        "acceptance 5.50",
+        "off 75%",
+        "p4.d0",
+        "held-out accuracy 0.500",
+    ):
+        assert part in line
