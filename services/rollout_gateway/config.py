@@ -22,14 +22,19 @@ class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
     kind: Literal["embedded", "scripted", "sglang"] = "embedded"
-    workers: int = Field(default=0, ge=0)  # 0: one per core
-    script: str = ""  # JSON file of the scripted engine
-    pin_cores: bool = False  # worker i runs on core i only
+    """What runs the model; scripted answers from a file, for tests."""
+    workers: int = Field(default=0, ge=0)
+    """Worker processes; 0: one per core."""
+    script: str = ""
+    """JSON file of the scripted engine."""
+    pin_cores: bool = False
+    """Worker i runs on core i only."""
     ready_deadline_s: float = Field(default=180, gt=0)
+    """Seconds until a worker has loaded its model."""
     command_deadline_s: float = Field(default=60, gt=0)
-    restart_backoff_s: float = Field(
-        default=0.2, gt=0
-    )  # doubles up to 5 s while a worker keeps dying
+    """Seconds until a worker has answered a command."""
+    restart_backoff_s: float = Field(default=0.2, gt=0)
+    """Seconds before a lost worker starts again; doubles up to 5 s while it keeps dying."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -37,8 +42,10 @@ class EngineConfig(ModelSettings):
 class SpeculationConfig(Config):
     """Arms and who chooses among them."""
 
-    arms: tuple[str, ...] = ()  # empty: the engine's default for its drafter
-    forced_arm: str = ""  # empty: the bandit chooses
+    arms: tuple[str, ...] = ()
+    """Arms to choose among; empty: the engine's default for its drafter."""
+    forced_arm: str = ""
+    """Arm of all rounds; empty: the bandit chooses."""
     bandit: BanditConfig = BanditConfig()
 
 
@@ -46,109 +53,133 @@ class FeaturesConfig(Config):
     """Hidden rows for the drafter trainer."""
 
     dtype: Precision = "bfloat16"
-    share: float = Field(
-        default=1.0, gt=0, le=1
-    )  # of the training requests whose rows are captured
-    layers: tuple[
-        int, ...
-    ] = ()  # inner states of a row, by the layer they enter; empty: what the drafters read
-    # also rows of drafts that were verified and rejected, at most 4 per request and round
+    """Element type of hidden rows."""
+    share: float = Field(default=1.0, gt=0, le=1)
+    """Share of the training requests whose rows are captured."""
+    layers: tuple[int, ...] = ()
+    """Inner states of a row, by the layer they enter; empty: what the drafters read."""
     rejected: bool = False
-    ring_rows: int = Field(default=16384, ge=1)  # rows of each worker's ring
-    queue_batches: int = Field(
-        default=64, ge=1
-    )  # batches waiting for Redis; more are dropped and counted
-    gather_bytes: int = Field(default=128 << 20, ge=1)  # rows held for requests still running
-    byte_budget: int = Field(default=256 << 20, ge=1)  # of the features stream
+    """Also rows of drafts that were verified and rejected, at most 4 per request and round."""
+    ring_rows: int = Field(default=16384, ge=1)
+    """Rows of each worker's ring."""
+    queue_batches: int = Field(default=64, ge=1)
+    """Batches waiting for Redis; more are dropped and counted."""
+    gather_bytes: int = Field(default=128 << 20, ge=1)
+    """Bytes of rows held for requests still running."""
+    byte_budget: int = Field(default=256 << 20, ge=1)
+    """Bytes of the features stream in Redis at most."""
 
 
 class SessionsConfig(Config):
     """Sessions of agents, and what one of them may use."""
 
-    limit: int = Field(default=10_000, ge=1)  # open at once; more are refused
-    timeout_s: float = Field(default=3600, gt=0)  # of silence, then a session ends unscored
-    implicit: bool = (
-        True  # callers without a session key get one per conversation, found again by its messages
-    )
-    implicit_timeout_s: float = Field(default=600, gt=0)  # of silence, for these
-    max_turns: int = Field(default=512, ge=1)  # generations of one session
-    max_tokens: int = Field(
-        default=1 << 20, ge=1
-    )  # tokens kept for one session, prompts and responses
-    max_parallel: int = Field(default=32, ge=1)  # requests of one session under way
-    group_deadline_s: float = Field(
-        default=3600, gt=0
-    )  # from the first sibling's end; then a group closes as it is
+    limit: int = Field(default=10_000, ge=1)
+    """Sessions open at once; more are refused."""
+    timeout_s: float = Field(default=3600, gt=0)
+    """Seconds of silence after which a session ends unscored."""
+    implicit: bool = True
+    """Callers without a session key get one per conversation, found again by its messages."""
+    implicit_timeout_s: float = Field(default=600, gt=0)
+    """Seconds of silence after which such a session ends."""
+    max_turns: int = Field(default=512, ge=1)
+    """Generations of one session at most."""
+    max_tokens: int = Field(default=1 << 20, ge=1)
+    """Tokens kept for one session, prompts and responses."""
+    max_parallel: int = Field(default=32, ge=1)
+    """Requests of one session under way at most."""
+    group_deadline_s: float = Field(default=3600, gt=0)
+    """Seconds from the first sibling's end until a group closes as it is."""
 
 
 class QueueConfig(Config):
     """Requests of callers that wait for the engine; fair between session keys."""
 
-    limit: int = Field(default=1024, ge=1)  # waiting at once; more are refused
-    per_key: int = Field(default=256, ge=1)  # of one key
-    running: int = Field(
-        default=0, ge=0
-    )  # inside at once; 0: engine.max_batch and one more a worker
-    wait_s: float = Field(default=120, gt=0)  # longest wait of a request, then it is refused
+    limit: int = Field(default=1024, ge=1)
+    """Requests waiting at once; more are refused."""
+    per_key: int = Field(default=256, ge=1)
+    """Requests of one session key that wait at once."""
+    running: int = Field(default=0, ge=0)
+    """Requests in the engine at once; 0: engine.max_batch and one more a worker."""
+    wait_s: float = Field(default=120, gt=0)
+    """Seconds after which a waiting request is refused."""
 
 
 class ChatConfig(Config):
     """How conversations are rendered and read."""
 
-    # How tool calls are spelled; auto: what the chat template shows.
     tool_format: Literal["auto", "none", "hermes", "llama3_json", "mistral"] = "auto"
-    reasoning: Literal["auto", "none", "think"] = (
-        "auto"  # think: between <think> and </think>; auto: if templates do
-    )
+    """How tool calls are spelled; auto: what the chat template shows."""
+    reasoning: Literal["auto", "none", "think"] = "auto"
+    """Where a model reasons; think: between <think> and </think>; auto: there if its template does.
+    """
 
 
 class SandboxConfig(Config):
     """Limits of a process that runs code of a model."""
 
     wall_s: float = Field(default=10, gt=0)
+    """Seconds of a run."""
     cpu_s: int = Field(default=5, ge=1)
+    """Seconds of CPU time of a process."""
     memory_bytes: int = Field(default=512 << 20, ge=1 << 24)
-    file_bytes: int = Field(default=16 << 20, ge=0)  # of one file
-    output_bytes: int = Field(default=64 << 10, ge=1)  # of stdout and of stderr; the rest is cut
+    """Address space of a process."""
+    file_bytes: int = Field(default=16 << 20, ge=0)
+    """Bytes of one file."""
+    output_bytes: int = Field(default=64 << 10, ge=1)
+    """Bytes kept of stdout, and of stderr."""
     processes: int = Field(default=16, ge=1)
-    parallel: int = Field(default=4, ge=1)  # sandboxes at once; more wait
-    # What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto"
-    # takes what is there.
+    """Processes at once."""
+    parallel: int = Field(default=4, ge=1)
+    """Sandboxes at once; more wait."""
     isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
+    """What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto"
+    takes what is there.
+    """
 
 
 class RemoteRewardConfig(Config):
     """A reward at a URL: POST with the episode as JSON, answered by {"reward": number or null}."""
 
     url: str = ""
-    token: str = Field(default="", repr=False)  # sent as bearer token
-    deadline_s: float = Field(default=30, gt=0)  # of one score, retries included
+    """Where to ask; empty: there is no such reward."""
+    token: str = Field(default="", repr=False)
+    """Sent as bearer token."""
+    deadline_s: float = Field(default=30, gt=0)
+    """Seconds of one score, retries included."""
     attempts: int = Field(default=4, ge=1)
-    parallel: int = Field(default=64, ge=1)  # requests at once
-    breaker_failures: int = Field(default=8, ge=1)  # in a row, then nobody asks for breaker_open_s
+    """Requests for one score at most."""
+    parallel: int = Field(default=64, ge=1)
+    """Requests at once."""
+    breaker_failures: int = Field(default=8, ge=1)
+    """Failures in a row after which nobody asks for breaker_open_s."""
     breaker_open_s: float = Field(default=10, gt=0)
+    """Seconds for which nobody asks then."""
 
 
 class ModelRewardConfig(Config):
     """A reward model: a sequence-classification checkpoint in a process of its own."""
 
-    model: str = ""  # directory
+    model: str = ""
+    """Checkpoint directory."""
     threads: int = Field(default=1, ge=1)
+    """Compute threads."""
     max_batch: int = Field(default=16, ge=1)
-    max_tokens: int = Field(default=2048, ge=8)  # longer texts keep their end
+    """Texts scored at once."""
+    max_tokens: int = Field(default=2048, ge=8)
+    """Tokens of a text; of a longer one the end counts."""
     deadline_s: float = Field(default=60, gt=0)
+    """Seconds of one score."""
 
 
 class RewardsConfig(Config):
     """Reward rules."""
 
-    marker: str = "#"  # the answer of a response follows the last one
-    processes: int = Field(
-        default=1, ge=1
-    )  # children that score for rules which do not run in the gateway
-    deadline_s: float = Field(
-        default=30, gt=0
-    )  # of one score in a child; then it is killed and the sample unscored
+    marker: str = "#"
+    """The answer of a response follows the last of these."""
+    processes: int = Field(default=1, ge=1)
+    """Children that score for rules which do not run in the gateway."""
+    deadline_s: float = Field(default=30, gt=0)
+    """Seconds of one score in a child; then it is killed and the sample unscored."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
     model: ModelRewardConfig = ModelRewardConfig()
@@ -157,27 +188,31 @@ class RewardsConfig(Config):
 class GatewayConfig(ServiceConfig):
     """Everything `serve gateway` understands; shared sections come from ServiceConfig."""
 
-    model: str = ""  # Hugging Face checkpoint directory; served under its last path component
-    tokenizer: str = ""  # directory; empty: the model's
-    # "off" | "ngram" | a trained kind, fresh: "eagle", ..., "package.module:KIND" | a directory
+    model: str = ""
+    """Hugging Face checkpoint directory; served under its last path component."""
+    tokenizer: str = ""
+    """Directory of the tokenizer; empty: the model's."""
     drafter: str = "ngram"
-    trajectories: bool = False  # write ledger, trajectories and features to Redis
+    """What drafts: "off", "ngram", a trained kind with fresh weights ("eagle",
+    "package.module:KIND"), or a checkpoint directory.
+    """
+    trajectories: bool = False
+    """Write ledger, trajectories and features to Redis."""
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     features: FeaturesConfig = FeaturesConfig()
-    spool_dir: str = (
-        ""  # empty: <run.dir>/spool/gateway in a run, a temporary one without trajectories
-    )
-    max_unsent_bytes: int = Field(
-        default=64 << 20, ge=1
-    )  # trajectories not yet in Redis; above it admission stops
+    spool_dir: str = ""
+    """Directory of weights kept for restarts; empty: <run.dir>/spool/gateway in a run, a temporary
+    one without trajectories.
+    """
+    max_unsent_bytes: int = Field(default=64 << 20, ge=1)
+    """Bytes of trajectories not yet in Redis above which admission stops."""
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
     chat: ChatConfig = ChatConfig()
     rewards: RewardsConfig = RewardsConfig()
-    release_after_s: float = Field(
-        default=1.0, gt=0
-    )  # open traffic: a worker idle for so long gives its slot away
+    release_after_s: float = Field(default=1.0, gt=0)
+    """Seconds after which an idle worker gives its slot away, in open traffic."""
 
     @property
     def model_dir(self) -> Path:
@@ -216,9 +251,8 @@ class GatewayConfig(ServiceConfig):
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
-    """Values of the engine's own settings class (see engines.SPECS), as JSON types.
-
-    Raises ConfigError; InvalidInput for a script that cannot be used.
+    """Values of the engine's own settings class (see engines.SPECS), as JSON types. Raises
+    ConfigError; InvalidInput for a script that cannot be used.
     """
     engine = config.engine
     if config.features.layers and engine.kind != "embedded":

@@ -20,19 +20,23 @@ from rollout_gateway.bandits.evidence import ArmReport, Evidence
 class BanditConfig(Config):
     """Which bandit chooses the arm of a round, and how it remembers."""
 
-    kind: str = "epsilon_greedy"  # or ucb, thompson, beg, cost_model
-    epsilon: float = Field(default=0.1, ge=0.0, le=1.0)  # share of rounds that explore
-    window: int = Field(default=1000, ge=1)  # rounds remembered per group, of all arms together
-    groups: tuple[int, ...] = (1, 2, 5, 21)  # smallest batch size of each group
-    # Rounds without acceptance, then a drafter is dead; 0: never.
+    kind: str = "epsilon_greedy"
+    """Rule of choice: cost_model, epsilon_greedy, ucb, thompson or beg."""
+    epsilon: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Share of rounds that explore, of epsilon_greedy and beg."""
+    window: int = Field(default=1000, ge=1)
+    """Rounds remembered per group, of all arms together."""
+    groups: tuple[int, ...] = (1, 2, 5, 21)
+    """Smallest batch size of each group."""
     watchdog_rounds: int = Field(default=20, ge=0)
+    """Rounds without an accepted draft after which a drafter rests; 0: it never does."""
 
 
 class BanditSettings(BanditConfig):
     """With what the engine alone decides."""
 
-    # cost_model: chains of one drafter are one chain, cut at different lengths.
     share_positions: bool = True
+    """Of cost_model: chains of one drafter are one chain, cut at different lengths."""
 
 
 class RowFacts(NamedTuple):

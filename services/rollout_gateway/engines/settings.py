@@ -19,32 +19,41 @@ Precision = Literal["float32", "bfloat16"]
 class BatchSettings(Config):
     """How much one worker takes at once; every engine has these."""
 
-    max_batch: int = Field(default=64, ge=1)  # requests decoding at once in one worker
-    # Prompt and response together; at most the model's context.
+    max_batch: int = Field(default=64, ge=1)
+    """Requests decoding at once in one worker."""
     max_sequence_tokens: int = Field(default=512, ge=2)
+    """Tokens of prompt and response together; at most the model's context."""
 
 
 class ModelSettings(BatchSettings):
     """How one worker runs a model."""
 
     dtype: Precision = "float32"
-    threads: int = Field(default=1, ge=1)  # per worker
-    prefill_tokens: int = Field(default=2048, ge=1)  # prompt tokens of one prefill
+    """Element type of weights and computation."""
+    threads: int = Field(default=1, ge=1)
+    """Compute threads of a worker."""
+    prefill_tokens: int = Field(default=2048, ge=1)
+    """Prompt tokens of one prefill."""
 
 
 class RunValues(Config):
     """What an engine takes from the gateway's other sections."""
 
-    arms: tuple[str, ...] = ()  # empty: the engine's default for its drafter
+    arms: tuple[str, ...] = ()
+    """Arms to choose among; empty: the engine's default for its drafter."""
     bandit: BanditSettings = BanditSettings()
     seed: int = 0
-    features_dtype: Precision = "bfloat16"  # of captured hidden rows
+    """Seed of fresh drafters and of the bandit."""
+    features_dtype: Precision = "bfloat16"
+    """Element type of captured hidden rows."""
 
 
 class ModelSpec(ModelSettings, RunValues):
     """What every engine with a model is built from."""
 
-    model_dir: str  # Hugging Face checkpoint directory
-    # "off" | "ngram" | a trained kind, fresh from the seed, as far as the engine has it |
-    # "package.module:KIND" (embedded) | directory of a drafter's checkpoint
+    model_dir: str
+    """Hugging Face checkpoint directory."""
     drafter: str = "ngram"
+    """What drafts: "off" | "ngram" | a trained kind, fresh from the seed, as far as the engine has
+    it | "package.module:KIND" (embedded) | directory of a drafter's checkpoint.
+    """

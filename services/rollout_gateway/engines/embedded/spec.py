@@ -16,34 +16,43 @@ from rollout_gateway.engines.settings import ModelSpec
 class EmbeddedConfig(Config):
     """What only the embedded engine has."""
 
-    # Trained kinds besides gateway.drafter of which a version may be committed; one serves at a
-    # time.
     more_drafters: tuple[str, ...] = ()
-    # Of the layers' matrices, every version at its Prepare (models/int8.py). int8 needs the extra
-    # `int8`. Draws follow the rounded weights: same seed, same tokens holds in float32 as without
-    # it, in bfloat16 not between batch shapes.
+    """Trained kinds besides gateway.drafter of which a version may be committed; one serves at a
+    time.
+    """
     quantize: Literal["", "int8"] = ""
-    # torch.compile of each layer after its attention (models/compiled.py): 10-30 s at the first
-    # steps, a C++ compiler, and on the CPU measured no gain. Never the default.
+    """Round the layers' matrices to eight bits, every version at its Prepare (models/int8.py). int8
+    needs the extra `int8`. Draws follow the rounded weights: same seed, same tokens holds in
+    float32 as without it, in bfloat16 not between batch shapes.
+    """
     compile: bool = False
-    # Ended requests kept for prompts that begin alike, each as large as a running one; 0: no reuse.
+    """Use torch.compile for each layer after its attention (models/compiled.py): 10-30 s at the
+    first steps, a C++ compiler, and on the CPU measured no gain.
+    """
     prefix_slots: int = Field(default=32, ge=0)
-    prefix_tokens: int = Field(default=64, ge=16)  # an ended request with fewer is not kept
-    # Above so many rows nothing is drafted; 0: the bandit alone decides.
+    """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no
+    reuse.
+    """
+    prefix_tokens: int = Field(default=64, ge=16)
+    """An ended request with fewer tokens is not kept."""
     speculate_rows: int = Field(default=0, ge=0)
-    # Verify only drafts likely enough to pay; false: every draft of the arm.
+    """Above so many rows nothing is drafted; 0: the bandit alone decides."""
     verify_budget: bool = True
-    # "same_draw": a seed's tokens do not depend on drafts. "rejection": chains drawn from the
-    # drafter, accepted with min(1, p/q): more is accepted at high temperatures, and a seed's tokens
-    # depend on the arm.
+    """Verify only drafts likely enough to pay; false: every draft of the arm."""
     verification: Literal["same_draw", "rejection"] = "same_draw"
+    """How drafts are accepted. "same_draw": a seed's tokens do not depend on drafts. "rejection":
+    chains drawn from the drafter, accepted with min(1, p/q): more is accepted at high temperatures,
+    and a seed's tokens depend on the arm.
+    """
 
 
 class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     """What one engine serves and how."""
 
-    # Ascending layers whose input is kept and captured beside the last state; empty: what `drafter`
-    # and `more_drafters` read. A kind by import path does not say what it reads before it is
-    # loaded.
     capture_inner: tuple[int, ...] = ()
-    rejected_rows: bool = False  # rows of rejected drafts as well, a few per request and round
+    """Ascending layers whose input is kept and captured beside the last state; empty: what
+    `drafter` and `more_drafters` read. A kind by import path does not say what it reads before it
+    is loaded.
+    """
+    rejected_rows: bool = False
+    """Rows of rejected drafts as well, a few per request and round."""

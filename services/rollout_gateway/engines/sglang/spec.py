@@ -21,20 +21,25 @@ from rollout_gateway.engines.settings import ModelSpec
 class SGLangConfig(Config):
     """What only the SGLang engine has."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA when there is one
-    tensor_parallel_size: int = Field(default=1, ge=1)  # GPUs of one worker
-    memory_fraction: float = Field(default=0.4, gt=0, lt=1)  # of each GPU, for weights and KV cache
-    memory_saver: bool = False  # weights and KV cache can be released between steps (GPU)
-    # What a new drafter does to running requests.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; auto: on CUDA when there is one."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """GPUs of one worker."""
+    memory_fraction: float = Field(default=0.4, gt=0, lt=1)
+    """Share of each GPU for weights and KV cache."""
+    memory_saver: bool = False
+    """Weights and KV cache can be released between steps (GPU)."""
     drafter_swap: Literal["in_place", "retract"] = "in_place"
-    # Further arguments of SGLang's server, by its own names; they come last.
+    """What a new drafter does to running requests."""
     arguments: dict[str, str | int | float | bool] = Field(default={})
+    """Further arguments of SGLang's server, by its own names; they come last."""
 
 
 class SGLangSpec(SGLangConfig, ModelSpec):
     """What one SGLang engine serves and how. One engine serves one speculator."""
 
-    prefill_tokens: int = Field(default=2048, ge=16)  # SGLang's chunks are no shorter
+    prefill_tokens: int = Field(default=2048, ge=16)
+    """Prompt tokens of one prefill; SGLang's chunks are no shorter than 16."""
 
     @property
     def speculator(self) -> str:
