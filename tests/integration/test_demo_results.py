@@ -12,8 +12,9 @@ import pytest
 import redis.asyncio
 
 from paceline.cli.results import collect, write_results
-from paceline.cli.run_files import RunFiles, write_toml
+from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
+from paceline.config.tables import write_tables
 from paceline.streams import Ledger, encode_trajectory, run_key
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
@@ -60,7 +61,7 @@ async def files(tmp_path: Path, redis_client: redis.asyncio.Redis, run_id: str) 
         )
     found = RunFiles(run_id, tmp_path)
     synthetic.write_spans(found.spans)
-    write_toml(found.config, {"run": {"id": run_id}})
+    write_tables(found.config, {"run": {"id": run_id}})
     return found
 
 

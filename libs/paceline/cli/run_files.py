@@ -1,25 +1,17 @@
-"""The files of one demo run: its number, its directory, its config.
-
-Owns what the options set; starts nothing.
-"""
+"""Makes the files of one demo run: its number, its directory, its config."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import tomllib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import paceline
 from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
+from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
 from paceline.errors import ConfigError, NotFound
 from paceline.local.ports import free_ports
-
-Tree = dict[str, Any]
 
 EXAMPLES = Path("examples/demo")
 """Where the demo's model, tasks and settings lie, from the root of the repository."""
@@ -87,7 +79,7 @@ class RunFiles:
 
     def read_config(self) -> Tree:
         """The settings as TOML tables."""
-        return read_toml(self.config)
+        return read_tables(self.config)
 
 
 def repository_root() -> Path:
@@ -116,17 +108,17 @@ def prepare_run(options: DemoOptions) -> RunFiles:
         tree = files.read_config()
     else:
         root = repository_root()
-        tree = _rooted(read_toml(root / EXAMPLES / "demo.toml"), root)
+        tree = _rooted(read_tables(root / EXAMPLES / "demo.toml"), root)
         files = _new_run(out, options.seed)
-        _merge(tree, _engine(options))
-        _merge(tree, _variant(options))
-        _merge(tree, {"run": {"seed": options.seed}})
-    _merge(tree, _placement(files))
-    _merge(tree, {"coordinator": {"steps": options.steps}})
-    _merge(tree, _workers(tree))
+        merge(tree, _engine(options))
+        merge(tree, _variant(options))
+        merge(tree, {"run": {"seed": options.seed}})
+    merge(tree, _placement(files))
+    merge(tree, {"coordinator": {"steps": options.steps}})
+    merge(tree, _workers(tree))
     for override in options.overrides:
-        _merge(tree, parse_override(override))
-    write_toml(files.config, tree)
+        merge(tree, parse_override(override))
+    write_tables(files.config, tree)
     return files
 
 
@@ -246,48 +238,4 @@ def parse_override(text: str) -> Tree:
             allowed=f"<section>.<key>=<value> with one of "
             f"{', '.join((*SHARED_SECTIONS, *SERVICE_SECTIONS))}",
         )
-    value: Any
-    try:
-        value = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = raw
-    for part in reversed(parts):
-        value = {part: value}
-    return dict(value)
-
-
-def _merge(into: Tree, new: Mapping[str, Any]) -> None:
-    for key, value in new.items():
-        if isinstance(value, Mapping):
-            into.setdefault(key, {})
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
-def read_toml(path: Path) -> Tree:
-    """Tables of a file; ConfigError when it cannot be read."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def write_toml(path: Path, tree: Mapping[str, Any]) -> None:
-    """Write tables to a file that only its owner can read: a Redis URL may hold a password."""
-    temporary = path.with_suffix(".tmp")
-    temporary.touch(mode=0o600)
-    temporary.write_text("\n".join(_lines(tree)).lstrip("\n") + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
-    if path and values:
-        yield f"\n[{path}]"
-    for key, value in values.items():
-        # JSON's literals of text, numbers, booleans and lists are TOML's too.
-        yield f"{key} = {json.dumps(value, ensure_ascii=False)}"
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _lines(value, f"{path}.{key}" if path else key)
+    return nested(key.strip(), value_of(raw))

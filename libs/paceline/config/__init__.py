@@ -1,7 +1,4 @@
-"""Settings: one frozen tree per service, read from TOML files and `key=value` overrides.
-
-Owns no service's own keys.
-"""
+"""Reads settings: one frozen tree per service, from TOML files and `key=value` overrides."""
 
 from paceline.config.base import Config, known_keys
 from paceline.config.load import load_config

@@ -1,7 +1,4 @@
-"""The base of every settings class and the walk over its keys.
-
-Owns neither files nor any particular setting.
-"""
+"""Defines the base of every settings class and walks over its keys."""
 
 from __future__ import annotations
 

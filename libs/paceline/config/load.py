@@ -1,14 +1,10 @@
-"""From TOML files and overrides to one validated tree.
-
-Owns the order of precedence and the wording of refusals.
-"""
+"""Reads TOML files and overrides into one validated tree; refuses what does not fit by name."""
 
 from __future__ import annotations
 
 import difflib
 import enum
 import re
-import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +15,10 @@ from pydantic import ValidationError
 
 from paceline.config.base import Config, child_configs, known_keys, walk_fields
 from paceline.config.shared import SERVICE_SECTIONS, SHARED_SECTIONS
+from paceline.config.tables import Tree, merge, nested, read_tables, value_of
 from paceline.errors import ConfigError
 
 C = TypeVar("C", bound=Config)
-Tree = dict[str, Any]
 
 _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
@@ -59,7 +55,7 @@ def load_config(
     origins: dict[str, str] = {}
     for source in sources:
         _refuse_unknown(cls, source, section)
-        _merge(merged, source.values)
+        merge(merged, source.values)
         origins.update(dict.fromkeys(_dotted(source.values), source.name))
     try:
         return cls.model_validate(merged)
@@ -68,22 +64,13 @@ def load_config(
 
 
 def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the config file: {error.strerror}", seen=path) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    sections = (
-        *SHARED_SECTIONS,
-        *SERVICE_SECTIONS,
-        *(() if section in SERVICE_SECTIONS else (section,)),
-    )
+    document = read_tables(path)
+    sections = dict.fromkeys((*SHARED_SECTIONS, *SERVICE_SECTIONS, section))
     values: Tree = {}
     for name, content in document.items():
         if name not in sections:
             raise ConfigError(
-                f"{path}: unknown section{_nearest(name, sections)}",
+                f"{path}: unknown section{_nearest(name, [*sections])}",
                 seen=name,
                 allowed=list(sections),
             )
@@ -92,8 +79,8 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
                 f"{path}: {name} is a section, not a value", seen=content, allowed=f"[{name}]"
             )
         if name in SHARED_SECTIONS and name in cls.model_fields:
-            _merge(values, {name: content})
-    _merge(values, document.get(section, {}))
+            merge(values, {name: content})
+    merge(values, document.get(section, {}))
     return _Source(str(path), values)
 
 
@@ -109,21 +96,8 @@ def _override_source(text: str, cls: type[Config], section: str) -> _Source | No
         if head != section:
             return None
         key = rest
-    value: Any = (
-        raw
-        if _wants_text(_annotation(cls, key)) and raw[:1] not in ("'", '"')
-        else _toml_value(raw)
-    )
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    return _Source(f"override {text}", value)
-
-
-def _toml_value(raw: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw
+    as_written = _wants_text(_annotation(cls, key)) and raw[:1] not in ("'", '"')
+    return _Source(f"override {text}", nested(key, raw if as_written else value_of(raw)))
 
 
 def _annotation(cls: type[Config], key: str) -> Any:
@@ -138,16 +112,6 @@ def _wants_text(annotation: Any) -> bool:
     if origin in (Union, types.UnionType):
         return all(member is type(None) or _wants_text(member) for member in get_args(annotation))
     return isinstance(annotation, type) and issubclass(annotation, str | Path | enum.StrEnum)
-
-
-def _merge(into: Tree, new: Mapping[str, Any]) -> None:
-    for key, value in new.items():
-        if isinstance(value, dict):
-            below = into.get(key)
-            into[key] = dict(below) if isinstance(below, dict) else {}
-            _merge(into[key], value)
-        else:
-            into[key] = value
 
 
 def _explicit_defaults(cls: type[Config]) -> Tree:

@@ -1,4 +1,4 @@
-"""A settings tree as TOML text. Owns the masking of secrets in it."""
+"""Prints a settings tree as TOML text, secrets masked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,13 @@ _URL_PASSWORD = re.compile(r"(?<=://)([^/@\s]*):([^/@\s]*)@")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
-def print_config(config: Config, section: str | None = None) -> str:
+def print_config(config: Config, section: str) -> str:
     """TOML that `load_config` reads back to an equal tree; passwords in URLs and secret fields are
     masked.
 
-    `section` heads the service's own keys; by default the class name says it (PolicyTrainerConfig:
-    policy_trainer). Settings without a value (None) appear as comments, since TOML has no null.
+    `section` heads the service's own keys. Settings without a value (None) appear as comments,
+    since TOML has no null.
     """
-    section = (
-        section
-        or re.sub(r"(?<!^)(?=[A-Z])", "_", type(config).__name__.removesuffix("Config")).lower()
-    )
     shared = [name for name in SHARED_SECTIONS if name in type(config).model_fields]
     lines: list[str] = []
     for name in shared:
@@ -57,30 +54,33 @@ def _table(path: str, node: Config, skip: list[str] | None = None) -> Iterator[s
             yield from _table(f"{path}.{name}", getattr(node, name))
 
 
-def toml_value(value: Any) -> str:
+def toml_value(value: Any, *, masked: bool = True) -> str:
     """A value as TOML. Raises ConfigError for one that has no such form."""
+    inner = partial(toml_value, masked=masked)
     match value:
         case Config():
-            return toml_value({name: getattr(value, name) for name in type(value).model_fields})
+            return inner({name: getattr(value, name) for name in type(value).model_fields})
         case SecretStr():
             return f'"{MASK}"'
         case Enum():
-            return toml_value(value.value)
+            return inner(value.value)
         case bool():
             return "true" if value else "false"
         case int() | float():
             return repr(value)
         case str() | Path():
-            return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", str(value)))
+            text = str(value)
+            return _text(_URL_PASSWORD.sub(rf"\1:{MASK}@", text) if masked else text)
         case dict():
-            held = {_key(k): toml_value(v) for k, v in value.items() if v is not None}
+            held = {toml_key(k): inner(v) for k, v in value.items() if v is not None}
             return "{" + ", ".join(f"{key} = {one}" for key, one in held.items()) + "}"
         case list() | tuple() | set() | frozenset():
-            return "[" + ", ".join(toml_value(item) for item in value) + "]"
+            return "[" + ", ".join(inner(item) for item in value) + "]"
     raise ConfigError("a setting of this type has no TOML form", seen=type(value).__name__)
 
 
-def _key(key: object) -> str:
+def toml_key(key: object) -> str:
+    """A key, quoted where TOML wants it."""
     text = str(key.value if isinstance(key, Enum) else key)
     return text if _BARE_KEY.fullmatch(text) else _text(text)
 

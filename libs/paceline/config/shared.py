@@ -1,7 +1,4 @@
-"""The sections that all services read: run, redis, telemetry, security, addresses.
-
-Owns no service's own keys.
-"""
+"""Declares the sections that all services read: run, redis, telemetry, security, addresses."""
 
 from __future__ import annotations
 

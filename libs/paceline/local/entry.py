@@ -91,7 +91,7 @@ def _arguments(name: str) -> argparse.ArgumentParser:
 def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.Namespace) -> int:
     config = load_config(config_class, name, arguments.config, arguments.overrides)
     if arguments.print_config:
-        sys.stdout.write(print_config(config))
+        sys.stdout.write(print_config(config, name))
         return EXIT_FINISHED
     _require_free_ports(name, config)
     set_malloc_thresholds()

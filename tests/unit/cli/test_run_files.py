@@ -14,10 +14,10 @@ from paceline.cli.run_files import (
     RunFiles,
     parse_override,
     prepare_run,
-    read_toml,
     repository_root,
 )
 from paceline.config import ServiceConfig, load_config
+from paceline.config.tables import read_tables
 from paceline.errors import ConfigError, NotFound
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -147,5 +147,5 @@ def test_absent_examples_are_told_clearly(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_settings_survive_the_file(tmp_path: Path) -> None:
     files = prepare_run(DemoOptions(out=tmp_path, overrides=('gateway.model="odd \\"name\\" ü"',)))
-    assert read_toml(files.config)["gateway"]["model"] == 'odd "name" ü'
+    assert read_tables(files.config)["gateway"]["model"] == 'odd "name" ü'
     assert isinstance(files, RunFiles)

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from pydantic import Field
 
 from paceline.config import Config, RedisConfig, RunConfig, ServiceConfig, load_config, print_config
+from paceline.config.tables import read_tables, write_tables
+
+SECTION = "policy_trainer"
 
 
 class Mode(StrEnum):
@@ -40,8 +43,8 @@ class PolicyTrainerConfig(ServiceConfig):
 
 def reload(config: PolicyTrainerConfig, directory: Path) -> PolicyTrainerConfig:
     path = directory / "printed.toml"
-    path.write_text(print_config(config), encoding="utf-8")
-    return load_config(PolicyTrainerConfig, "policy_trainer", [path])
+    path.write_text(print_config(config, SECTION), encoding="utf-8")
+    return load_config(PolicyTrainerConfig, SECTION, [path])
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=20)
@@ -68,16 +71,34 @@ def test_a_printed_tree_loads_back_to_itself(
 
 
 def test_descriptions_stand_above_their_keys() -> None:
-    assert '# How to draft. Two lines.\nmode = "fast"\n' in print_config(PolicyTrainerConfig())
+    assert '# How to draft. Two lines.\nmode = "fast"\n' in print_config(
+        PolicyTrainerConfig(), SECTION
+    )
 
 
 def test_a_password_in_a_url_is_masked() -> None:
     url = "redis://user:pa55@host:6379/0"
-    printed = print_config(PolicyTrainerConfig(redis=RedisConfig(durable_url=url)))
+    printed = print_config(PolicyTrainerConfig(redis=RedisConfig(durable_url=url)), SECTION)
     assert 'durable_url = "redis://user:****@host:6379/0"' in printed
     assert "pa55" not in printed
 
 
 def test_a_token_in_the_environment_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", string.ascii_lowercase)
-    assert string.ascii_lowercase not in print_config(PolicyTrainerConfig())
+    assert string.ascii_lowercase not in print_config(PolicyTrainerConfig(), SECTION)
+
+
+TABLES = st.recursive(
+    st.booleans() | st.integers(-(2**63), 2**63 - 1) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(tree=st.dictionaries(TEXT, TABLES, max_size=4))
+def test_tables_survive_their_file(
+    tmp_path_factory: pytest.TempPathFactory, tree: dict[str, object]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "tables.toml"
+    write_tables(path, tree)
+    assert read_tables(path) == tree

@@ -1,0 +1,69 @@
+"""Reads, merges and writes TOML tables as plain dicts."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from paceline.config.render import toml_key, toml_value
+from paceline.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+def read_tables(path: Path) -> Tree:
+    """Tables of a file; raises ConfigError when it cannot be read."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file: {error.strerror}", seen=path) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def write_tables(path: Path, tree: Mapping[str, Any]) -> None:
+    """Write tables to a file that only its owner can read: a Redis URL may hold a password."""
+    temporary = path.with_suffix(".tmp")
+    temporary.touch(mode=0o600)
+    temporary.write_text("\n".join(_lines(tree)).lstrip("\n") + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def merge(into: Tree, new: Mapping[str, Any]) -> None:
+    """Put `new` over `into`: tables merge, all else is replaced."""
+    for key, value in new.items():
+        if isinstance(value, Mapping):
+            below = into.get(key)
+            into[key] = dict(below) if isinstance(below, dict) else {}
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def nested(key: str, value: Any) -> Tree:
+    """The tables that a dotted key stands for, with its value at their end."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def value_of(raw: str) -> Any:
+    """What an override's text says: a TOML value, else the text."""
+    try:
+        return tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return raw
+
+
+def _lines(tree: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    values = {key: value for key, value in tree.items() if not isinstance(value, Mapping)}
+    if path and (values or not tree):
+        yield f"\n[{path}]"
+    for key, value in values.items():
+        yield f"{toml_key(key)} = {toml_value(value, masked=False)}"
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            below = toml_key(key)
+            yield from _lines(value, f"{path}.{below}" if path else below)
