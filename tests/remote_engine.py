@@ -252,7 +252,9 @@ class RemoteEngine:
     def enqueue(self, request: Request) -> None:
         number = self._first + request.request_id
         self._client.send(
-            enqueue=pb.EnqueueRequests(requests=[request_to(replace(request, request_id=number))])
+            enqueue=pb.EnqueueRequests(
+                requests=[wire.request_to(replace(request, request_id=number))]
+            )
         )
         self._refresh()
         self._refresh()  # chunks leave with the round after the command
@@ -382,31 +384,3 @@ class RemoteEngine:
 
     def close(self) -> None:
         """The process stays."""
-
-
-def request_to(request: Request) -> pb.EngineRequest:
-    sampling = request.sampling
-    return pb.EngineRequest(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt,
-        sampling=tpb.SamplingParams(
-            seed=sampling.seed,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            stop=sampling.stop,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            top_logprobs=sampling.top_logprobs,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            repetition_penalty=sampling.repetition_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            json_schema=sampling.json_schema,
-        ),
-        stream=request.stream,
-        capture=request.capture,
-        forced_arm=request.forced_arm,
-    )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from remote_engine import WorkerClient, request_to
+from remote_engine import WorkerClient
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -22,9 +22,11 @@ import rollout_gateway
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines.nouns import Chunk, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Request
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.worker import wire
 
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
 CPU_KERNELS = Path(rollout_gateway.__file__).parent / "testing" / "cpu_kernels"
@@ -100,7 +102,7 @@ class Served:
         sampling = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **options}
         seeds = sampling.pop("seeds", [7 + i for i in range(len(prompts))])
         messages = [
-            request_to(
+            wire.request_to(
                 Request(first + i, tuple(prompt), Sampling(seed=seeds[i], **sampling), **outer)
             )
             for i, prompt in enumerate(prompts)

@@ -22,7 +22,8 @@ from paceline.errors import InvalidInput
 from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import Chunk, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Request
+from rollout_gateway.engines.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ from paceline.trajectory import SpeculationStats, request_seed
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Request
+from rollout_gateway.engines.sampling import Sampling
 
 HERE = Path(__file__).parent
 SIBLINGS, MAX_TOKENS, PROBES = 8, 224, 64

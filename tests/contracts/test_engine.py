@@ -28,8 +28,8 @@ from rollout_gateway.engines.nouns import (
     PauseMode,
     PrefixStats,
     Request,
-    Sampling,
 )
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 from rollout_gateway.testing.scripted.engine import build_scripted
 from rollout_gateway.testing.scripted.script import ScriptedSpec

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from remote_engine import WorkerClient, request_to
+from remote_engine import WorkerClient
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.spec import SGLangSpec
+from rollout_gateway.engines.worker import wire
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
@@ -51,7 +53,7 @@ def tokens(client: WorkerClient, number: int, arm: str) -> list[int]:
     request = Request(
         number, PROMPT, Sampling(7, 40, temperature=0.0, ignore_eos=True), forced_arm=arm
     )
-    client.send(enqueue=pb.EnqueueRequests(requests=[request_to(request)]))
+    client.send(enqueue=pb.EnqueueRequests(requests=[wire.request_to(request)]))
     while not any(chunk.request_id == number and chunk.finish for chunk in client.chunks):
         client.wait()
     return [t for chunk in client.chunks if chunk.request_id == number for t in chunk.token_ids]

@@ -16,7 +16,8 @@ from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 ARMS = (
     "off",

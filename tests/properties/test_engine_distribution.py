@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 VOCAB, LENGTH, REQUESTS, ALPHA = 4, 4, 12_000, 1e-3
 SEQUENCES = torch.cartesian_prod(*[torch.arange(VOCAB)] * LENGTH)

@@ -28,7 +28,8 @@ from paceline.speculators.draft_tree import Beam
 from paceline.speculators.layer.drafter import LayerDrafter
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Request
+from rollout_gateway.engines.sampling import Sampling
 
 pytestmark = pytest.mark.sglang
 POLICY = DEMO / "policy_start"

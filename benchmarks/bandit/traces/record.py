@@ -24,7 +24,8 @@ from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.speculative import DraftPart
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 STEPS = {"eagle": 7, "ngram": 4}
 """Drafts recorded from every token."""

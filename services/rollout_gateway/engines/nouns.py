@@ -8,6 +8,7 @@ from enum import StrEnum
 from paceline.errors import MissingCapability
 from paceline.trajectory import SpeculationStats, VersionSpan
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from rollout_gateway.engines.sampling import Sampling
 
 
 class Capability(StrEnum):
@@ -53,10 +54,6 @@ def missing(engine: str, capability: Capability) -> MissingCapability:
     )
 
 
-MAX_BIASED_TOKENS = 300
-"""Entries of a request's logit bias at most."""
-
-
 class PauseMode(StrEnum):
     """What happens to running requests while weights change."""
 
@@ -80,43 +77,6 @@ class Finish(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to draw, see proto SamplingParams; seed always set.
-
-    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
-    penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
-    mask leaves.
-    """
-
-    seed: int
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    top_logprobs: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    # (token id, what is added), token ids ascending and distinct
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
-
-    @property
-    def penalised(self) -> bool:
-        """Whether the draw depends on which tokens came before."""
-        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
-
-    @property
-    def adjusted(self) -> bool:
-        """Whether anything changes the logits before the draw."""
-        return self.penalised or bool(self.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)

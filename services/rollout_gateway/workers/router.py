@@ -19,7 +19,6 @@ import zmq.asyncio
 
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.telemetry import get_logger, meter
-from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.background import background, cancel
@@ -351,9 +350,3 @@ class Router:
         for generations in slot.clear():
             for generation in generations:
                 generation.fail(message)
-
-
-def versions_of(process: WorkerProcess) -> VersionSet:
-    """Set a worker served when it got ready."""
-    served = process.ready.versions
-    return VersionSet(served.seq, served.policy, served.drafter)

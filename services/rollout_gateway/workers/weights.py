@@ -15,7 +15,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.process import WorkerProcess
-from rollout_gateway.workers.router import Router, versions_of
+from rollout_gateway.workers.router import Router
 
 VERSIONS_REMEMBERED = 16
 log = get_logger(__name__)
@@ -40,7 +40,7 @@ class WorkerWeights:
     async def load_committed(self, process: WorkerProcess) -> None:
         """Bring a worker that starts to the serving set."""
         async with self._swap:
-            started = versions_of(process)
+            started = wire.versions_from(process.ready.versions)
             self._remember(started.policy, process.ready.lm_head_hash)
             if started != self.versions:
                 await self._commit_one(process, self.versions, started, pb.PAUSE_MODE_IN_PLACE)

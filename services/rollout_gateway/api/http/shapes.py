@@ -23,6 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from rollout_gateway.engines.sampling import RANGES
+
+_PLAIN = tuple(name for name in RANGES if name not in ("max_tokens", "top_logprobs"))
 MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other at most, in values that go on to templates and back to
 clients.
@@ -143,8 +146,25 @@ Content = Annotated[
     TEXT_OR_LIST,
 ]
 """Text, or parts of it."""
-Temperature = Annotated[float, Field(ge=0, le=10, allow_inf_nan=False), NullIs(1.0)]
-TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False), NullIs(1.0)]
+
+
+def within(name: str, *, whole: bool = False) -> Any:
+    """The range of a sampling parameter as pydantic checks it."""
+    allowed = RANGES[name]
+    return Field(
+        gt=allowed.low if allowed.above else None,
+        ge=None if allowed.above else allowed.low,
+        le=allowed.high,
+        allow_inf_nan=None if whole else False,
+    )
+
+
+Temperature = Annotated[float, within("temperature"), NullIs(1.0)]
+TopP = Annotated[float, within("top_p"), NullIs(1.0)]
+Limit = Annotated[int, within("max_tokens", whole=True)]
+TopK = Annotated[int, within("top_k", whole=True)]
+TopLogprobs = Annotated[int, within("top_logprobs", whole=True)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Off = Annotated[bool, NullIs(False)]
 On = Annotated[bool, NullIs(True)]
 
@@ -154,3 +174,8 @@ def joined_text(content: str | list[Any] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(part.text for part in content)
+
+
+def plain_sampling(body: BaseModel) -> dict[str, Any]:
+    """The sampling parameters that a body spells as they are spelled everywhere."""
+    return {name: getattr(body, name) for name in _PLAIN if name in type(body).model_fields}

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.nouns import Capability, Finish, Sampling, missing
+from rollout_gateway.engines.nouns import Capability, Finish, missing
 from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
 from rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
@@ -39,6 +39,7 @@ from rollout_gateway.engines.requests.json_schema import (
     refused,
 )
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -12,7 +12,8 @@ import torch
 
 from rollout_gateway.bandits import CostSample
 from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 SIZES = (1, 4, 16, 64, 256)
 PROMPT_TOKENS = 8

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from paceline import errors
 from paceline.errors import InvalidInput
@@ -22,8 +25,8 @@ from rollout_gateway.engines.nouns import (
     Request,
     RoundSplit,
     RowLayout,
-    Sampling,
 )
+from rollout_gateway.engines.sampling import Sampling
 
 FINISH = {
     Finish.STOP: tpb.FINISH_REASON_STOP,
@@ -43,6 +46,7 @@ MEMORY_TAGS = {
 }
 TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
 
+_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 _ERRORS = {
     kind.reason: kind
     for kind in vars(errors).values()
@@ -78,6 +82,15 @@ def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
             "unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag]
         )
     return tuple(MEMORY_TAGS[value] for value in values)
+
+
+def _plain(message: Message, kind: type[Any]) -> dict[str, Any]:
+    """Values of a dataclass whose fields are called as the message's; repeated ones as tuples."""
+    values = {one.name: getattr(message, one.name) for one in dataclasses.fields(kind)}
+    return {
+        name: value if isinstance(value, str | int | float) else tuple(value)
+        for name, value in values.items()
+    }
 
 
 def versions_from(message: tpb.VersionSet) -> VersionSet:
@@ -125,31 +138,11 @@ def rows_from(message: pb.WorkerReady) -> RowLayout:
 
 
 def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
-    return SpeculationStats(
-        message.target_steps,
-        message.drafted_tokens,
-        message.accepted_tokens,
-        message.drafted_round_tokens,
-        message.drafted_rounds,
-        tuple(message.proposed_at),
-        tuple(message.accepted_at),
-        message.trained_rounds,
-        message.trained_round_tokens,
-    )
+    return SpeculationStats(**_plain(message, SpeculationStats))
 
 
 def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
-    return tpb.SpeculationStats(
-        target_steps=stats.target_steps,
-        drafted_tokens=stats.drafted_tokens,
-        accepted_tokens=stats.accepted_tokens,
-        drafted_round_tokens=stats.drafted_round_tokens,
-        drafted_rounds=stats.drafted_rounds,
-        proposed_at=stats.proposed_at,
-        accepted_at=stats.accepted_at,
-        trained_rounds=stats.trained_rounds,
-        trained_round_tokens=stats.trained_round_tokens,
-    )
+    return tpb.SpeculationStats(**dataclasses.asdict(stats))
 
 
 def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[VersionSpan, ...]:
@@ -164,25 +157,28 @@ def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[Ver
     return tuple(merged)
 
 
+_READ: dict[str, Callable[[Any], Any]] = {
+    "top_p": lambda mass: mass or 1.0,
+    "repetition_penalty": lambda factor: factor or 1.0,
+    "stop": tuple,
+    "stop_token_ids": tuple,
+    "logit_bias": lambda bias: tuple(sorted(bias.items())),
+}
+"""Parameters whose wire form is another: repeated fields, and 0 for what was left out."""
+
+
 def sampling_from(message: tpb.SamplingParams) -> Sampling:
     """What is left out gets the value that switches it off."""
-    return Sampling(
-        seed=message.seed,
-        max_tokens=message.max_tokens,
-        temperature=message.temperature,
-        top_p=message.top_p or 1.0,
-        top_k=message.top_k,
-        min_p=message.min_p,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
-        top_logprobs=message.top_logprobs,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        repetition_penalty=message.repetition_penalty or 1.0,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        json_schema=message.json_schema,
-    )
+    values: dict[str, Any] = {
+        name: _READ[name](getattr(message, name)) if name in _READ else getattr(message, name)
+        for name in _SAMPLING
+    }
+    return Sampling(**values)
+
+
+def sampling_to(sampling: Sampling) -> tpb.SamplingParams:
+    values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING}
+    return tpb.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def request_from(message: pb.EngineRequest) -> Request:
@@ -193,6 +189,17 @@ def request_from(message: pb.EngineRequest) -> Request:
         stream=message.stream,
         capture=message.capture,
         forced_arm=message.forced_arm,
+    )
+
+
+def request_to(request: Request) -> pb.EngineRequest:
+    return pb.EngineRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt,
+        sampling=sampling_to(request.sampling),
+        stream=request.stream,
+        capture=request.capture,
+        forced_arm=request.forced_arm,
     )
 
 
@@ -222,50 +229,22 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
 
 
 def arm_to(report: ArmReport) -> pb.ArmStats:
-    return pb.ArmStats(
-        arm=report.arm,
-        batch_group=report.batch_group,
-        pulls=report.pulls,
-        explorations=report.explorations,
-        mean_tokens_per_s=report.mean_tokens_per_s,
-        mean_accept_length=report.mean_accept_length,
-        drafter_deaths=report.drafter_deaths,
-    )
+    return pb.ArmStats(**dataclasses.asdict(report))
 
 
 def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
     return pb.BanditEvidence(
         acceptance=[
-            pb.AcceptanceEvidence(
-                family=one.family,
-                batch_group=one.batch_group,
-                accepted=one.accepted,
-                trials=one.trials,
-            )
-            for one in evidence.acceptance
+            pb.AcceptanceEvidence(**dataclasses.asdict(one)) for one in evidence.acceptance
         ],
-        costs=[
-            pb.CostEvidence(
-                arm=one.arm,
-                batch_group=one.batch_group,
-                log_factor=one.log_factor,
-                weight=one.weight,
-            )
-            for one in evidence.costs
-        ],
+        costs=[pb.CostEvidence(**dataclasses.asdict(one)) for one in evidence.costs],
     )
 
 
 def evidence_from(message: pb.BanditEvidence) -> Evidence:
     return Evidence(
-        tuple(
-            AcceptanceEvidence(one.family, one.batch_group, tuple(one.accepted), tuple(one.trials))
-            for one in message.acceptance
-        ),
-        tuple(
-            CostEvidence(one.arm, one.batch_group, one.log_factor, one.weight)
-            for one in message.costs
-        ),
+        tuple(AcceptanceEvidence(**_plain(one, AcceptanceEvidence)) for one in message.acceptance),
+        tuple(CostEvidence(**_plain(one, CostEvidence)) for one in message.costs),
     )
 
 
@@ -274,17 +253,11 @@ def split_to(split: RoundSplit) -> pb.RoundSplit:
 
 
 def split_from(message: pb.RoundSplit) -> RoundSplit:
-    return RoundSplit(*(getattr(message, one.name) for one in dataclasses.fields(RoundSplit)))
+    return RoundSplit(**_plain(message, RoundSplit))
 
 
 def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
-    return pb.PrefixStats(
-        prompt_tokens=stats.prompt_tokens,
-        reused_tokens=stats.reused_tokens,
-        lookups=stats.lookups,
-        lookup_s=stats.lookup_s,
-        copy_s=stats.copy_s,
-    )
+    return pb.PrefixStats(**dataclasses.asdict(stats))
 
 
 def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:

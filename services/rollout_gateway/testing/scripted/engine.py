@@ -37,6 +37,7 @@ from rollout_gateway.engines.nouns import (
     RowLayout,
     missing,
 )
+from rollout_gateway.engines.sampling import check_prompt, check_sampling
 from rollout_gateway.testing.scripted.replies import Script
 from rollout_gateway.testing.scripted.request import Running
 from rollout_gateway.testing.scripted.script import (
@@ -118,15 +119,8 @@ class ScriptedEngine:
 
     def enqueue(self, request: Request) -> None:
         spec = self._spec
-        if not request.prompt or len(request.prompt) >= spec.max_sequence_tokens:
-            allowed = f"1 to {spec.max_sequence_tokens - 1} tokens"
-            raise InvalidInput("the prompt does not fit", seen=len(request.prompt), allowed=allowed)
-        if max(request.prompt) >= spec.vocab_size:
-            raise InvalidInput(
-                "a prompt token is out of range",
-                seen=max(request.prompt),
-                allowed=spec.vocab_size - 1,
-            )
+        check_prompt(request.prompt, spec.vocab_size, spec.max_sequence_tokens)
+        check_sampling(request.sampling, spec.vocab_size)
         if request.sampling.stop and self._tokenizer is None:
             raise InvalidInput(
                 "stop strings need the setting `tokenizer`", seen=request.sampling.stop

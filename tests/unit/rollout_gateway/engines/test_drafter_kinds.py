@@ -24,7 +24,8 @@ from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout, Sampling
+from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout
+from rollout_gateway.engines.sampling import Sampling
 
 TWIN, DEEP, SILENT = "twin_kind:KIND", "twin_kind:DEEP", "twin_kind:SILENT"
 EAGLE_ARMS, TWIN_ARMS = {"eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8"}, {"twin:3_1_4", "twin:5_1_6"}

@@ -21,7 +21,8 @@ from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout, Sampling
+from rollout_gateway.engines.nouns import Capability, PauseMode, Request, RowLayout
+from rollout_gateway.engines.sampling import Sampling
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 ARMS = ("eagle:3_1_4", "eagle:5_1_6", "eagle:4_3_10", "eagle:6_4_16", "ngram:4_1_5", "ngram:4_3_9")

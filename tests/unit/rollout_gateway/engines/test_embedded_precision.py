@@ -25,7 +25,8 @@ from paceline.trajectory import NEAR_TIE_GAP, Target, VersionSet
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import PauseMode, Request, Sampling
+from rollout_gateway.engines.nouns import PauseMode, Request
+from rollout_gateway.engines.sampling import Sampling
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")
 SEQUENCES, LONGEST = 100, 16

@@ -22,7 +22,8 @@ from paceline.speculators.eagle.net import EagleNet
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 Tensors = dict[str, Tensor]
 UP, FC = "model.layers.1.mlp.up_proj.weight", "fc.weight"
@@ -286,7 +287,7 @@ def test_a_prompt_beyond_the_context_is_refused(length: int, fits: bool, models:
         engine.enqueue(request)
         return
     with pytest.raises(
-        InvalidInput, match=f"the prompt does not fit; seen: {length}; allowed: 1 to 63 tokens"
+        InvalidInput, match=f"prompt does not fit; seen: {length} tokens; allowed: 1 to 63 tokens"
     ):
         engine.enqueue(request)
     assert not engine.has_work

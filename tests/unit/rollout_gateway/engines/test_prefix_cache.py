@@ -19,8 +19,9 @@ from rollout_gateway.engines.embedded.prefix_cache import (
     PrefixIndex,
     block_keys,
 )
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 
 RUNNING, RETAINED, CAPACITY = 3, 3, 128
 Tokens = tuple[int, ...]

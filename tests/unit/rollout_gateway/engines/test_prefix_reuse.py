@@ -22,8 +22,9 @@ from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.embedded import prefill
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 
 ARMS = ("off", "eagle:3_1_4", "ngram:4_1_5")
 PROMPT = tuple(random.Random(1).choices(range(3, 97), k=40))

@@ -22,7 +22,8 @@ from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
 from rollout_gateway.engines.embedded.rejected import REJECTED_PER_ROUND, rejected_drafts
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.verify import Verdict
-from rollout_gateway.engines.nouns import Capability, Request, Sampling
+from rollout_gateway.engines.nouns import Capability, Request
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.features.selection import hanging_drafts, longest_run
 

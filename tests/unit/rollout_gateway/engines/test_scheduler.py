@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rollout_gateway.engines.embedded.scheduler import Scheduler
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 
 
 def sequence(number: int, length: int = 10) -> RunningSequence:

@@ -13,8 +13,9 @@ from paceline.errors import ConfigError, InvalidInput
 from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.arms import (
     OFF,
     ROOT,

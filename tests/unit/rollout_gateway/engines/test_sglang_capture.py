@@ -15,7 +15,8 @@ from torch import Tensor
 
 from paceline.errors import ConfigError, MissingCapability
 from paceline.trajectory import VersionSet
-from rollout_gateway.engines.nouns import Request, RowLayout, Sampling
+from rollout_gateway.engines.nouns import Request, RowLayout
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.slot_rows import Gathered, Leaving, SlotRows
 from rollout_gateway.engines.sglang.rows import row_layout

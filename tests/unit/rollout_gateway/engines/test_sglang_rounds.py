@@ -13,8 +13,9 @@ import torch
 
 from paceline.trajectory import SpeculationStats, VersionSet
 from rollout_gateway.bandits import BanditSettings
-from rollout_gateway.engines.nouns import Request, Sampling
+from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin import rounds
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, Values

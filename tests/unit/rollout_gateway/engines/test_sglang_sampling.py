@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import InternalError
 from paceline.models.sampling import Draw
-from rollout_gateway.engines.nouns import Finish, Request, Sampling
+from rollout_gateway.engines.nouns import Finish, Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.sampling import (
     accepted_path,
     as_sglang,

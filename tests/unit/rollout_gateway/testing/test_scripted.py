@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput, WeightsError
 from paceline.trajectory import Target, VersionSet, VersionSpan
-from rollout_gateway.engines.nouns import Chunk, Finish, PauseMode, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Finish, PauseMode, Request
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker.ring import RowRing
 from rollout_gateway.testing.scripted.engine import ScriptedEngine, build_scripted
 from rollout_gateway.testing.scripted.script import (

@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer
 
 from paceline.errors import ConfigError, InvalidInput
-from rollout_gateway.engines.nouns import Chunk, Finish, Request, Sampling
+from rollout_gateway.engines.nouns import Chunk, Finish, Request
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.testing.scripted.engine import build_scripted
 from rollout_gateway.testing.scripted.replies import Script
 from rollout_gateway.testing.scripted.script import ScriptedSpec, read_script, scripted_response

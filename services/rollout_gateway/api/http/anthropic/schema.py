@@ -20,13 +20,17 @@ from rollout_gateway.api.http.shapes import (
     TEXT_OR_LIST,
     JsonObject,
     JsonValue,
+    Limit,
     NullIs,
     Off,
+    Seed,
     Shape,
     Temperature,
+    TopK,
     TopP,
     by_type,
     joined_text,
+    plain_sampling,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
 
@@ -239,22 +243,20 @@ class ConversationBody(Shape):
 class MessagesBody(ConversationBody):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, lt=2**31)
+    max_tokens: Limit
     stream: Off = False
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: Annotated[int, Field(ge=0, lt=2**31), NullIs(0)] = 0
+    top_k: Annotated[TopK, NullIs(0)] = 0
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63)  # extension
+    seed: Seed | None = None  # extension
 
     def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
         """How to draw the message; `index` is 0, there is one, and it has a limit of its own."""
         form = self.output_config.format if self.output_config is not None else None
         params = tpb.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
+            **plain_sampling(self),
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or [],
             json_schema="" if form is None else json.dumps(form.json_schema),

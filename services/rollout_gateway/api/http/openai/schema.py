@@ -15,20 +15,25 @@ from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     Content,
     JsonObject,
+    Limit,
     NullIs,
     Off,
+    Seed,
     Temperature,
+    TopK,
+    TopLogprobs,
     TopP,
     joined_text,
+    plain_sampling,
+    within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
-from rollout_gateway.engines.nouns import MAX_BIASED_TOKENS
+from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False), NullIs(0.0)]
-Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
+Bias = Annotated[float, Field(ge=BIAS.low, le=BIAS.high, allow_inf_nan=False)]
 
 
 class StreamOptions(BaseModel):
@@ -46,21 +51,18 @@ class GenerationBody(BaseModel):
 
     model: str = ""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
-    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: Limit | None = None
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
-    top_k: int = Field(0, ge=0, lt=2**31)
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
-    presence_penalty: Penalty = 0.0
-    frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(ge=0.1, le=10, allow_inf_nan=False)] = (
-        1.0  # extension
-    )
-    logit_bias: dict[TokenId, Bias] | None = Field(
-        None, max_length=MAX_BIASED_TOKENS
-    )  # JSON spells the ids as text
+    top_k: TopK = 0
+    min_p: Annotated[float, within("min_p")] = 0.0
+    presence_penalty: Annotated[float, within("presence_penalty"), NullIs(0.0)] = 0.0
+    frequency_penalty: Annotated[float, within("frequency_penalty"), NullIs(0.0)] = 0.0
+    repetition_penalty: Annotated[float, within("repetition_penalty")] = 1.0  # extension
+    # JSON spells the ids as text.
+    logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: Seed | None = None
     stream: Off = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # extension: go on after an end token
@@ -86,17 +88,11 @@ class GenerationBody(BaseModel):
         """Sampling of choice `index`: with a seed, choice i draws with seed + i."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         params = tpb.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+            **plain_sampling(self),
             max_tokens=self.limit() or default_limit,
             stop=stops,
             ignore_eos=self.ignore_eos,
             top_logprobs=self.wanted_logprobs() or 0,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
             logit_bias=self.logit_bias or {},
             json_schema=self.json_schema(),
         )
@@ -109,8 +105,8 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    max_tokens: int | None = Field(16, ge=1, lt=2**31)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: Limit | None = 16
+    logprobs: TopLogprobs | None = None
     echo: Off = False
     suffix: str | None = None
     best_of: int | None = None
@@ -244,9 +240,9 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: Limit | None = None
     logprobs: Off = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: TopLogprobs | None = None
     tools: list[ToolBody] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     response_format: ResponseFormat | None = None

@@ -22,13 +22,16 @@ from rollout_gateway.api.http.shapes import (
     Content,
     JsonObject,
     JsonValue,
+    Limit,
     Off,
     On,
+    Seed,
     Shape,
     Temperature,
     TopP,
     by_type,
     joined_text,
+    plain_sampling,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 
@@ -150,13 +153,13 @@ class ResponsesBody(Shape):
         | None
     ) = None
     parallel_tool_calls: On = True
-    max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_output_tokens: Limit | None = None
     temperature: Temperature = 1.0
     top_p: TopP = 1.0
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None  # extension
-    seed: int | None = Field(None, ge=0, lt=2**63)  # extension
+    seed: Seed | None = None  # extension
     background: JsonValue = None
     conversation: JsonValue = None
     prompt: JsonValue = None
@@ -170,8 +173,7 @@ class ResponsesBody(Shape):
     def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
         """How to draw the response; `index` is 0, there is one."""
         params = tpb.SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
+            **plain_sampling(self),
             max_tokens=self.max_output_tokens or default_limit,
             stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
             json_schema=self.json_schema(),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from paceline.models.sampling import Draw, DrawParams, top_alternatives
-from rollout_gateway.engines.nouns import Sampling
 from rollout_gateway.engines.requests.tree_paths import follow
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
 
 

@@ -36,7 +36,7 @@ from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Capability, Chunk, Finish, PauseMode, Request, Sampling
+from rollout_gateway.engines.nouns import Capability, Chunk, Finish, PauseMode, Request
 from rollout_gateway.engines.requests.json_schema import (
     MAX_SCHEMA_BYTES,
     MAX_SPACE,
@@ -44,6 +44,7 @@ from rollout_gateway.engines.requests.json_schema import (
     check_json_schema,
 )
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.trainable import check_trainable
 

@@ -23,10 +23,10 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
-from rollout_gateway.engines.nouns import Chunk, PauseMode, Request, Sampling
-from rollout_gateway.engines.requests.admission import check_request
+from rollout_gateway.engines.nouns import Chunk, PauseMode, Request
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import RunningSequence
+from rollout_gateway.engines.sampling import Sampling, check_sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Drawn, Tracked
 from rollout_gateway.engines.worker import wire
 
@@ -149,7 +149,7 @@ def test_values_out_of_range_are_named_with_what_is_allowed(
     setting: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(InvalidInput, match=named):
-        check_request(Request(1, (1,), Sampling(1, 4, **setting)), VOCAB, 64)
+        check_sampling(Sampling(1, 4, **setting), VOCAB)
 
 
 def test_penalties_on_the_wire_are_those_of_the_message_and_absent_ones_are_off() -> None:

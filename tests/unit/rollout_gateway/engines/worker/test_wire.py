@@ -12,7 +12,6 @@ from paceline.errors import (
     PacelineError,
     WeightsError,
 )
-from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.worker import wire
 
@@ -40,8 +39,3 @@ def test_a_refused_version_is_what_the_coordinator_gives_up_on() -> None:
 def test_an_error_of_an_unknown_class_is_internal() -> None:
     again = wire.error_from(pb.CommandFailed(reason="ODD", message="something", family="ODD"))
     assert (type(again), again.reason) == (InternalError, "ODD")
-
-
-def test_speculation_counters_come_back() -> None:
-    stats = SpeculationStats(9, 8, 7, 6, 5, (4, 3), (2, 1), 3, 4)
-    assert wire.stats_from(wire.stats_to(stats)) == stats

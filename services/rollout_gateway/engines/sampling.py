@@ -1,0 +1,143 @@
+"""How the tokens of a request are drawn: the parameters, their ranges, and the check of both.
+
+The one list: bodies of the HTTP APIs take their ranges from RANGES, the gateway and every engine
+refuse by `check_sampling`, and what may be trained follows from the defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from paceline.errors import InvalidInput
+
+INT_LIMIT = 2**31
+MAX_BIASED_TOKENS = 300
+"""Entries of a request's logit bias at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Seed always set. The names are those of proto SamplingParams; a default switches off.
+
+    Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
+    penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
+    mask leaves.
+    """
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    # (token id, what is added), token ids ascending and distinct
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    json_schema: str = ""  # JSON schema of the response; "{}" is any JSON object, "" none
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the draw depends on which tokens came before."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether anything changes the logits before the draw."""
+        return self.penalised or bool(self.logit_bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Values that a number may have; NaN is in none."""
+
+    low: float
+    high: float
+    above: bool = False  # low itself is out
+
+    def holds(self, value: float) -> bool:
+        """Whether a value may be used."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def __str__(self) -> str:
+        high = "" if self.high >= INT_LIMIT - 1 else f"{self.high:g}"
+        if self.above:
+            return f"above {self.low:g} and at most {high}"
+        return f"{self.low:g} to {high}" if high else f"at least {self.low:g}"
+
+
+RANGES = {
+    "max_tokens": Range(1, INT_LIMIT - 1),
+    "temperature": Range(0, 10),
+    "top_p": Range(0, 1, above=True),
+    "top_k": Range(0, INT_LIMIT - 1),
+    "min_p": Range(0, 1),
+    "top_logprobs": Range(0, 20),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "repetition_penalty": Range(0.1, 10),
+}
+BIAS = Range(-100, 100)
+RECOMPUTED = {"temperature"}
+"""What the policy trainer follows when it computes log-probs again."""
+NO_EFFECT = {"seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "top_logprobs"}
+"""What changes no log-prob of a token that was drawn."""
+
+
+def check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    """Raises InvalidInput naming the parameter that cannot work."""
+    for name, allowed in RANGES.items():
+        value = getattr(sampling, name)
+        if not allowed.holds(value):
+            raise InvalidInput(f"{name} is out of range", seen=value, allowed=allowed)
+    if not all(sampling.stop):
+        raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
+    if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
+        raise InvalidInput(
+            "logit_bias has too many entries",
+            seen=len(sampling.logit_bias),
+            allowed=MAX_BIASED_TOKENS,
+        )
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise InvalidInput(
+                "logit_bias names a token out of range",
+                seen=token,
+                allowed=f"0 to {vocab_size - 1}",
+            )
+        if not BIAS.holds(bias):
+            raise InvalidInput(
+                f"logit_bias of token {token} is out of range", seen=bias, allowed=BIAS
+            )
+
+
+def check_prompt(prompt: tuple[int, ...], vocab_size: int, max_sequence_tokens: int) -> None:
+    """Raises InvalidInput for tokens that the engine cannot take."""
+    longest = max_sequence_tokens - 1
+    if not 1 <= len(prompt) <= longest:
+        raise InvalidInput(
+            "prompt does not fit", seen=f"{len(prompt)} tokens", allowed=f"1 to {longest} tokens"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        seen = max(prompt) if min(prompt) >= 0 else min(prompt)
+        raise InvalidInput(
+            "prompt holds a token id out of range", seen=seen, allowed=f"0 to {vocab_size - 1}"
+        )
+
+
+def untrainable(sampling: Sampling) -> dict[str, object]:
+    """The parameters, with their values, under which log-probs cannot be computed again."""
+    found: dict[str, object] = {
+        field.name: getattr(sampling, field.name)
+        for field in fields(Sampling)
+        if field.name not in RECOMPUTED | NO_EFFECT
+        and getattr(sampling, field.name) != field.default
+    }
+    if not sampling.temperature > 0:
+        found["temperature"] = sampling.temperature
+    return found

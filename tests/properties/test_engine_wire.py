@@ -1,0 +1,171 @@
+"""Every field of what crosses the socket between gateway and worker, there and back."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hypothesis import given
+from hypothesis import strategies as st
+from remote_engine import chunk_from
+
+from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from rollout_gateway.engines.nouns import (
+    Capability,
+    Chunk,
+    EngineInfo,
+    Finish,
+    Load,
+    PrefixStats,
+    Request,
+    RoundSplit,
+    RowLayout,
+)
+from rollout_gateway.engines.sampling import Sampling
+from rollout_gateway.engines.worker import wire
+
+U32 = st.integers(0, 2**32 - 1)
+FLOATS = st.floats(width=32, allow_nan=False)
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(0, 2**31 - 1),
+    float: FLOATS,
+    str: st.text(max_size=5),
+    bool: st.booleans(),
+}
+
+
+def values(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a type, whatever it is built of."""
+    if hint in PLAIN:
+        return PLAIN[hint]
+    arguments = get_args(hint)
+    if isinstance(hint, types.UnionType):
+        return st.one_of(*map(values, arguments))
+    if hint is type(None):
+        return st.none()
+    if get_origin(hint) is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if get_origin(hint) is tuple:
+        return st.tuples(*map(values, arguments))
+    if get_origin(hint) is frozenset:
+        return st.frozensets(values(arguments[0]))
+    if issubclass(hint, Enum):
+        return st.sampled_from(list(hint))
+    assert is_dataclass(hint), hint
+    return every_field(hint)
+
+
+def every_field(kind: type[Any], **given_by: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Instances of a dataclass with all its fields drawn."""
+    hints = get_type_hints(kind)
+    drawn = {one.name: values(hints[one.name]) for one in fields(kind) if one.name not in given_by}
+    return st.builds(kind, **drawn, **given_by)
+
+
+def spans_of(lengths: list[int]) -> tuple[VersionSpan, ...]:
+    """Neighbours of different versions."""
+    ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
+    return tuple(
+        VersionSpan(end - length, end, version)
+        for version, (end, length) in enumerate(zip(ends, lengths, strict=True))
+    )
+
+
+ON = st.floats(0.125, 8, width=32)  # 0 on the wire means: left out
+SAMPLING = every_field(
+    Sampling,
+    top_p=ON,
+    repetition_penalty=ON,
+    logit_bias=st.dictionaries(U32, FLOATS).map(lambda bias: tuple(sorted(bias.items()))),
+)
+
+
+@given(SAMPLING)
+def test_sampling_comes_back(sampling: Sampling) -> None:
+    message = tpb.SamplingParams.FromString(wire.sampling_to(sampling).SerializeToString())
+    assert wire.sampling_from(message) == sampling
+
+
+@given(every_field(Request, sampling=SAMPLING))
+def test_a_request_comes_back(request: Request) -> None:
+    message = pb.EngineRequest.FromString(wire.request_to(request).SerializeToString())
+    assert wire.request_from(message) == request
+
+
+def test_the_wire_names_the_same_parameters_as_the_engine() -> None:
+    names = {one.name for one in fields(Sampling)}
+    assert set(tpb.SamplingParams.DESCRIPTOR.fields_by_name) == names
+
+
+@given(
+    every_field(
+        Chunk,
+        finish=st.sampled_from(Finish),
+        version_spans=st.lists(st.integers(1, 9), max_size=4).map(spans_of),
+    )
+)
+def test_the_last_chunk_comes_back(chunk: Chunk) -> None:
+    assert chunk_from(pb.TokenChunk.FromString(wire.chunk_to(chunk).SerializeToString())) == chunk
+
+
+@given(every_field(SpeculationStats))
+def test_speculation_counters_come_back(stats: SpeculationStats) -> None:
+    assert wire.stats_from(wire.stats_to(stats)) == stats
+
+
+@given(every_field(Evidence))
+def test_evidence_comes_back(evidence: Evidence) -> None:
+    assert wire.evidence_from(wire.evidence_to(evidence)) == evidence
+
+
+@given(every_field(VersionSet))
+def test_a_version_set_comes_back(versions: VersionSet) -> None:
+    assert wire.versions_from(wire.versions_to(versions)) == versions
+
+
+@given(every_field(Load), every_field(VersionSet))
+def test_health_says_every_field_of_the_load(load: Load, versions: VersionSet) -> None:
+    health = wire.health_to(load, versions)
+    assert wire.versions_from(health.versions) == versions
+    assert wire.stats_from(health.speculation) == load.speculation
+    assert wire.evidence_from(health.evidence) == load.evidence
+    assert wire.split_from(health.split) == load.split
+    assert by_name(health.prefixes, PrefixStats) == load.prefixes
+    assert tuple(by_name(one, ArmReport) for one in health.arms) == load.arms
+    structures = {"speculation", "evidence", "split", "prefixes", "arms"}
+    for name in {one.name for one in fields(Load)} - structures:
+        assert getattr(health, name) == getattr(load, name), name
+
+
+@given(every_field(EngineInfo, rows=every_field(RowLayout)), U32, U32, every_field(VersionSet))
+def test_ready_says_every_fact(
+    info: EngineInfo, index: int, pid: int, versions: VersionSet
+) -> None:
+    ready = wire.ready_to(info, index, pid, versions, "hash")
+    assert (ready.worker_index, ready.pid, ready.lm_head_hash) == (index, pid, "hash")
+    assert wire.versions_from(ready.versions) == versions
+    again = EngineInfo(
+        ready.vocab_size,
+        ready.hidden_size,
+        ready.max_sequence_tokens,
+        tuple(ready.arms),
+        frozenset(map(Capability, ready.capabilities)),
+        wire.rows_from(ready),
+        ready.device_tflops,
+    )
+    assert again == info
+
+
+@given(every_field(RoundSplit))
+def test_a_round_split_comes_back(split: RoundSplit) -> None:
+    assert wire.split_from(wire.split_to(split)) == split
+
+
+def by_name(message: Any, kind: type[Any]) -> Any:
+    """The dataclass whose fields are called as the message's."""
+    return kind(**{one.name: getattr(message, one.name) for one in fields(kind)})

@@ -1,0 +1,128 @@
+"""One table of ranges: an HTTP body, the gateway and every engine accept and refuse the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.client.options import ChatOptions
+from paceline.errors import InvalidInput, MissingCapability
+from paceline.models.config import read_config
+from paceline.v1 import engine_pb2 as pb
+from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.api.http.openai.schema import ChatBody
+from rollout_gateway.calls.checks import check_request
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.requests.admission import Admission
+from rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
+from rollout_gateway.testing.scripted.engine import build_scripted
+from rollout_gateway.testing.scripted.script import ScriptedSpec
+
+DEMO = Path(__file__).parents[4] / "examples" / "demo" / "policy_start"
+READY = pb.WorkerReady(vocab_size=320, max_sequence_tokens=64, capabilities=["penalties"])
+# What the documents of the wire and of the APIs promise; not read from the table.
+PROMISED = {
+    "max_tokens": ([1, 2**31 - 1], [0, 2**31]),
+    "temperature": ([0.0, 10.0], [-0.5, 10.5, math.nan, math.inf]),
+    "top_p": ([0.25, 1.0], [-0.5, 1.5, math.nan]),
+    "top_k": ([0, 2**31 - 1], [-1]),
+    "min_p": ([0.0, 1.0], [-0.5, 1.5, math.nan]),
+    "top_logprobs": ([0, 20], [21]),
+    "presence_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
+    "frequency_penalty": ([-2.0, 2.0], [-2.5, 2.5, math.nan]),
+    "repetition_penalty": ([0.125, 10.0], [0.05, 10.5, math.nan]),
+}
+
+
+def over_http(name: str, value: float) -> None:
+    message = {"role": "user", "content": "x"}
+    ChatBody.model_validate({"messages": [message], "logprobs": True, name: value})
+
+
+def over_grpc(name: str, value: float) -> None:
+    values: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, name: value}
+    check_request(READY, [5], tpb.SamplingParams(**values))
+
+
+def asked(name: str, value: float) -> Request:
+    values: dict[str, Any] = {"seed": 1, "max_tokens": 1, name: value}
+    return Request(1, (5,), Sampling(**values))
+
+
+def at_an_engine_with_a_model(name: str, value: float) -> None:
+    Admission(read_config(DEMO), DEMO, 64).sequence(asked(name, value))
+
+
+def at_the_scripted_engine(name: str, value: float) -> None:
+    build_scripted(ScriptedSpec()).enqueue(asked(name, value))
+
+
+DOORS = [over_http, over_grpc, at_an_engine_with_a_model, at_the_scripted_engine]
+
+
+def accepts(door: Callable[[str, float], None], name: str, value: float) -> bool:
+    try:
+        door(name, value)
+    except (InvalidInput, ValidationError):
+        return False
+    except MissingCapability:
+        return True
+    return True
+
+
+def test_every_ranged_parameter_is_promised() -> None:
+    assert set(PROMISED) == set(RANGES)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_door_accepts_and_refuses_the_same(
+    door: Callable[[str, float], None], name: str
+) -> None:
+    good, bad = PROMISED[name]
+    if door is over_grpc and name in ("max_tokens", "top_k", "top_logprobs"):
+        bad = [value for value in bad if 0 <= value < 2**31]  # the wire holds no others
+    assert [value for value in good if not accepts(door, name, value)] == []
+    assert [value for value in bad if accepts(door, name, value)] == []
+
+
+@pytest.mark.parametrize(
+    "bias", [{5: 101.0}, {5: math.nan}, {320: 1.0}, dict.fromkeys(range(301), 1.0)]
+)
+def test_every_door_refuses_the_same_bias(bias: dict[int, float]) -> None:
+    with pytest.raises(InvalidInput, match="logit_bias"):
+        check_request(READY, [5], tpb.SamplingParams(max_tokens=1, temperature=1, logit_bias=bias))
+    request = Request(1, (5,), Sampling(1, 1, logit_bias=tuple(bias.items())))
+    for enqueue in (
+        Admission(read_config(DEMO), DEMO, 64).sequence,
+        build_scripted(ScriptedSpec(vocab_size=320)).enqueue,
+    ):
+        with pytest.raises(InvalidInput, match="logit_bias"):
+            enqueue(request)
+
+
+def test_a_parameter_that_nobody_declared_harmless_cannot_be_trained() -> None:
+    off = Sampling(1, 1)
+    assert untrainable(off) == {}
+    free = {"seed", "max_tokens", "temperature", "stop", "stop_token_ids", "ignore_eos"}
+    free |= {"top_logprobs"}
+    for field in fields(Sampling):
+        if field.name in free:
+            continue
+        other = {str: "{}", tuple: ((5, 1.0),)}.get(type(field.default), 0.5)
+        assert set(untrainable(Sampling(1, 1, **{field.name: other}))) == {field.name}
+    assert untrainable(Sampling(1, 1, temperature=0.0)) == {"temperature": 0.0}
+
+
+def test_a_parameter_stands_in_every_list_that_the_recipe_names() -> None:
+    """The five files of CONTRIBUTING's recipe; the wire's own list is held by test_engine_wire."""
+    not_openai = {"stop_token_ids", "json_schema"}  # response_format is its spelling there
+    names = {field.name for field in fields(Sampling)} - not_openai
+    assert names <= set(ChatBody.model_fields)
+    assert names <= set(ChatOptions.__annotations__)
