@@ -33,8 +33,6 @@ class EngineConfig(ModelSettings):
     """Seconds until a worker has loaded its model."""
     command_deadline_s: float = Field(default=60, gt=0)
     """Seconds until a worker has answered a command."""
-    restart_backoff_s: float = Field(default=0.2, gt=0)
-    """Seconds before a lost worker starts again; doubles up to 5 s while it keeps dying."""
     embedded: EmbeddedConfig = EmbeddedConfig()
     sglang: SGLangConfig = SGLangConfig()
 
@@ -60,12 +58,6 @@ class FeaturesConfig(Config):
     """Inner states of a row, by the layer they enter; empty: what the drafters read."""
     rejected: bool = False
     """Also rows of drafts that were verified and rejected, at most 4 per request and round."""
-    ring_rows: int = Field(default=16384, ge=1)
-    """Rows of each worker's ring."""
-    queue_batches: int = Field(default=64, ge=1)
-    """Batches waiting for Redis; more are dropped and counted."""
-    gather_bytes: int = Field(default=128 << 20, ge=1)
-    """Bytes of rows held for requests still running."""
     byte_budget: int = Field(default=256 << 20, ge=1)
     """Bytes of the features stream in Redis at most."""
 

@@ -48,6 +48,10 @@ from rollout_gateway.workers.router import Router, RowShape
 from rollout_gateway.workers.weights import WorkerWeights
 
 STOP_GRACE_S = 10.0
+RING_ROWS = 16_384
+"""Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
+tokens of every round.
+"""
 SLOW_STARTERS = ("sglang",)
 """Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks
 wait.
@@ -256,7 +260,7 @@ def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
 
 def _row_shape(config: GatewayConfig, settings: dict[str, Any]) -> RowShape:
     return RowShape(
-        config.features.ring_rows,
+        RING_ROWS,
         _row_layout(config, settings),
         ROW_DTYPES[config.features.dtype][1],
     )

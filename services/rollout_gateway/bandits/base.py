@@ -28,13 +28,13 @@ class BanditConfig(Config):
     """Rounds remembered per group, of all arms together."""
     groups: tuple[int, ...] = (1, 2, 5, 21)
     """Smallest batch size of each group."""
-    watchdog_rounds: int = Field(default=20, ge=0)
-    """Rounds without an accepted draft after which a drafter rests; 0: it never does."""
 
 
 class BanditSettings(BanditConfig):
     """With what the engine alone decides."""
 
+    watchdog_rounds: int = Field(default=20, ge=0)
+    """Rounds without an accepted draft after which a drafter rests; 0: it never does."""
     share_positions: bool = True
     """Of cost_model: chains of one drafter are one chain, cut at different lengths."""
 

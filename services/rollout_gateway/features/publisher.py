@@ -37,6 +37,12 @@ ROW_DTYPES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 log = get_logger(__name__)
 
 
+QUEUE_BATCHES = 64
+"""Batches waiting for Redis; more are dropped and counted: a trainer wants the newest rows."""
+GATHER_BYTES = 128 << 20
+"""Rows held for requests still running; what finds no room is dropped and counted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Which request of which run the rows belong to."""
@@ -59,10 +65,15 @@ class FeaturePublisher:
         client: redis.asyncio.Redis | None,
         config: FeaturesConfig,
         head_hash: Callable[[int], str],
+        *,
+        queue_batches: int = QUEUE_BATCHES,
+        gather_bytes: int = GATHER_BYTES,
     ) -> None:
         self._client = client
         self._config = config
         self._head_hash = head_hash
+        self._queue_batches = queue_batches
+        self._gather_bytes = gather_bytes
         self._layout = RowLayout.last(0)
         self._gathered: dict[int, list[RowArray]] = {}
         self._gathered_bytes = 0
@@ -100,7 +111,7 @@ class FeaturePublisher:
             gathered = self._gathered.get(int(part["request_id"][0])) if len(part) else None
             if gathered is None:
                 continue
-            if self._gathered_bytes + part.nbytes > self._config.gather_bytes:
+            if self._gathered_bytes + part.nbytes > self._gather_bytes:
                 self._drop(len(part))
                 continue
             gathered.append(part)
@@ -126,7 +137,7 @@ class FeaturePublisher:
         batch = self._batch(np.concatenate(parts), origin)
         if batch is None:
             return
-        if len(self._queue) >= self._config.queue_batches:
+        if len(self._queue) >= self._queue_batches:
             self._drop(self._queue.popleft().all_rows)
         self._queue.append(batch)
         self._wake.set()

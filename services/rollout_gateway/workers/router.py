@@ -34,7 +34,8 @@ from rollout_gateway.workers.placement import Slot, choose
 from rollout_gateway.workers.process import WorkerProcess
 
 MAX_TRIES = 3
-MAX_BACKOFF_S = 5.0
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
+"""Wait before a lost worker is replaced; it doubles while the replacement keeps dying."""
 STARTS_BEFORE_GIVING_UP = 3
 """Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
 
@@ -314,7 +315,7 @@ class Router:
             await self._replace(slot)
 
     async def _replace(self, slot: Slot) -> None:
-        backoff, failures = self._config.restart_backoff_s, 0
+        backoff, failures = FIRST_BACKOFF_S, 0
         while slot.process is None:
             await asyncio.sleep(backoff)
             try:

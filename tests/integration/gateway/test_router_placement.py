@@ -35,7 +35,7 @@ def request(number: int, prompt: list[int], max_tokens: int = 4) -> pb.EngineReq
 def serve_router() -> Serve:
     @asynccontextmanager
     async def serve(kind: str) -> AsyncIterator[Router]:
-        engine = {"kind": kind, "workers": 2, "restart_backoff_s": 0.01}
+        engine = {"kind": kind, "workers": 2}
         config = GatewayConfig.model_validate({"model": str(POLICY), "engine": engine})
         router = Router(
             2, config.engine, engine_settings(config), None, lambda _: None, lambda _: None

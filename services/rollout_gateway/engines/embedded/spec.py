@@ -33,8 +33,6 @@ class EmbeddedConfig(Config):
     """Ended requests kept for prompts that begin alike, each as large as a running one; 0: no
     reuse.
     """
-    prefix_tokens: int = Field(default=64, ge=16)
-    """An ended request with fewer tokens is not kept."""
     speculate_rows: int = Field(default=0, ge=0)
     """Above so many rows nothing is drafted; 0: the bandit alone decides."""
     verify_budget: bool = True
@@ -49,6 +47,8 @@ class EmbeddedConfig(Config):
 class EmbeddedSpec(EmbeddedConfig, ModelSpec):
     """What one engine serves and how."""
 
+    prefix_tokens: int = Field(default=64, ge=16)
+    """An ended request with fewer tokens is not kept."""
     capture_inner: tuple[int, ...] = ()
     """Ascending layers whose input is kept and captured beside the last state; empty: what
     `drafter` and `more_drafters` read. A kind by import path does not say what it reads before it

@@ -28,7 +28,7 @@ def publisher(**settings: int) -> FeaturePublisher:
     import redis.asyncio
 
     client = redis.asyncio.Redis(port=1)  # never reached: nothing is started
-    return FeaturePublisher(client, FeaturesConfig(**settings), lambda version: f"head-{version}")  # type: ignore[arg-type]
+    return FeaturePublisher(client, FeaturesConfig(), lambda version: f"head-{version}", **settings)
 
 
 async def test_a_full_queue_drops_the_oldest_batch_and_counts_its_rows() -> None:
