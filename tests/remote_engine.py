@@ -27,8 +27,8 @@ from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     MemoryTag,
     PauseMode,
     PrefixStats,
@@ -349,10 +349,10 @@ class RemoteEngine:
         self._client.ask(set_capture=pb.SetCapture(enabled=enabled))
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         self._refresh()
         health, before = self._health, self._settled
-        return Load(
+        return EngineLoad(
             health.running,
             health.waiting,
             health.tokens_emitted - before.tokens_emitted,

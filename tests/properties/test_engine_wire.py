@@ -19,8 +19,8 @@ from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     PrefixStats,
     Request,
     RoundSplit,
@@ -128,8 +128,8 @@ def test_a_version_set_comes_back(versions: VersionSet) -> None:
     assert wire.versions_from(wire.versions_to(versions)) == versions
 
 
-@given(every_field(Load), every_field(VersionSet))
-def test_health_says_every_field_of_the_load(load: Load, versions: VersionSet) -> None:
+@given(every_field(EngineLoad), every_field(VersionSet))
+def test_health_says_every_field_of_the_load(load: EngineLoad, versions: VersionSet) -> None:
     health = wire.health_to(load, versions)
     assert wire.versions_from(health.versions) == versions
     assert wire.stats_from(health.speculation) == load.speculation
@@ -138,7 +138,7 @@ def test_health_says_every_field_of_the_load(load: Load, versions: VersionSet) -
     assert by_name(health.prefixes, PrefixStats) == load.prefixes
     assert tuple(by_name(one, ArmReport) for one in health.arms) == load.arms
     structures = {"speculation", "evidence", "split", "prefixes", "arms"}
-    for name in {one.name for one in fields(Load)} - structures:
+    for name in {one.name for one in fields(EngineLoad)} - structures:
         assert getattr(health, name) == getattr(load, name), name
 
 

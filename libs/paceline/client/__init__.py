@@ -15,7 +15,7 @@ from paceline.client.aio.client import AsyncClient
 from paceline.client.aio.session import AsyncChatStream, AsyncSession
 from paceline.client.answers import ChatAnswer, Sample, SessionInfo, Task, Tokens, ToolCall, Usage
 from paceline.client.deltas import Delta, ToolCallDelta
-from paceline.client.options import ChatOptions, Sampling
+from paceline.client.options import ChatOptions, GenerationOptions
 from paceline.client.settings import Backoff
 from paceline.client.sync.client import Client
 from paceline.client.sync.session import ChatStream, Session
@@ -30,8 +30,8 @@ __all__ = [
     "ChatStream",
     "Client",
     "Delta",
+    "GenerationOptions",
     "Sample",
-    "Sampling",
     "Session",
     "SessionInfo",
     "Task",

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from paceline.errors import InvalidInput
 
 
-class Sampling(TypedDict, total=False):
+class GenerationOptions(TypedDict, total=False):
     """Keyword arguments of `generate`."""
 
     model: str  # any name; the gateway serves one model
@@ -34,7 +34,7 @@ class Sampling(TypedDict, total=False):
     deadline_s: float  # seconds for the whole call, retries included
 
 
-class ChatOptions(Sampling, total=False):
+class ChatOptions(GenerationOptions, total=False):
     """Keyword arguments of `chat` and `chat_stream`."""
 
     tools: Sequence[Mapping[str, Any]]  # OpenAI's {"type": "function", "function": {...}}
@@ -48,7 +48,7 @@ class ChatOptions(Sampling, total=False):
 
 _NOT_IN_BODY = ("extra", "deadline_s")
 _OUR_OWN = {"n", "stream", "stream_options", "messages", "prompt"}
-SAMPLING = frozenset(Sampling.__annotations__)
+SAMPLING = frozenset(GenerationOptions.__annotations__)
 CHAT_OPTIONS = frozenset(ChatOptions.__annotations__)
 
 

@@ -22,16 +22,16 @@ from rollout_gateway.chat.messages import ChatRequest
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.tasks import TaskRuns
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Caller, Grant, Session
 from rollout_gateway.sessions.view import message_json, sample_to, tree_json
 
 STATES = {
-    State.OPEN: rpb.SESSION_STATE_OPEN,
-    State.FINAL: rpb.SESSION_STATE_FINAL,
-    State.UNSCORED: rpb.SESSION_STATE_UNSCORED,
-    State.ABORTED: rpb.SESSION_STATE_ABORTED,
-    State.FAILED: rpb.SESSION_STATE_FAILED,
+    SessionState.OPEN: rpb.SESSION_STATE_OPEN,
+    SessionState.FINAL: rpb.SESSION_STATE_FINAL,
+    SessionState.UNSCORED: rpb.SESSION_STATE_UNSCORED,
+    SessionState.ABORTED: rpb.SESSION_STATE_ABORTED,
+    SessionState.FAILED: rpb.SESSION_STATE_FAILED,
 }
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
 MAX_WAIT_S = 60.0

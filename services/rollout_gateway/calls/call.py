@@ -73,7 +73,7 @@ class Plan:
         return self.prompt if self.parent is None else self.prompt[len(self.parent.token_ids) :]
 
 
-class Engine(Protocol):
+class EngineAccess(Protocol):
     """What a call needs of the gateway."""
 
     codec: TextCodec
@@ -99,7 +99,7 @@ class Engine(Protocol):
 class Call:
     """A planned generation as it runs."""
 
-    engine: Engine
+    engine: EngineAccess
     plan: Plan
     generation: Generation | None = field(default=None, init=False)
     _recorded: bool = field(default=False, init=False)
@@ -119,7 +119,7 @@ class Call:
             async with place:
                 with span("engine.request", prompt_tokens=len(plan.prompt)) as current:
                     self.generation = generation = engine.submit(plan, stream=stream)
-                    said = _Said(engine.codec, plan)
+                    said = _GrowingText(engine.codec, plan)
                     async for chunk in generation.chunks():
                         _refuse(chunk)
                         piece = said.take(chunk)
@@ -170,7 +170,7 @@ class Call:
         self.engine.recorded(plan, generation, turn)
 
 
-class _Said:
+class _GrowingText:
     """Text and meaning of one growing response."""
 
     def __init__(self, codec: TextCodec, plan: Plan) -> None:

@@ -16,7 +16,14 @@ import numpy.typing as npt
 
 from paceline.trajectory import Target, VersionSet
 from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.engines.nouns import Chunk, EngineInfo, Load, MemoryTag, PauseMode, Request
+from rollout_gateway.engines.nouns import (
+    Chunk,
+    EngineInfo,
+    EngineLoad,
+    MemoryTag,
+    PauseMode,
+    Request,
+)
 
 
 class RowSink(Protocol):
@@ -47,7 +54,7 @@ class CommandedEngine(Protocol):
         ...
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Load and statistics."""
         ...
 

@@ -148,7 +148,7 @@ class PrefixStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """Load and statistics since start."""
 
     running: int

@@ -23,7 +23,7 @@ class EpisodeTask:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class TextTurn:
     """What the model said to one prompt."""
 
     token_ids: tuple[int, ...]
@@ -59,7 +59,7 @@ class Model(Protocol):
         """Prompt ids of a text."""
         ...
 
-    async def generate(self, prompt: tuple[int, ...]) -> Turn:
+    async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         """One generation; `prompt` extends what the model saw before, or begins a branch."""
         ...
 

@@ -19,9 +19,9 @@ from rollout_gateway.calls.call import FINISH_NAMES, Piece, Plan
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import environment
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, Turn
+from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
 from rollout_gateway.gateway import Gateway
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Caller, Grant, Session
 
 EXTERNAL = "external"
@@ -81,13 +81,13 @@ class _SessionModel:
     def encode(self, text: str) -> tuple[int, ...]:
         return self._gateway.codec.encode(text)
 
-    async def generate(self, prompt: tuple[int, ...]) -> Turn:
+    async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         caller = Caller(self._session)
         (plan,) = self._gateway.planner.completions(
             caller, [prompt], self._sampling, count=1, completion_id=self._name
         )
         piece = await self._run(plan)
-        return Turn(tuple(piece.chunk.token_ids), piece.text, piece.finish)
+        return TextTurn(tuple(piece.chunk.token_ids), piece.text, piece.finish)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -119,7 +119,7 @@ class _SessionModel:
         ).whole()
 
 
-class Samples:
+class SampleRuns:
     """Runs samples of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -163,7 +163,7 @@ class Samples:
         turns = session.tree.turns
         text = self._gateway.codec.decode(turns[-1].response_ids) if turns else ""
         messages = tuple(turn.message for turn in turns if turn.message is not None)
-        ended = session.state not in (State.OPEN, State.FINAL, State.UNSCORED)
+        ended = session.state not in (SessionState.OPEN, SessionState.FINAL, SessionState.UNSCORED)
         finish = "abort" if ended else turns[-1].finish if turns else "stop"
         return session, Episode(asked, text, finish, messages, session.reward)
 
@@ -174,7 +174,7 @@ class Samples:
         scored = episode.finish in ("stop", "length", "tool_calls")
         try:
             unscored = scored and bool(session.tree.turns) and not session.scored
-            if unscored and session.state is State.OPEN and job.request.reward != AGENT:
+            if unscored and session.state is SessionState.OPEN and job.request.reward != AGENT:
                 value = await self._gateway.rewards.rule(job.request.reward).score(episode)
                 if value is not None:
                     session.score(Grant(value))
@@ -212,7 +212,7 @@ def sample_finished(
     response = [token for turn in turns for token in turn.response_ids]
     stats = sum((turn.speculation for turn in turns), SpeculationStats())
     rewards = [one.reward for one in session.trajectories() if one.reward is not None]
-    final = session.state is State.FINAL
+    final = session.state is SessionState.FINAL
     return rpb.SampleFinished(
         task_id=about.task_id,
         group_id=about.group_id or session.session_id,

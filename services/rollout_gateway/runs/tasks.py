@@ -27,7 +27,7 @@ from rollout_gateway.runs.sample import (
     EXTERNAL,
     FINISH_VALUES,
     Job,
-    Samples,
+    SampleRuns,
     settings_digest,
 )
 from rollout_gateway.runs.totals import Totals
@@ -43,7 +43,7 @@ class TaskRuns:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._samples = Samples(gateway)
+        self._samples = SampleRuns(gateway)
         self._open = OpenRuns(gateway)
         self._running: dict[str, asyncio.Task[rpb.SampleFinished]] = {}
         self._answers: OrderedDict[str, rpb.SampleFinished] = OrderedDict()

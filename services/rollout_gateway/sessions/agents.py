@@ -22,7 +22,7 @@ from paceline.trajectory import Trajectory
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.offers import TaskOffers
 from rollout_gateway.sessions.open_groups import OpenGroups
 from rollout_gateway.sessions.outbox import Outbox
@@ -65,7 +65,7 @@ class Agents:
         try:
             for lost in await self._records.take_lost():
                 log.warning("a session of a gateway that was killed", session=lost["session_id"])
-                ended = Ended(lost["session_id"], State.FAILED, FailReason.INFRA)
+                ended = Ended(lost["session_id"], SessionState.FAILED, FailReason.INFRA)
                 self.sessions.note_ended(ended, lost.get("api_key_hash", ""))
         except PacelineError as error:
             log.warning("open sessions of a former gateway are not known yet", error=str(error))
@@ -181,11 +181,14 @@ class Agents:
         about = session.assignment
         notes: list[tuple[Trajectory, str]] = []
         for trajectory in samples if about.trainable else ():
-            if session.state is State.FINAL and trajectory.reward is not None:
+            if session.state is SessionState.FINAL and trajectory.reward is not None:
                 notes.append((trajectory, dropped))
             elif not about.implicit:
                 notes.append(
-                    (trajectory, "unscored" if session.state is State.FINAL else session.outcome)
+                    (
+                        trajectory,
+                        "unscored" if session.state is SessionState.FINAL else session.outcome,
+                    )
                 )
         if not notes:
             self._records.ended(session.session_id)
@@ -228,7 +231,7 @@ class Agents:
         """Raises FailedPrecondition for the key of a session that ended with a former gateway."""
         lost = await self._records.lost(api_key_hash(api_key))
         if lost is not None:
-            raise Ended(lost["session_id"], State.FAILED, FailReason.INFRA).error()
+            raise Ended(lost["session_id"], SessionState.FAILED, FailReason.INFRA).error()
 
     async def _expire(self) -> None:
         while True:

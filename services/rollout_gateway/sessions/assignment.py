@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
-class State(StrEnum):
+class SessionState(StrEnum):
     """Life of a session."""
 
     OPEN = "open"

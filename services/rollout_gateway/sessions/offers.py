@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from paceline.errors import Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Session
 
 ATTEMPTS = {FailReason.INFRA: 4, FailReason.DATA: 2}
@@ -113,7 +113,7 @@ class TaskOffers:
         offer = self._led.pop(session.session_id, None)
         if offer is None or offer.outcome.done():
             return False
-        if session.state is State.FAILED and session.fail_reason is not None:
+        if session.state is SessionState.FAILED and session.fail_reason is not None:
             reason = session.fail_reason
             offer.failures[reason] += 1
             log.info(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ResourceExhausted
 from paceline.trajectory import Trajectory
-from rollout_gateway.sessions.assignment import State
+from rollout_gateway.sessions.assignment import SessionState
 from rollout_gateway.sessions.session import Session
 
 TOKEN_BYTES = 64
@@ -30,7 +30,7 @@ class Member:
     @property
     def scored(self) -> bool:
         """Whether it can be trained."""
-        return self.session.state is State.FINAL and any(
+        return self.session.state is SessionState.FINAL and any(
             one.reward is not None for one in self.samples
         )
 

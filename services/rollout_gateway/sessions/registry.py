@@ -18,7 +18,7 @@ from typing import Any
 from paceline.errors import FailedPrecondition, NotFound, ResourceExhausted
 from paceline.streams import api_key_hash
 from rollout_gateway.config import SessionsConfig
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Session, ended_error
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.sessions.view import session_json
@@ -33,7 +33,7 @@ class Ended:
     """What is remembered of an ended session."""
 
     session_id: str
-    state: State
+    state: SessionState
     reason: FailReason | None = None
     shown: Mapping[str, Any] = field(
         default_factory=dict

@@ -19,7 +19,7 @@ from paceline.errors import (
 from paceline.trajectory import Trajectory
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.config import SessionsConfig
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.samples import samples
 from rollout_gateway.sessions.trainable import check_trainable
 from rollout_gateway.sessions.tree import MessageTree, Turn
@@ -50,7 +50,7 @@ class Session:
         self.session_id = session_id
         self.assignment = assignment
         self.api_key = api_key
-        self.state = State.OPEN
+        self.state = SessionState.OPEN
         self.fail_reason: FailReason | None = None
         self.tree = MessageTree()
         self.reward: float | None = None
@@ -118,7 +118,7 @@ class Session:
         """The generation is over; one that failed or was cancelled (None) leaves no trace."""
         self._active -= 1
         self._active_tokens -= new_tokens
-        if turn is not None and self.state is State.OPEN:
+        if turn is not None and self.state is SessionState.OPEN:
             self.tree.add(turn, text)
         if not self._active and not self.tree.turns:
             self._temperature = None
@@ -161,21 +161,21 @@ class Session:
 
         False when it had ended.
         """
-        if self.state is not State.OPEN:
+        if self.state is not SessionState.OPEN:
             return False
         self.fail_reason = fail
         if fail is not None:
-            self.state = State.FAILED
+            self.state = SessionState.FAILED
         elif abort:
-            self.state = State.ABORTED
+            self.state = SessionState.ABORTED
         else:
-            self.state = State.FINAL if self.scored else State.UNSCORED
+            self.state = SessionState.FINAL if self.scored else SessionState.UNSCORED
         self.ended.set()
         return True
 
     def require_open(self) -> None:
         """Raises FailedPrecondition naming the state."""
-        if self.state is not State.OPEN:
+        if self.state is not SessionState.OPEN:
             raise ended_error(self.session_id, self.state, self.fail_reason)
 
     def trajectories(self) -> list[Trajectory]:
@@ -225,12 +225,15 @@ class Session:
 
 
 def ended_error(
-    session_id: str, state: State, reason: FailReason | None = None
+    session_id: str, state: SessionState, reason: FailReason | None = None
 ) -> FailedPrecondition:
     """What a call on an ended session gets."""
     seen = f"{state}: {reason}" if reason else str(state)
     return FailedPrecondition(
-        f"session {session_id} has ended", reason="SESSION_ENDED", seen=seen, allowed=State.OPEN
+        f"session {session_id} has ended",
+        reason="SESSION_ENDED",
+        seen=seen,
+        allowed=SessionState.OPEN,
     )
 
 

@@ -18,7 +18,7 @@ from rollout_gateway.bandits.evidence import combine
 from rollout_gateway.engines.worker import wire
 
 
-class Peer(Protocol):
+class CommandTaker(Protocol):
     """A worker that takes commands."""
 
     @property
@@ -37,7 +37,7 @@ class EvidenceExchange:
     def __init__(self) -> None:
         self._said: dict[int, pb.WorkerHealth] = {}
 
-    def spread(self, peers: Iterable[Peer], healths: Mapping[int, pb.WorkerHealth]) -> None:
+    def spread(self, peers: Iterable[CommandTaker], healths: Mapping[int, pb.WorkerHealth]) -> None:
         """Remember what workers said, and tell each one of those that answered what the others
         know.
         """
@@ -48,13 +48,13 @@ class EvidenceExchange:
                     peer, wire.versions_from(healths[peer.index].versions), without=peer.index
                 )
 
-    def teach(self, peer: Peer, versions: VersionSet) -> None:
+    def teach(self, peer: CommandTaker, versions: VersionSet) -> None:
         """A worker has started and serves `versions`: it gets what all knew, the process before it
         included.
         """
         self._tell(peer, versions, without=None)
 
-    def _tell(self, peer: Peer, versions: VersionSet, *, without: int | None) -> None:
+    def _tell(self, peer: CommandTaker, versions: VersionSet, *, without: int | None) -> None:
         others = [
             wire.evidence_from(health.evidence)
             for index, health in self._said.items()

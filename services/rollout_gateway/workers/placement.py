@@ -27,7 +27,7 @@ room.
 
 
 @dataclass(eq=False)
-class Slot:
+class Seat:
     """A worker's place; the process in it changes with restarts."""
 
     index: int
@@ -98,7 +98,7 @@ class Slot:
             change.set_result(None)
 
 
-def choose(slots: Sequence[Slot], prefer: int | None) -> Slot:
+def choose(slots: Sequence[Seat], prefer: int | None) -> Seat:
     """The place of a request that may go anywhere: `prefer`, which has its prefix in cache, else
     the least loaded.
 
@@ -112,7 +112,7 @@ def choose(slots: Sequence[Slot], prefer: int | None) -> Slot:
     return min(kept, key=lambda slot: len(slot.live))
 
 
-def _overloaded(held: Slot, kept: Sequence[Slot]) -> bool:
+def _overloaded(held: Seat, kept: Sequence[Seat]) -> bool:
     others = [len(slot.live) for slot in kept if slot is not held]
     return (
         bool(others) and len(held.live) > STICKY_FACTOR * sum(others) / len(others) + STICKY_SLACK

@@ -30,7 +30,7 @@ from rollout_gateway.engines.worker.spec import WorkerSpec
 from rollout_gateway.workers.evidence_exchange import EvidenceExchange
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.metrics import EngineMetrics
-from rollout_gateway.workers.placement import Slot, choose
+from rollout_gateway.workers.placement import Seat, choose
 from rollout_gateway.workers.process import WorkerProcess
 
 MAX_TRIES = 3
@@ -74,7 +74,7 @@ class Router:
         self._rows = rows
         self._on_rows = on_rows
         self._on_discard = on_discard
-        self._slots = [Slot(index) for index in range(count)]
+        self._slots = [Seat(index) for index in range(count)]
         self._keepers: list[asyncio.Task[None]] = []
         self._flushing = False
         self.on_ready: Callable[[WorkerProcess], Any] | None = None
@@ -242,14 +242,14 @@ class Router:
                 slot.unsent = []
                 slot.process.send(pb.WorkerCommand(enqueue=pb.EnqueueRequests(requests=requests)))
 
-    def _on_tokens(self, slot: Slot, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
+    def _on_tokens(self, slot: Seat, tokens: pb.TokensEmitted, rows: RowArray | None) -> None:
         self.rows_dropped[slot.index] = tokens.rows_dropped
         if rows is not None and len(rows):
             self._on_rows(rows)
         for chunk in tokens.chunks:
             self._deliver(slot, chunk)
 
-    def _deliver(self, slot: Slot, chunk: pb.TokenChunk) -> None:
+    def _deliver(self, slot: Seat, chunk: pb.TokenChunk) -> None:
         generation = slot.live.get(chunk.request_id)
         if generation is None:
             return
@@ -259,7 +259,7 @@ class Router:
             slot.end(chunk.request_id)
             self.metrics.ended(generation)
 
-    async def _start_worker(self, slot: Slot) -> WorkerProcess:
+    async def _start_worker(self, slot: Seat) -> WorkerProcess:
         """A worker that serves the committed versions."""
         ring = None
         if self._rows is not None:
@@ -300,7 +300,7 @@ class Router:
         shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
         return shared if shared.is_dir() else self._directory
 
-    async def _keep(self, slot: Slot) -> None:
+    async def _keep(self, slot: Seat) -> None:
         """Replace the worker whenever it is lost."""
         while True:
             process = slot.process
@@ -314,7 +314,7 @@ class Router:
             self._requeue(slot)
             await self._replace(slot)
 
-    async def _replace(self, slot: Slot) -> None:
+    async def _replace(self, slot: Seat) -> None:
         backoff, failures = FIRST_BACKOFF_S, 0
         while slot.process is None:
             await asyncio.sleep(backoff)
@@ -332,7 +332,7 @@ class Router:
                 if failures >= STARTS_BEFORE_GIVING_UP:
                     self._fail(slot, f"engine worker {slot.index} does not start: {error}")
 
-    def _requeue(self, slot: Slot) -> None:
+    def _requeue(self, slot: Seat) -> None:
         sent, unsent = slot.clear()
         for generation in sent:
             generation.restart()
@@ -347,7 +347,7 @@ class Router:
             else:
                 self._place(generation)
 
-    def _fail(self, slot: Slot, message: str) -> None:
+    def _fail(self, slot: Seat, message: str) -> None:
         for generations in slot.clear():
             for generation in generations:
                 generation.fail(message)

@@ -10,7 +10,7 @@ from paceline.client import calls
 from paceline.client.aio.wire import AsyncWire
 from paceline.client.answers import ChatAnswer, Json, OpenedSession, Sample, SessionInfo, Tokens
 from paceline.client.deltas import Delta, Joined
-from paceline.client.options import ChatOptions, Sampling
+from paceline.client.options import ChatOptions, GenerationOptions
 from paceline.client.session_calls import SessionCalls, not_ended, turn_of
 from paceline.errors import InvalidInput, PacelineError
 
@@ -96,7 +96,9 @@ class AsyncSession(SessionCalls):
         call = calls.chat(messages, options, self._key, stream=True)
         return AsyncChatStream(self._wire.events(call))
 
-    async def generate(self, prompt: str | Sequence[int], **options: Unpack[Sampling]) -> Tokens:
+    async def generate(
+        self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]
+    ) -> Tokens:
         """One completion of token ids (or text) with the ids and log-probs that came of it."""
         return await self._wire.ask(calls.generate(prompt, options, self._key))
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, Unpack, overload
 from paceline.client import calls
 from paceline.client.answers import ChatAnswer, Json, OpenedSession, Sample, SessionInfo, Tokens
 from paceline.client.deltas import Delta, Joined
-from paceline.client.options import ChatOptions, Sampling
+from paceline.client.options import ChatOptions, GenerationOptions
 from paceline.client.session_calls import SessionCalls, not_ended, turn_of
 from paceline.client.sync.wire import SyncWire
 from paceline.errors import InvalidInput, PacelineError
@@ -97,7 +97,7 @@ class Session(SessionCalls):
         call = calls.chat(messages, options, self._key, stream=True)
         return ChatStream(self._wire.events(call))
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[Sampling]) -> Tokens:
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerationOptions]) -> Tokens:
         """One completion of token ids (or text) with the ids and log-probs that came of it."""
         return self._wire.ask(calls.generate(prompt, options, self._key))
 

@@ -29,8 +29,8 @@ from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     MemoryTag,
     PauseMode,
     Request,
@@ -274,9 +274,9 @@ class EmbeddedEngine:
         return self._weights.policy.head_hash
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """See Engine.load."""
-        return Load(
+        return EngineLoad(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             tokens_emitted=self._decoder.tokens_emitted,

@@ -17,8 +17,8 @@ from rollout_gateway.bandits.evidence import AcceptanceEvidence, ArmReport, Cost
 from rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     MemoryTag,
     PauseMode,
     PrefixStats,
@@ -260,7 +260,7 @@ def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
     return pb.PrefixStats(**dataclasses.asdict(stats))
 
 
-def health_to(load: Load, versions: VersionSet) -> pb.WorkerHealth:
+def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
     return pb.WorkerHealth(
         running=load.running,
         waiting=load.waiting,

@@ -28,8 +28,8 @@ from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     MemoryTag,
     PauseMode,
     Request,
@@ -39,7 +39,7 @@ from rollout_gateway.engines.nouns import (
 )
 from rollout_gateway.engines.sampling import check_prompt, check_sampling
 from rollout_gateway.testing.scripted.replies import Script
-from rollout_gateway.testing.scripted.request import Running
+from rollout_gateway.testing.scripted.request import ScriptedRun
 from rollout_gateway.testing.scripted.script import (
     CLOCKS,
     Clock,
@@ -66,8 +66,8 @@ class ScriptedEngine:
         self._bandit.prime(cost_samples(spec))
         self._tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
         self._script = Script(spec, self._tokenizer)
-        self._waiting: list[Running] = []
-        self._running: list[Running] = []
+        self._waiting: list[ScriptedRun] = []
+        self._running: list[ScriptedRun] = []
         self._versions = VersionSet()
         self._prepared: set[tuple[Target, int]] = set()
         self._served = {(Target.POLICY, 0), (Target.DRAFTER, 0)}
@@ -105,8 +105,8 @@ class ScriptedEngine:
         return not self._paused and bool(self._running or self._waiting)
 
     @property
-    def load(self) -> Load:
-        return Load(
+    def load(self) -> EngineLoad:
+        return EngineLoad(
             len(self._running),
             len(self._waiting),
             self._tokens,
@@ -227,14 +227,14 @@ class ScriptedEngine:
     def close(self) -> None:
         self._running, self._waiting = [], []
 
-    def _run(self, request: Request) -> Running:
+    def _run(self, request: Request) -> ScriptedRun:
         spec, sampling = self._spec, request.sampling
         limit = min(sampling.max_tokens, spec.max_sequence_tokens - len(request.prompt))
         end_tokens = {*sampling.stop_token_ids} | (
             set() if sampling.ignore_eos else {spec.eos_token_id}
         )
         answer = self._script.answer(request.prompt, sampling.seed)
-        return Running(request, answer, limit, frozenset(end_tokens), self._clock.now())
+        return ScriptedRun(request, answer, limit, frozenset(end_tokens), self._clock.now())
 
     def _check_arm(self, arm: str) -> None:
         if arm and arm not in self._spec.arms:
@@ -257,12 +257,12 @@ class ScriptedEngine:
                 {arm for arm in self._spec.arms if arm.startswith("eagle")}, Target.DRAFTER
             )
 
-    def _situation(self, batch: list[Running]) -> Situation:
+    def _situation(self, batch: list[ScriptedRun]) -> Situation:
         rows = [RowFacts(run.request.request_id, run.emitted, run.limit) for run in batch]
         context = max(len(run.request.prompt) + run.emitted for run in batch)
         return Situation(rows, context, draining=not self._waiting)
 
-    def _choose(self, batch: list[Running], situation: Situation) -> tuple[str, bool]:
+    def _choose(self, batch: list[ScriptedRun], situation: Situation) -> tuple[str, bool]:
         forced = self._forced or next(
             (run.request.forced_arm for run in batch if run.request.forced_arm), ""
         )
@@ -276,7 +276,7 @@ class ScriptedEngine:
         sizes = [size for size in table if size <= batch]
         return table[max(sizes)] if sizes else self._spec.default_cost_s
 
-    def _advance(self, run: Running, arm: str) -> Finish | None:
+    def _advance(self, run: ScriptedRun, arm: str) -> Finish | None:
         """Emit one round's tokens of a request; its finish if it ended."""
         drafted = arm != "off"
         before = run.emitted
@@ -305,7 +305,7 @@ class ScriptedEngine:
         self._write_rows(run)
         return finish
 
-    def _wanted(self, run: Running, arm: str) -> int:
+    def _wanted(self, run: ScriptedRun, arm: str) -> int:
         """Tokens of this round: the reply's own pace, else what the arm accepts."""
         if run.answer.tokens_per_round is not None:
             return run.answer.tokens_per_round
@@ -314,7 +314,7 @@ class ScriptedEngine:
         run.credit = max(run.credit - wanted, 0.0)
         return wanted
 
-    def _write_rows(self, run: Running) -> None:
+    def _write_rows(self, run: ScriptedRun) -> None:
         if self._sink is None or not (run.request.capture and self._capture):
             return
         tokens, positions = run.unwritten()

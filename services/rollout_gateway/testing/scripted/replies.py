@@ -20,7 +20,7 @@ TOKENS_PER_CHARACTER = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ScriptedAnswer:
     """A response and its pace."""
 
     token_ids: tuple[int, ...]  # end token included
@@ -32,7 +32,7 @@ class _Reply:
     """A reply whose texts have been encoded."""
 
     pattern: re.Pattern[str]
-    answers: tuple[Answer, ...]
+    answers: tuple[ScriptedAnswer, ...]
 
 
 class Script:
@@ -55,7 +55,7 @@ class Script:
             _encoded(reply, spec, tokenizer) for reply in spec.replies if tokenizer is not None
         ]
 
-    def answer(self, prompt: tuple[int, ...], seed: int) -> Answer:
+    def answer(self, prompt: tuple[int, ...], seed: int) -> ScriptedAnswer:
         """A line of exactly this prompt, else the first reply whose pattern is found, else a
         draw.
         """
@@ -64,7 +64,7 @@ class Script:
             for reply in self._replies:
                 if reply.pattern.search(text):
                     return reply.answers[seed % len(reply.answers)]
-        return Answer(scripted_response(self._spec, prompt, seed))
+        return ScriptedAnswer(scripted_response(self._spec, prompt, seed))
 
     def _end_of(self, prompt: tuple[int, ...]) -> str:
         """The last characters of a prompt, special tokens by their names; only the tokens of these
@@ -86,5 +86,5 @@ def _encoded(reply: Reply, spec: ScriptedSpec, tokenizer: Tokenizer) -> _Reply:
                 seen=max(token_ids),
                 allowed=spec.vocab_size - 1,
             )
-        answers.append(Answer(token_ids, reply.tokens_per_round))
+        answers.append(ScriptedAnswer(token_ids, reply.tokens_per_round))
     return _Reply(re.compile(reply.pattern), tuple(answers))

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 
 from paceline.trajectory import SpeculationStats, VersionSpan
 from rollout_gateway.engines.nouns import Chunk, Finish, Request
-from rollout_gateway.testing.scripted.replies import TOKENS_PER_CHARACTER, Answer
+from rollout_gateway.testing.scripted.replies import TOKENS_PER_CHARACTER, ScriptedAnswer
 from rollout_gateway.testing.scripted.script import scripted_logprob
 
 
 @dataclass(eq=False)
-class Running:
+class ScriptedRun:
     """A request being answered."""
 
     request: Request
-    answer: Answer
+    answer: ScriptedAnswer
     limit: int  # response tokens at most
     end_tokens: frozenset[int]
     enqueued_s: float

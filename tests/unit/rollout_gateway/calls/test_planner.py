@@ -21,7 +21,7 @@ from paceline.errors import (
 )
 from rollout_gateway.calls.call import Call, Plan, generation_seed
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
-from rollout_gateway.sessions.assignment import Assignment, State
+from rollout_gateway.sessions.assignment import Assignment, SessionState
 from rollout_gateway.sessions.session import Caller, Session
 
 MODEL = {model.name: model for model in MODELS}["chatml"]
@@ -393,7 +393,7 @@ def test_a_reader_that_leaves_frees_the_engine_and_the_session(desk: Desk) -> No
     desk.engine.saying = saying("42")
     done(leave())
     assert (where.busy, where.tree.turns, desk.engine.aborted) == (False, [], 1)
-    assert where.state is State.OPEN
+    assert where.state is SessionState.OPEN
 
 
 def test_a_turn_is_known_before_its_last_piece_is_given_out(desk: Desk) -> None:

@@ -20,7 +20,7 @@ from rollout_gateway.engines.sglang.plugin.arms import (
     OFF,
     ROOT,
     ArmChooser,
-    Shape,
+    TreeSize,
     first_nodes,
     parse_arm,
     parse_arms,
@@ -59,7 +59,7 @@ def play(chooser: ArmChooser, rounds: int, *rows: Tracked | None, drafter: int =
 
 def test_an_arm_is_speculator_steps_topk_and_nodes() -> None:
     arm = parse_arm("eagle3:8_4_48")
-    assert (arm.speculator, arm.shape, arm.drafted) == ("eagle3", Shape(8, 4, 48), 47)
+    assert (arm.speculator, arm.shape, arm.drafted) == ("eagle3", TreeSize(8, 4, 48), 47)
 
 
 def test_off_is_the_root_alone() -> None:
@@ -98,7 +98,7 @@ def test_a_shape_holds_as_many_nodes_as_drafting_can_propose(steps: int, topk: i
     for _ in range(steps):
         proposed += kept * topk
         kept = topk
-    assert Shape(steps, topk, 2).capacity == 1 + proposed
+    assert TreeSize(steps, topk, 2).capacity == 1 + proposed
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,8 @@ def test_arms_that_one_process_cannot_serve_together_are_refused(names: tuple[st
 
 def test_the_launch_shape_covers_every_arm() -> None:
     chooser = make(("off", "eagle:8_1_9", "eagle:2_4_16"))
-    assert chooser.maximum == Shape(steps=8, topk=4, draft_tokens=16)
-    assert make(("off", "ngram:2_1_3", "ngram:7_1_8")).maximum == Shape(7, 1, 8)
+    assert chooser.maximum == TreeSize(steps=8, topk=4, draft_tokens=16)
+    assert make(("off", "ngram:2_1_3", "ngram:7_1_8")).maximum == TreeSize(7, 1, 8)
     assert make(("off",)).maximum == ROOT
 
 

@@ -17,7 +17,7 @@ from paceline.errors import InvalidInput, NotFound
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.environments import Equipment, SingleTurn, ToolUse, environment
-from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, Turn
+from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
 from rollout_gateway.environments.tool_use import DEFAULT_TURNS, MAX_CALLS
 from rollout_gateway.environments.tools import MAX_ANSWER_CHARACTERS
 from rollout_gateway.sandbox import Sandbox
@@ -34,7 +34,7 @@ class Script:
     def encode(self, text: str) -> tuple[int, ...]:
         raise NotImplementedError
 
-    async def generate(self, prompt: tuple[int, ...]) -> Turn:
+    async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
         raise NotImplementedError
 
     async def chat(

@@ -14,7 +14,7 @@ from paceline.errors import ResourceExhausted
 from paceline.local.patience import patient
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.environments.base import EpisodeTask
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.offers import TaskOffers
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.session import Session
@@ -72,7 +72,7 @@ async def test_a_claimed_task_has_the_session_and_the_worker_it_was_offered_with
     assert desk.offers.leads(session)
     desk.offers.completed(session)
     assert await lead is session
-    assert session.state is State.OPEN
+    assert session.state is SessionState.OPEN
 
 
 async def test_tasks_are_claimed_in_the_order_of_their_offers() -> None:
@@ -142,7 +142,7 @@ async def test_an_aborted_session_is_an_outcome() -> None:
     lead = desk.lead("t")
     session, _ = await desk.claim()
     desk.end(session, abort=True)
-    assert (await lead).state is State.ABORTED
+    assert (await lead).state is SessionState.ABORTED
     assert not desk.offers.leads(session)
 
 

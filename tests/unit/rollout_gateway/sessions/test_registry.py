@@ -12,7 +12,7 @@ from paceline.streams import api_key_hash
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.sessions import registry
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.registry import Ended, Sessions
 from rollout_gateway.sessions.session import Grant, Session
 
@@ -85,7 +85,7 @@ def test_an_ended_session_is_remembered_by_its_state(clock: Clock) -> None:
     known = sessions.ended(one.session_id)
     assert known is not None
     assert (known.state, known.reason, known.shown["reward"]) == (
-        State.FAILED,
+        SessionState.FAILED,
         FailReason.DATA,
         None,
     )
@@ -110,7 +110,9 @@ def test_ended_sessions_are_remembered_up_to_a_limit(
 
 def test_sessions_of_a_former_process_are_known_as_ended(clock: Clock) -> None:
     sessions = registered(clock)
-    sessions.note_ended(Ended("old", State.FAILED, FailReason.INFRA), api_key_hash("sk-pl-old"))
+    sessions.note_ended(
+        Ended("old", SessionState.FAILED, FailReason.INFRA), api_key_hash("sk-pl-old")
+    )
     with pytest.raises(FailedPrecondition, match="failed: infra"):
         sessions.by_key("sk-pl-old")
 
@@ -257,9 +259,9 @@ def test_room_is_made_by_the_longest_silent_conversation_without_reward(clock: C
     spoken(sessions, silent, "c", "d")
     sessions.get(spoke.session_id)
     assert sessions.open(ABOUT)
-    assert silent.state is State.UNSCORED
+    assert silent.state is SessionState.UNSCORED
     assert sessions.by_conversation(conversation("c", "d").digests()) is None
-    assert (rewarded.state, spoke.state) == (State.OPEN, State.OPEN)
+    assert (rewarded.state, spoke.state) == (SessionState.OPEN, SessionState.OPEN)
     spoke.begin(SAMPLING, 1)
     with pytest.raises(ResourceExhausted, match="too many"):
         sessions.open(ABOUT)

@@ -18,7 +18,7 @@ from paceline.errors import (
     TrainabilityError,
 )
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.sessions.assignment import Assignment, FailReason, State
+from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Grant
 
 UNTRAINED = Assignment("run", trainable=False)
@@ -142,7 +142,13 @@ def test_endings() -> None:
     aborted.close(abort=True)
     failed.close(fail=FailReason.DATA)
     states = [one.state for one in (scored, turn_scored, unscored, aborted, failed)]
-    assert states == [State.FINAL, State.FINAL, State.UNSCORED, State.ABORTED, State.FAILED]
+    assert states == [
+        SessionState.FINAL,
+        SessionState.FINAL,
+        SessionState.UNSCORED,
+        SessionState.ABORTED,
+        SessionState.FAILED,
+    ]
     assert [one.outcome for one in (scored, failed)] == ["final", "failed:data"]
     assert all(one.ended.is_set() for one in (scored, failed))
     with pytest.raises(FailedPrecondition, match="unscored"):

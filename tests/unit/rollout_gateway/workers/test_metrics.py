@@ -13,7 +13,7 @@ from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport
-from rollout_gateway.engines.nouns import Load, PrefixStats, RoundSplit
+from rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers import metrics as engine_metrics
 from rollout_gateway.workers.generation import Generation
@@ -97,7 +97,7 @@ def look(
         "busy_s": 0.0,
         "arms": (),
     }
-    load = Load(**{**known, "speculation": SpeculationStats(), **facts})
+    load = EngineLoad(**{**known, "speculation": SpeculationStats(), **facts})
     ready = pb.WorkerReady(worker_index=worker, pid=pid, device_tflops=tflops)
     metrics.look(ready, wire.health_to(load, VersionSet()))
 

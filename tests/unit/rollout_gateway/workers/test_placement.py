@@ -14,25 +14,25 @@ from hypothesis import strategies as st
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.workers.generation import Generation
-from rollout_gateway.workers.placement import STICKY_FACTOR, STICKY_SLACK, Slot, choose
+from rollout_gateway.workers.placement import STICKY_FACTOR, STICKY_SLACK, Seat, choose
 from rollout_gateway.workers.process import WorkerProcess
 
 _numbers = itertools.count(1)
 
 
-def slots(*loads: int, gone: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> list[Slot]:
+def slots(*loads: int, gone: tuple[int, ...] = (), released: tuple[int, ...] = ()) -> list[Seat]:
     """Places that serve with so many requests each."""
     made = []
     for index, load in enumerate(loads):
         process = None if index in gone else cast(WorkerProcess, object())
-        slot = Slot(index, process, released=index in released)
+        slot = Seat(index, process, released=index in released)
         for _ in range(load):
             add(slot)
         made.append(slot)
     return made
 
 
-def add(slot: Slot) -> Generation:
+def add(slot: Seat) -> Generation:
     generation = Generation(pb.EngineRequest(request_id=next(_numbers)), None)
     slot.add(generation)
     return generation
@@ -96,7 +96,7 @@ def test_the_chosen_place_is_always_the_best_kind_there_is(
         released=tuple(i for i, (_, _, out) in enumerate(places) if out),
     )
 
-    def rank(slot: Slot) -> tuple[bool, bool]:
+    def rank(slot: Seat) -> tuple[bool, bool]:
         return (slot.process is None, slot.released)
 
     chosen = choose(made, prefer)

@@ -28,7 +28,7 @@ from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TreeSize:
     """A draft tree as SGLang counts it."""
 
     steps: int  # levels below the root
@@ -41,17 +41,17 @@ class Shape:
         return 1 + self.topk + max(self.steps - 1, 0) * self.topk**2
 
 
-ROOT = Shape(steps=0, topk=1, draft_tokens=1)
+ROOT = TreeSize(steps=0, topk=1, draft_tokens=1)
 """The shape of `off`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class SGLangArm:
     """One way to draft."""
 
     name: str
     speculator: str  # empty: off
-    shape: Shape
+    shape: TreeSize
 
     @property
     def trained(self) -> bool:
@@ -64,15 +64,15 @@ class Arm:
         return self.shape.draft_tokens - 1
 
 
-def parse_arm(name: str) -> Arm:
+def parse_arm(name: str) -> SGLangArm:
     """An arm from its name. Raises ConfigError for what SGLang cannot run."""
     if name == OFF:
-        return Arm(OFF, "", ROOT)
+        return SGLangArm(OFF, "", ROOT)
     found = read_arm(name)
     if found is None or found.speculator not in SGLANG:
         allowed = f"{OFF} or <{' | '.join(SGLANG)}>:<steps>_<topk>_<draft tokens>"
         raise ConfigError("not an arm of SGLang", seen=name, allowed=allowed)
-    shape = Shape(found.steps, found.topk, found.draft_tokens)
+    shape = TreeSize(found.steps, found.topk, found.draft_tokens)
     if shape.steps < 1 or shape.topk < 1:
         raise ConfigError(
             "an arm that drafts needs a step and a child",
@@ -97,10 +97,10 @@ def parse_arm(name: str) -> Arm:
         raise ConfigError(
             "no tree has so many nodes", seen=name, allowed=f"2 to {shape.capacity} draft tokens"
         )
-    return Arm(name, found.speculator, shape)
+    return SGLangArm(name, found.speculator, shape)
 
 
-def parse_arms(names: Sequence[str]) -> dict[str, Arm]:
+def parse_arms(names: Sequence[str]) -> dict[str, SGLangArm]:
     """Arms by name. Raises ConfigError when one SGLang process cannot serve them together."""
     arms = {name: parse_arm(name) for name in names}
     if not names or names[0] != OFF or len(arms) != len(names):
@@ -118,10 +118,10 @@ def parse_arms(names: Sequence[str]) -> dict[str, Arm]:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundPlan:
+class ChosenArm:
     """The arm of a round."""
 
-    arm: Arm
+    arm: SGLangArm
     explored: bool
     teaches: bool  # false: the bandit is not told how the round went
     era: int  # drafters that had served when it was chosen
@@ -141,10 +141,10 @@ class ArmChooser:
         self._learned_era = 0  # the one the bandit knows of
 
     @property
-    def maximum(self) -> Shape:
+    def maximum(self) -> TreeSize:
         """Shape to launch SGLang with: it covers every arm; ROOT when nothing drafts."""
         shapes = [arm.shape for arm in self.arms.values()]
-        return Shape(
+        return TreeSize(
             max(shape.steps for shape in shapes),
             max(shape.topk for shape in shapes),
             max(shape.draft_tokens for shape in shapes),
@@ -167,7 +167,7 @@ class ArmChooser:
         drafter: int = 0,
         *,
         draining: bool = False,
-    ) -> RoundPlan:
+    ) -> ChosenArm:
         """The arm of the next round: `forced`, else what the requests ask for, else the bandit's.
 
         tracked: the batch's requests, None for one that is not ours; drafter: the version that
@@ -182,11 +182,11 @@ class ArmChooser:
         situation = situation_of(tracked, draining=draining)
         name = forced or asked_arm(tracked)
         if name:
-            return RoundPlan(self.arms[name], False, fresh, self._era, situation)
+            return ChosenArm(self.arms[name], False, fresh, self._era, situation)
         choice = self._bandit.choose(situation)
-        return RoundPlan(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
+        return ChosenArm(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
-    def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
+    def observe(self, plan: ChosenArm, taken: Sequence[int], seconds: float) -> None:
         """Tell the bandit of a round: tokens of each row (0 for one that had ended before), seconds
         of draft, verification and the drafter's catching up.
 

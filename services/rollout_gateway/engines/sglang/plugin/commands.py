@@ -16,8 +16,8 @@ from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
+    EngineLoad,
     Finish,
-    Load,
     MemoryTag,
     PauseMode,
     Request,
@@ -62,7 +62,7 @@ class SchedulerEngine:
         return self._plugin.versions
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self._plugin.load
 
     def enqueue(self, request: Request) -> None:

@@ -23,8 +23,8 @@ from rollout_gateway.engines.nouns import (
     Capability,
     Chunk,
     EngineInfo,
+    EngineLoad,
     Finish,
-    Load,
     PrefixStats,
     RowLayout,
 )
@@ -257,12 +257,12 @@ class Plugin:
         return not self.scheduler.waiting_queue and self.scheduler.chunked_req is None
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """Load and statistics."""
         waiting = sum(req.rid in self.requests for req in self.scheduler.waiting_queue)
         stats = sum((one.sequence.speculation for one in self.requests.values()), self._ended)
         dropped = self.slot_rows.rows_dropped if self.slot_rows else 0
-        return Load(
+        return EngineLoad(
             running=len(self.requests) - waiting,
             waiting=waiting,
             tokens_emitted=self._tokens_emitted,

@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 
-from rollout_gateway.engines.sglang.plugin.arms import Arm, RoundPlan, first_nodes, taken_tokens
+from rollout_gateway.engines.sglang.plugin.arms import (
+    ChosenArm,
+    SGLangArm,
+    first_nodes,
+    taken_tokens,
+)
 from rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, eagle_runtimes, ngram_runtimes
 
 RUNTIMES = "paceline_runtimes"
@@ -55,10 +60,10 @@ class RoundClock:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RunningRound:
     """What a result needs to be told of later."""
 
-    plan: RoundPlan
+    plan: ChosenArm
     clock: RoundClock
 
 
@@ -146,7 +151,7 @@ def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, bat
     """
     going = [not (req.finished() or req.is_retracted) for req in batch.reqs]
     tokens = original(processor, result, batch)
-    done: Round | None = getattr(result, ROUND, None)
+    done: RunningRound | None = getattr(result, ROUND, None)
     if done is not None and any(going):
         taken = [len(row) if counts else 0 for row, counts in zip(tokens, going, strict=True)]
         plugin.arms.observe(done.plan, taken, done.clock.seconds)
@@ -171,7 +176,7 @@ def row_advanced(
     """
     tracked = plugin.tracked(req.rid)
     if tracked is not None:
-        done: Round | None = getattr(result, ROUND, None)
+        done: RunningRound | None = getattr(result, ROUND, None)
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
         taken = taken_tokens(accepted, len(req.output_ids), req.finished_len)
         arm = done.plan.arm if done is not None else None
@@ -182,7 +187,7 @@ def row_advanced(
     original(processor, req, batch, result, row, logits_output)
 
 
-def _plan(plugin: Any, batch: Any) -> RoundPlan:
+def _plan(plugin: Any, batch: Any) -> ChosenArm:
     """The round's plan, the same arm on every rank; only the rank that chose it learns from it."""
     arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
@@ -192,22 +197,22 @@ def _plan(plugin: Any, batch: Any) -> RoundPlan:
         names = tuple(arms.arms)
         told = torch.tensor([names.index(plan.arm.name) if plan else -1])
         torch.distributed.broadcast(told, src=group.first_rank, group=group.cpu_group)
-        plan = plan or RoundPlan(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
+        plan = plan or ChosenArm(arms.arms[names[int(told)]], explored=False, teaches=False, era=0)
     assert plan is not None
     return plan
 
 
-def _run(plan: RoundPlan, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+def _run(plan: ChosenArm, original: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     runtimes: Runtimes = getattr(worker, RUNTIMES)
     clock = RoundClock(worker.device)
     with runtimes.serving(plan.arm):
         result = original(worker, batch, *args, **kwargs)
     clock.stop()
-    setattr(result, ROUND, Round(plan, clock))
+    setattr(result, ROUND, RunningRound(plan, clock))
     return result
 
 
-def _narrow(draft_input: Any, arm: Arm) -> None:
+def _narrow(draft_input: Any, arm: SGLangArm) -> None:
     """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm
     keeps.
     """

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
-from rollout_gateway.engines.sglang.plugin.arms import Arm, ArmChooser, Shape
+from rollout_gateway.engines.sglang.plugin.arms import ArmChooser, SGLangArm, TreeSize
 
 Slot = tuple[Any, str]
 """An object and the name of one of its attributes."""
@@ -42,13 +42,13 @@ class Values:
 class Runtimes:
     """Values of every arm and of the launch."""
 
-    def __init__(self, launch_shape: Shape, launch: Values, arms: dict[str, Values]) -> None:
+    def __init__(self, launch_shape: TreeSize, launch: Values, arms: dict[str, Values]) -> None:
         self.launch_shape = launch_shape
         self._launch = launch
         self._arms = arms
 
     @contextmanager
-    def serving(self, arm: Arm) -> Iterator[None]:
+    def serving(self, arm: SGLangArm) -> Iterator[None]:
         """The arm's values inside, those of the launch after."""
         self._arms[arm.name].put()
         try:
@@ -77,7 +77,7 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
         raise ConfigError(
             "our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False
         )
-    launch_shape = Shape(
+    launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
     _check_launch(launch_shape, arms)
@@ -123,7 +123,7 @@ def _target_slots(worker: Any) -> list[Slot]:
     ]
 
 
-def _shape_eagle(worker: Any, shape: Shape) -> None:
+def _shape_eagle(worker: Any, shape: TreeSize) -> None:
     """Leave the workers holding what the shape needs."""
     drafter = worker._draft_worker
     for one in (worker, drafter):
@@ -217,7 +217,7 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
             )
 
 
-def _check_launch(launch: Shape, arms: ArmChooser) -> None:
+def _check_launch(launch: TreeSize, arms: ArmChooser) -> None:
     if launch != arms.maximum:
         raise ConfigError(
             "SGLang was launched with a shape that is not the arms' maximum",
