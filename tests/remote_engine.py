@@ -210,7 +210,6 @@ class RemoteEngine:
         self._base = health.versions.seq
         client.ask(**{"continue": pb.ContinueGeneration()})
         client.ask(set_speculation=pb.SetSpeculation())
-        client.ask(set_capture=pb.SetCapture(enabled=True))
         if health.versions.policy:
             client.ask(
                 prepare_weights=pb.PrepareWeights(
@@ -344,9 +343,6 @@ class RemoteEngine:
 
     def flush_cache(self) -> None:
         self._client.ask(flush_cache=pb.FlushCache())
-
-    def set_capture(self, enabled: bool) -> None:
-        self._client.ask(set_capture=pb.SetCapture(enabled=enabled))
 
     @property
     def load(self) -> EngineLoad:

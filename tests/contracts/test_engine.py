@@ -412,15 +412,6 @@ def test_an_engine_that_declares_no_rejected_rows_writes_none(case: Case) -> Non
     assert rows.parents == [0] * len(rows.ids) != []
 
 
-def test_capture_can_be_switched_off(case: Case) -> None:
-    rows = Rows()
-    engine = case.build(rows)
-    engine.set_capture(False)
-    engine.enqueue(request(0, capture=True))
-    drain(engine)
-    assert rows.ids == []
-
-
 def test_a_full_sink_never_holds_a_request_up(case: Case) -> None:
     engine = case.build(Rows(room=5))
     engine.enqueue(request(0, capture=True))

@@ -42,9 +42,8 @@ MEMORY_TAG_KV_CACHE: MemoryTag
 MEMORY_TAG_CUDA_GRAPH: MemoryTag
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("command_id", "traceparent", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "set_capture", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence")
+    __slots__ = ("command_id", "enqueue", "abort", "pause", "prepare_weights", "commit_weights", "abort_weights", "set_speculation", "get_health", "shutdown", "release_memory", "resume_memory", "flush_cache", "merge_evidence")
     COMMAND_ID_FIELD_NUMBER: _ClassVar[int]
-    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     ENQUEUE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
@@ -53,7 +52,6 @@ class WorkerCommand(_message.Message):
     COMMIT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ABORT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SET_SPECULATION_FIELD_NUMBER: _ClassVar[int]
-    SET_CAPTURE_FIELD_NUMBER: _ClassVar[int]
     GET_HEALTH_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
     RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
@@ -61,7 +59,6 @@ class WorkerCommand(_message.Message):
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     MERGE_EVIDENCE_FIELD_NUMBER: _ClassVar[int]
     command_id: int
-    traceparent: str
     enqueue: EnqueueRequests
     abort: AbortRequests
     pause: PauseGeneration
@@ -69,14 +66,13 @@ class WorkerCommand(_message.Message):
     commit_weights: CommitWeights
     abort_weights: AbortWeights
     set_speculation: SetSpeculation
-    set_capture: SetCapture
     get_health: GetHealth
     shutdown: Shutdown
     release_memory: ReleaseMemory
     resume_memory: ResumeMemory
     flush_cache: FlushCache
     merge_evidence: MergeEvidence
-    def __init__(self, command_id: _Optional[int] = ..., traceparent: _Optional[str] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., set_capture: _Optional[_Union[SetCapture, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., **kwargs) -> None: ...
+    def __init__(self, command_id: _Optional[int] = ..., enqueue: _Optional[_Union[EnqueueRequests, _Mapping]] = ..., abort: _Optional[_Union[AbortRequests, _Mapping]] = ..., pause: _Optional[_Union[PauseGeneration, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitWeights, _Mapping]] = ..., abort_weights: _Optional[_Union[AbortWeights, _Mapping]] = ..., set_speculation: _Optional[_Union[SetSpeculation, _Mapping]] = ..., get_health: _Optional[_Union[GetHealth, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ResumeMemory, _Mapping]] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., merge_evidence: _Optional[_Union[MergeEvidence, _Mapping]] = ..., **kwargs) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("command_id", "ready", "tokens", "done", "failed", "health")
@@ -163,12 +159,6 @@ class SetSpeculation(_message.Message):
     FORCED_ARM_FIELD_NUMBER: _ClassVar[int]
     forced_arm: str
     def __init__(self, forced_arm: _Optional[str] = ...) -> None: ...
-
-class SetCapture(_message.Message):
-    __slots__ = ("enabled",)
-    ENABLED_FIELD_NUMBER: _ClassVar[int]
-    enabled: bool
-    def __init__(self, enabled: _Optional[bool] = ...) -> None: ...
 
 class GetHealth(_message.Message):
     __slots__ = ()
@@ -271,10 +261,8 @@ class TokensEmitted(_message.Message):
     def __init__(self, chunks: _Optional[_Iterable[_Union[TokenChunk, _Mapping]]] = ..., rows_written: _Optional[int] = ..., rows_dropped: _Optional[int] = ...) -> None: ...
 
 class CommandDone(_message.Message):
-    __slots__ = ("versions",)
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    versions: _trajectory_pb2.VersionSet
-    def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CommandFailed(_message.Message):
     __slots__ = ("reason", "message", "family")

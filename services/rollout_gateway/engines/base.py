@@ -123,10 +123,6 @@ class CommandedEngine(Protocol):
         """Forget cached prefixes. Raises FailedPrecondition while requests run."""
         ...
 
-    def set_capture(self, enabled: bool) -> None:
-        """Hidden-state capture on or off; needs CAPTURE to switch on."""
-        ...
-
 
 class Engine(CommandedEngine, Protocol):
     """Generates tokens; driven round by round by one thread."""

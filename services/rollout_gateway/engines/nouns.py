@@ -12,18 +12,10 @@ from rollout_gateway.engines.sampling import Sampling
 
 
 class Capability(StrEnum):
-    """What an engine may declare; a caller asking for a missing one gets MissingCapability."""
+    """What an engine may lack; a caller asking for it then gets MissingCapability."""
 
-    STREAMING = "streaming"
     CAPTURE = "capture"
-    SPECULATION = "speculation"
-    FORCED_ARM = "forced_arm"
-    POLICY_UPDATE = "policy_update"
     DRAFTER_UPDATE = "drafter_update"
-    PAUSE_IN_PLACE = "pause_in_place"
-    PAUSE_RETRACT = "pause_retract"
-    PAUSE_ABORT = "pause_abort"
-    TOP_LOGPROBS = "top_logprobs"
     PENALTIES = "penalties"  # presence, frequency and repetition penalty, and logit bias
     JSON_SCHEMA = "json_schema"  # responses that follow a JSON schema
     RELEASE_MEMORY = "release_memory"

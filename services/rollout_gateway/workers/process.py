@@ -16,7 +16,6 @@ import zmq
 import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.telemetry import inject
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.engines import PROCESSES, WORKER
@@ -109,8 +108,7 @@ class WorkerProcess:
             )
 
     def send(self, command: pb.WorkerCommand) -> None:
-        """Send without waiting for an answer; the command carries the trace of the current span."""
-        command.traceparent = inject().get("traceparent", "")
+        """Send without waiting for an answer."""
         self._socket.send(command.SerializeToString())
 
     async def ask(self, command: pb.WorkerCommand, deadline_s: float) -> pb.WorkerEvent:

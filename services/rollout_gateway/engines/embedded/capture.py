@@ -34,9 +34,7 @@ class DraftRows:
 
 
 class Capture:
-    """Writes rows while it is enabled; rows that find no room are dropped by the sink and counted
-    here.
-    """
+    """Writes rows; those that find no room are dropped by the sink and counted here."""
 
     def __init__(
         self, sink: RowSink | None, features_dtype: str, *, rejected: bool = False
@@ -44,7 +42,6 @@ class Capture:
         self._sink = sink
         self._dtype = DTYPES[features_dtype]
         self.takes_rejected = rejected and sink is not None
-        self.enabled = sink is not None
         self.rows_dropped = 0
         self.rejected_left_out = 0
 
@@ -55,11 +52,7 @@ class Capture:
 
     def wanted(self, sequences: Sequence[RunningSequence]) -> bool:
         """True when rows of one of these requests would be written."""
-        return (
-            self._sink is not None
-            and self.enabled
-            and any(one.request.capture for one in sequences)
-        )
+        return self._sink is not None and any(one.request.capture for one in sequences)
 
     def write(
         self,
@@ -77,7 +70,7 @@ class Capture:
         positions, token_ids int64 [B, Q]; hidden [B, Q, W]: the states AT the token of that
         position.
         """
-        if self._sink is None or not self.enabled:
+        if self._sink is None:
             return
         wanted = [
             count if s.request.capture else 0 for s, count in zip(sequences, counts, strict=True)

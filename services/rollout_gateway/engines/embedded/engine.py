@@ -40,15 +40,6 @@ from rollout_gateway.engines.nouns import (
 from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
-_SOMETIMES = {
-    Capability.CAPTURE,
-    Capability.DRAFTER_UPDATE,
-    Capability.REJECTED_ROWS,
-    Capability.SPECULATION,
-    Capability.JSON_SCHEMA,
-}
-_ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.RELEASE_MEMORY}
-
 
 class EmbeddedEngine:
     """Engine of engines/base.py on torch."""
@@ -229,12 +220,6 @@ class EmbeddedEngine:
         self._prefixes.forget()
         self._speculation.drafters.flush()
 
-    def set_capture(self, enabled: bool) -> None:
-        """See Engine.set_capture."""
-        if enabled:
-            self._check_capture()
-        self._capture.enabled = enabled
-
     def close(self) -> None:
         """See Engine.close."""
         self.abort(None)
@@ -246,11 +231,11 @@ class EmbeddedEngine:
     def info(self) -> EngineInfo:
         """See Engine.info."""
         config = self._weights.policy.config
-        extra = {
+        capabilities = {
+            Capability.PENALTIES: True,
             Capability.CAPTURE: self._capture.possible,
             Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
             Capability.REJECTED_ROWS: self._capture.takes_rejected,
-            Capability.SPECULATION: len(self._speculation.arms) > 1,
             Capability.JSON_SCHEMA: self._grammars.possible,
         }
         return EngineInfo(
@@ -258,7 +243,7 @@ class EmbeddedEngine:
             config.hidden_size,
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
-            _ALWAYS | {capability for capability, present in extra.items() if present},
+            frozenset(one for one, present in capabilities.items() if present),
             RowLayout.entering(config.hidden_size, self._store.inner),
             self._device_tflops,
         )

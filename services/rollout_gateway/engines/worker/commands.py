@@ -47,8 +47,6 @@ def carry_out(
             engine.abort_weights(wire.target(given_up.target), given_up.version)
         case "set_speculation":
             engine.force_arm(command.set_speculation.forced_arm)
-        case "set_capture":
-            engine.set_capture(command.set_capture.enabled)
         case "release_memory":
             engine.release_memory(wire.memory_tags(command.release_memory.tags))
         case "resume_memory":
@@ -67,7 +65,7 @@ def carry_out(
             raise InvalidInput("a command without content", seen=command.command_id)
         case unknown:
             assert_never(unknown)
-    return pb.WorkerEvent(done=pb.CommandDone(versions=wire.versions_to(engine.versions)))
+    return pb.WorkerEvent(done=pb.CommandDone())
 
 
 def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chunk]:

@@ -47,13 +47,6 @@ from rollout_gateway.testing.scripted.script import (
     scripted_rows,
 )
 
-_NEVER = {
-    Capability.RELEASE_MEMORY,
-    Capability.PENALTIES,
-    Capability.JSON_SCHEMA,
-    Capability.REJECTED_ROWS,
-}
-
 
 class ScriptedEngine:
     """Engine of engines/base.py over a script."""
@@ -73,7 +66,6 @@ class ScriptedEngine:
         self._served = {(Target.POLICY, 0), (Target.DRAFTER, 0)}
         self._paused = False
         self._forced = ""
-        self._capture = True
         self._tokens = 0
         self._busy_s = 0.0
         self._split = RoundSplit()
@@ -87,7 +79,7 @@ class ScriptedEngine:
             spec.hidden_size,
             spec.max_sequence_tokens,
             spec.arms,
-            frozenset(Capability) - _NEVER,
+            frozenset({Capability.CAPTURE, Capability.DRAFTER_UPDATE}),
             RowLayout.last(spec.hidden_size),
         )
 
@@ -221,9 +213,6 @@ class ScriptedEngine:
         if self.has_work:
             raise FailedPrecondition("requests run; abort them or wait", seen=self.load.running)
 
-    def set_capture(self, enabled: bool) -> None:
-        self._capture = enabled
-
     def close(self) -> None:
         self._running, self._waiting = [], []
 
@@ -315,7 +304,7 @@ class ScriptedEngine:
         return wanted
 
     def _write_rows(self, run: ScriptedRun) -> None:
-        if self._sink is None or not (run.request.capture and self._capture):
+        if self._sink is None or not run.request.capture:
             return
         tokens, positions = run.unwritten()
         rows = scripted_rows(tokens, positions, self._spec.hidden_size, self._spec.features_dtype)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.errors import ConfigError, MissingCapability
+from paceline.errors import ConfigError
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.nouns import Request, RowLayout
 from rollout_gateway.engines.sampling import Sampling
@@ -37,7 +37,6 @@ class FakePlugin:
         self.memory = RowRing.create(path / "rows", 64, 4 * width)
         self.ring: RowRing | None = self.memory
         self.versions = VersionSet(0, 7, 0)
-        self.capture_enabled = True
         self.rows_invalid = 0
         self.rank = 0
         self.spec: Any = None
@@ -169,8 +168,6 @@ def test_forgotten_rows_are_not_valid() -> None:
     stored.put(ints(1, 2), ints(50, 51), ints(0, 1), 0, states(1, 2))
     stored.forget(ints(2))
     assert read(stored, [1, 2], [50, 51])[1] == [True, False]
-    stored.clear()
-    assert read(stored, [1, 2], [50, 51])[1] == [False, False]
 
 
 def test_rows_are_kept_in_the_features_dtype() -> None:
@@ -447,14 +444,13 @@ def test_tokens_verified_beyond_the_stop_have_no_row(plugin: FakePlugin) -> None
     assert plugin.in_ring()["token_id"].tolist() == [50, 51]
 
 
-@pytest.mark.parametrize("why", ["retracted", "not captured", "not ours", "off", "released before"])
+@pytest.mark.parametrize("why", ["retracted", "not captured", "not ours", "released before"])
 def test_nothing_leaves_of_a_request_that_is(why: str, plugin: FakePlugin) -> None:
     rid = plugin.track(1, captured=why != "not captured")
     forward(plugin, [4, 5], [50, 51], 0, states(1, 2))
     other = "health-check" if why == "not ours" else rid
     req, cache = request_with(other, [50, 51], [52], [4, 5], finished=why != "retracted")
     req.kv.holds_kv = why != "released before"
-    plugin.capture_enabled = why != "off"
     capture.released(plugin, req, cache)
     assert len(plugin.in_ring()) == 0
     assert plugin.rows_invalid == 0
@@ -503,23 +499,3 @@ def test_rows_leave_when_their_copy_has_ended_in_the_order_of_the_requests(
     capture.drain(plugin)
     assert plugin.in_ring()["request_id"].tolist() == [0, 1]
     assert not capture.on_their_way(plugin, 0)
-
-
-def test_rows_stored_before_a_time_without_capture_are_not_trusted_after_it(
-    plugin: FakePlugin,
-) -> None:
-    forward(plugin, [4], [50], 0, states(1))
-    capture.set_capture(plugin, enabled=False)
-    forward(
-        plugin, [4], [50], 0, states(2)
-    )  # the same token and position after another prefix, not stored
-    capture.set_capture(plugin, enabled=True)
-    assert plugin.slot_rows is not None
-    assert read(plugin.slot_rows, [4], [50])[1] == [False]
-
-
-def test_capture_cannot_be_switched_on_without_a_ring(plugin: FakePlugin) -> None:
-    plugin.slot_rows, plugin.capture_enabled = None, False
-    with pytest.raises(MissingCapability):
-        capture.set_capture(plugin, enabled=True)
-    capture.set_capture(plugin, enabled=False)

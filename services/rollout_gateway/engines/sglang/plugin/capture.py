@@ -21,7 +21,7 @@ from paceline.models.loading import DTYPES
 from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from rollout_gateway.engines.base import RowSink
-from rollout_gateway.engines.nouns import Capability, RowLayout, missing
+from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -37,7 +37,6 @@ class CapturingPlugin(Protocol):
     """What the hooks here need of plugin/process.py's Plugin."""
 
     slot_rows: SlotRows | None
-    capture_enabled: bool
     rows_invalid: int  # rows whose stamps did not fit, so they were not written
 
     @property
@@ -93,18 +92,6 @@ def start(plugin: CapturingPlugin) -> None:
         dtype=str(dtype),
         megabytes=megabytes,
     )
-
-
-def set_capture(plugin: CapturingPlugin, enabled: bool) -> None:
-    """Capture on or off, on every rank.
-
-    Raises MissingCapability in rank 0 when there is nowhere to write.
-    """
-    if enabled and (plugin.rows is None or (plugin.rank == 0 and plugin.slot_rows is None)):
-        raise missing("sglang", Capability.CAPTURE)
-    if enabled and not plugin.capture_enabled and plugin.slot_rows is not None:
-        plugin.slot_rows.clear()  # slots were filled meanwhile and no row of theirs was stored
-    plugin.capture_enabled = enabled
 
 
 # ---- rows in
@@ -185,11 +172,7 @@ def forwarded(
         _part_from_last(plugin.rows, output.logits_output)
     mode = forward_batch.forward_mode
     stored = plugin.slot_rows
-    if (
-        stored is None
-        or not plugin.capture_enabled
-        or not (mode.is_decode() or mode.is_extend_without_speculative())
-    ):
+    if stored is None or not (mode.is_decode() or mode.is_extend_without_speculative()):
         return output
     rows = _rows_of(output.logits_output)
     if rows is None or len(rows) != len(slots):
@@ -215,7 +198,7 @@ def verified(
     of step j belongs to slot j of it.
     """
     stored = plugin.slot_rows
-    if stored is None or not plugin.capture_enabled or batch.forward_mode.is_idle():
+    if stored is None or batch.forward_mode.is_idle():
         return
     nodes = verify_input.draft_token_num
     slots = batch.out_cache_loc.view(-1, nodes)
@@ -257,7 +240,7 @@ def released(plugin: CapturingPlugin, req: Any, tree_cache: Any, is_insert: bool
     A retracted request comes here too; it will be computed anew, so nothing of it leaves.
     """
     stored = plugin.slot_rows
-    if stored is None or not plugin.capture_enabled or not req.finished() or not req.kv.holds_kv:
+    if stored is None or not req.finished() or not req.kv.holds_kv:
         return
     tracked = plugin.tracked(req.rid)
     if tracked is None or not tracked.request.capture:

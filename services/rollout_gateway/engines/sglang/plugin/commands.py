@@ -23,7 +23,6 @@ from rollout_gateway.engines.nouns import (
     Request,
     missing,
 )
-from rollout_gateway.engines.sglang.plugin import capture
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
 from rollout_gateway.engines.worker import wire
@@ -172,9 +171,6 @@ class SchedulerEngine:
             raise FailedPrecondition(
                 "SGLang did not flush its cache", seen=len(plugin.requests), allowed="no request"
             )
-
-    def set_capture(self, enabled: bool) -> None:
-        capture.set_capture(self._plugin, enabled)
 
     def _relabel(self) -> None:
         """Version string of SGLang, and the prefix namespace of requests that still wait for their

@@ -44,14 +44,6 @@ from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
 
-_SOMETIMES = {
-    Capability.CAPTURE,
-    Capability.DRAFTER_UPDATE,
-    Capability.SPECULATION,
-    Capability.RELEASE_MEMORY,
-}
-_ALWAYS = frozenset(Capability) - _SOMETIMES - {Capability.REJECTED_ROWS, Capability.JSON_SCHEMA}
-
 
 class Plugin:
     """One per scheduler process.
@@ -74,7 +66,6 @@ class Plugin:
         self.ring: RowRing | None = None
         self.rows: RowLayout | None = row_layout(self.spec) if worker.ring_path else None
         self.slot_rows: SlotRows | None = None
-        self.capture_enabled = self.rows is not None
         self.rows_invalid = 0
         self.arms = ArmChooser(self.spec.arm_names, self.spec.bandit, self.spec.seed)
         self.requests: dict[str, Tracked] = {}
@@ -123,13 +114,13 @@ class Plugin:
             self.peer.send(pb.WorkerEvent(ready=self._ready()))
 
     def _capabilities(self) -> frozenset[Capability]:
-        extra = {
+        capabilities = {
+            Capability.PENALTIES: True,
             Capability.CAPTURE: self.rows is not None,
             Capability.DRAFTER_UPDATE: self.weights.has_drafter,
-            Capability.SPECULATION: len(self.arms.arms) > 1,
             Capability.RELEASE_MEMORY: self.spec.memory_saver and self.scheduler.device == "cuda",
         }
-        return _ALWAYS | {capability for capability, present in extra.items() if present}
+        return frozenset(one for one, present in capabilities.items() if present)
 
     def _ready(self) -> pb.WorkerReady:
         return wire.ready_to(

@@ -123,12 +123,6 @@ class SlotRows:
         self.version.index_fill_(0, slots.long(), -1)
         self._after_write()
 
-    def clear(self) -> None:
-        """No row is valid any more."""
-        self._before_write()
-        self.version.fill_(-1)
-        self._after_write()
-
     def gather(self, slots: Tensor, token_ids: npt.NDArray[np.int32], first: int = 0) -> Gathered:
         """Rows of n neighbouring positions from `first` on: slots integer [n], token_ids [n] what
         they must be of.
