@@ -1,9 +1,4 @@
-"""The gateway: requests in, tokens out, finished branches to the ledger. Owns the parts and their
-order.
-
-Transport is servicer.py's and http/'s, RunTasks runs/', sessions are agents.py's; which worker
-answers is the router's.
-"""
+"""Joins the parts of one gateway: requests in, tokens out, finished branches to the ledger."""
 
 from __future__ import annotations
 

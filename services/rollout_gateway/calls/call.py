@@ -1,5 +1,4 @@
-"""A generation from what was asked to what is recorded. Owns the path of one call through session,
-queue and engine.
+"""Runs a planned generation through session, queue and engine, and records its turn.
 
 Planned first, so that whatever is wrong with a request is said before the first byte of an answer;
 then run. The tokens of a turn are recorded before its last piece is given out: an agent that

@@ -1,5 +1,4 @@
-"""From a request to planned generations. Owns which session and turn a request extends and what it
-may ask for.
+"""Plans generations: finds the session and turn that a request extends, and checks what it asks.
 
 Nothing is begun here: a plan that is refused leaves no trace.
 """

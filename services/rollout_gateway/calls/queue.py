@@ -1,5 +1,4 @@
-"""Who of the callers enters the engine next. Owns the places inside, the lines before them and how
-long a wait may be.
+"""Lets callers into the engine in turn, and refuses those who would wait too long.
 
 Keys that wait take turns, one request each; within a key the first comes first. A request that
 leaves hands its place straight to the next one, so that nobody who comes later slips in between.

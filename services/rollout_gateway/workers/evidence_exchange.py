@@ -1,7 +1,6 @@
-"""Lets engine workers learn from each other's rounds. Owns what each worker said last; the sums are
-evidence.py's.
+"""Lets engine workers learn from each other's rounds.
 
-Each worker tells of its own rounds alone (WorkerHealth.evidence) and gets the sum of the others',
+Each worker reports its own rounds alone (WorkerHealth.evidence) and gets the sum of the others',
 in the place of the last sum; so nothing is counted twice, however often evidence goes round. Sent
 when the gateway has asked for health, that is at the end of every RunTasks, and to a worker that
 has started again. Nobody waits for it.

@@ -1,7 +1,4 @@
-"""One request under way, between the router that feeds it and the caller who reads it.
-
-Owns no decision.
-"""
+"""Holds one request under way: the router feeds it, the caller reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What engines do, as metrics and span attributes: the same names for every engine. Owns no
-measurement of its own.
+"""Reports what engines do as metrics and span attributes, under the same names for every engine.
 
 docs/metrics.md lists the names. Requests are counted when they end, workers when somebody looks: at
 the end of every RunTasks, for GetStatus, and when Prometheus asks.

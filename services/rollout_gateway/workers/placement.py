@@ -1,8 +1,4 @@
-"""The places of engine workers: what runs in each, since when nothing does, and which one a request
-gets.
-
-Owns the rule and the counts. Processes, their messages and their restarts are the router's.
-"""
+"""Picks the worker of a request, and counts what runs in each and since when nothing does."""
 
 from __future__ import annotations
 

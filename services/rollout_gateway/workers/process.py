@@ -1,7 +1,4 @@
-"""One engine worker as the gateway sees it: a process, its socket, its ring.
-
-Owns no request and no routing.
-"""
+"""Runs one engine worker: a process, its socket, its ring."""
 
 from __future__ import annotations
 

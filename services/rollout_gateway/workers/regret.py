@@ -1,4 +1,4 @@
-"""What the choice of arms has cost. Owns the estimate, no choice."""
+"""Estimates what the choice of arms has cost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The engine workers and the requests under way. Owns processes, restarts and messages;
-placement.py picks the worker.
+"""Starts the engine workers, sends them requests, gives their tokens out, replaces the lost ones.
 
 A lost worker is replaced; its requests go to the replacement (or another worker) once, which is
 safe because seeds fix the tokens. What requests mean (sessions, rewards) is not known here.

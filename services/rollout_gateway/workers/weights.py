@@ -1,7 +1,4 @@
-"""What new weights mean to the engine workers.
-
-Owns the gateway's serving set; bytes and disk are the library's.
-"""
+"""Brings new weights to the engine workers, and keeps the gateway's serving set."""
 
 from __future__ import annotations
 

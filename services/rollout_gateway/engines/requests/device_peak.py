@@ -1,7 +1,4 @@
-"""How fast the device multiplies matrices: what tokens per second are divided by.
-
-Owns one measurement.
-"""
+"""Measures how fast the device multiplies matrices: what tokens per second are divided by."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A process beside the engine that builds every new grammar first: one that takes too long is
-killed with it.
+"""Builds every new grammar in a process beside the engine first: one that takes too long is killed
+with it.
 
 Some schemas of a few bytes cost hours to build (a large multipleOf, many patterns in an allOf),
-whatever limits are set, and what builds them cannot be interrupted. Owns that process and its
-deadline; what it has judged fine costs the engine the same time once more and no longer.
+whatever limits are set, and what builds them cannot be interrupted. What is judged fine costs the
+engine the same time once more and no longer.
 """
 
 from __future__ import annotations

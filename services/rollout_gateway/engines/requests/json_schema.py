@@ -1,8 +1,6 @@
-"""What a response_format may ask for: the text of a JSON schema to llguidance's grammar and
-matcher, or why not.
+"""Turns the text of a JSON schema into llguidance's grammar and matcher, or refuses it.
 
-Owns the limits, the form of the JSON and the errors; no masks (embedded/grammars.py). It imports no
-torch, and llguidance, which comes with the engine, only where a grammar is built:
+Imports no torch, and llguidance, which comes with the engine, only where a grammar is built:
 `check_json_schema` is the gateway's too.
 """
 

@@ -1,8 +1,8 @@
 """Penalties and logit bias of the requests that run: what each has said so far, counted as it
 grows.
 
-Owns the counts, by sequence, so that they survive slots that move and caches that are rebuilt. The
-formulas and the counts at draft nodes are paceline.models.penalties'.
+The counts are kept by sequence, so that they survive slots that move and caches that are rebuilt.
+The formulas and the counts at draft nodes are paceline.models.penalties'.
 """
 
 from __future__ import annotations

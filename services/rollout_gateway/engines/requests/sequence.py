@@ -1,4 +1,4 @@
-"""One request inside the engine: what it said, where it stands, when it ends. Owns no tensor."""
+"""Follows one request inside the engine: what it said, where it stands, when it ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The worker process of an SGLang engine: `python -m rollout_gateway.engines.sglang.host`. Owns
-SGLang's launch.
+"""Launches SGLang as an engine: `python -m rollout_gateway.engines.sglang.host`.
 
-It builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It
+Builds SGLang's arguments and environment, starts SGLang and waits until SGLang has ended. It
 serves nothing itself: the gateway's peer is our plugin in SGLang's rank-0 scheduler (plugin/). It
 leaves with its children, whatever ends it.
 """

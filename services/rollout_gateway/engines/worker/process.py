@@ -1,10 +1,7 @@
-"""The worker process, `python -m rollout_gateway.engines.worker.process`.
-
-Runs the loop between one socket and one engine.
+"""Serves one engine over one socket: `python -m rollout_gateway.engines.worker.process`.
 
 Commands are taken between rounds; while the engine has work nothing waits, otherwise the process
-sleeps on the socket. At most one TokensEmitted leaves per round. It knows no tokenizer, no Redis
-and no gRPC.
+sleeps on the socket. At most one TokensEmitted leaves per round.
 """
 
 from __future__ import annotations

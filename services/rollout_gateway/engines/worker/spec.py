@@ -1,7 +1,4 @@
-"""What the gateway tells a worker process before it starts.
-
-Owns the JSON file between the two, not its transport.
-"""
+"""Declares the JSON file from which a worker process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker protocol messages to engine nouns and back. Owns the translation only."""
+"""Converts worker protocol messages to engine nouns and back."""
 
 from __future__ import annotations
 

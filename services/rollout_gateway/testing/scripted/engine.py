@@ -1,12 +1,11 @@
-"""The scripted engine: replays given token ids under a cost table. No model, no torch; for tests,
-benches and demos.
+"""Replays given token ids under a cost table: an engine without model and torch, for tests and
+benches.
 
 It honours the whole engine contract (speculation arms chosen by the bandit, versions, pause modes,
 capture, abort), so that everything above an engine can be tried in milliseconds. A response depends
-on (prompt, seed) alone, never on arm, batch or time (script_replies.py chooses it,
-scripted_request.py gives it out). Seconds come from a cost table (arm, batch size) and pass on an
-injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for benches. It
-says nothing about how good a model would be.
+on (prompt, seed) alone, never on arm, batch or time (replies.py chooses it, request.py
+gives it out). Seconds come from a cost table (arm, batch size) and pass on an
+injected clock: virtual by default, so that nothing sleeps; `real_time` sleeps them, for benches.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""What the scripted engine answers to a prompt: lines by token ids, replies by text, or a draw.
-Owns the choice.
-
-It knows no rounds, costs or clocks.
+"""Chooses what the scripted engine answers to a prompt: a line by token ids, a reply by text, or a
+draw.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A request the scripted engine is answering: its tokens so far, its end, its news.
-
-Owns no round and no clock.
-"""
+"""Follows a request that the scripted engine answers: its tokens so far, its end, its news."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the scripted engine replays: prompts and responses, costs, clocks, rows.
-
-Owns the script's file format.
-"""
+"""Declares what the scripted engine replays: prompts and responses, costs, clocks, rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What one scheduler process of SGLang knows of us: the requests, the versions, the parts.
-
-Owns no rule of any part.
-"""
+"""Holds our requests, versions and parts inside one scheduler process of SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our requests as SGLang's scheduler takes them. Owns the translation, no queue."""
+"""Turns our requests into those that SGLang's scheduler takes."""
 
 from __future__ import annotations
 
