@@ -1,37 +1,21 @@
-"""What a bench reports: rows, goals, the machine and the versions.
-
-Owns the table and the JSON file.
-"""
+"""Prints what a bench found as tables and writes it as JSON: rows, goals, machine, versions."""
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
-import psutil
 from rich.console import Console
 from rich.table import Table
 
-Row = Mapping[str, str | float | int | None]
+from paceline.report.machine import machine_in_words, versions
 
-PACKAGES = (
-    "paceline",
-    "grpcio",
-    "protobuf",
-    "redis",
-    "numpy",
-    "uvloop",
-    "torch",
-    "transformers",
-    "sglang",
-)
+Row = Mapping[str, str | float | int | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +29,8 @@ class Goal:
 
 
 def machine() -> str:
-    """The machine in words: cores, processor, memory, operating system."""
-    memory_gib = psutil.virtual_memory().total / 2**30
-    return (
-        f"{os.cpu_count()} cores, {_processor()}, {memory_gib:.0f} GiB memory, {_system()}, "
-        f"load {_load()}"
-    )
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    """The machine in words, and how busy it is."""
+    return f"{machine_in_words()}, load {os.getloadavg()[0]:.1f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +95,3 @@ def _cell(value: str | float | int | None) -> str:
     if value is None:
         return ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _system() -> str:
-    return f"{platform.system()} {platform.release()}"
-
-
-def _load() -> str:
-    return f"{os.getloadavg()[0]:.1f}"

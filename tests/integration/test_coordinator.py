@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import zmq
+from slot_overlaps import overlaps
 
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
@@ -32,15 +33,7 @@ from paceline.errors import (
 from paceline.events import FactSubscriber
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.report.slots import (
-    drafter_train_slot_s,
-    held_seconds,
-    idle_slot_s,
-    overlaps,
-    slot_intervals,
-    slot_wall_s,
-    step_windows,
-)
+from paceline.report.slots import held_seconds, slot_intervals, slot_seconds, step_windows
 from paceline.rpc import EpochGuard, Server, channel
 from paceline.streams import connect, run_key
 from paceline.tasks import Task, write_tasks
@@ -368,8 +361,9 @@ def check_slots(entries: list[dict[str, Any]]) -> float:
     holders = sum(
         held_seconds(intervals, holder, windows) for holder in ("engine", "policy", "drafter")
     )
-    assert holders + idle_slot_s(intervals, windows) == pytest.approx(slot_wall_s(2, windows))
-    return drafter_train_slot_s(intervals)
+    seconds = slot_seconds(intervals, windows, slots=2)
+    assert holders + seconds["idle_slot_s"] == pytest.approx(seconds["slot_wall_s"])
+    return seconds["drafter_train_slot_s"]
 
 
 def records_of(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,10 +12,10 @@ from rich.table import Table
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
 from paceline.report.charts import duration
-from paceline.report.html import write_report
-from paceline.report.journal import copy_journal, read_history, write_steps
+from paceline.report.html import render
+from paceline.report.journal import copy_journal, read_history, write_steps, write_whole
 from paceline.report.spans import read_report
-from paceline.report.summary import Summary, summarize, write_summary
+from paceline.report.summary import Summary, summarize
 from paceline.streams import Ledger, LedgerCount, connect
 
 JOURNAL = "journal.jsonl"
@@ -40,8 +41,8 @@ def write_results(files: RunFiles, ledger: LedgerCount, pids: Mapping[str, int])
     spans = read_report(files.spans)
     summary = summarize(files.run_id, history, ledger, spans, pids, files.read_config())
     write_steps(files.directory / STEPS, history.records)
-    write_summary(files.summary, summary)
-    write_report(files.report, summary, history, spans)
+    write_whole(files.summary, json.dumps(summary, indent=2) + "\n")
+    write_whole(files.report, render(summary, history, spans))
     return summary
 
 

@@ -1,3 +1,1 @@
-"""What a run did, for a reader: figures from journal, ledger and spans, and the page that shows
-them.
-"""
+"""Reports what a run did: figures from journal, ledger and spans, and the page that shows them."""

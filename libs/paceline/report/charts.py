@@ -1,5 +1,4 @@
-"""Charts as inline SVG: lines, stacked columns, slot timelines, waterfalls. They draw numbers and
-know no run.
+"""Draws charts as inline SVG: lines, stacked columns, slot timelines, waterfalls.
 
 Colours are CSS classes c0..c7 of the page, so that one drawing is readable on light and dark.
 """

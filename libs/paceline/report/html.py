@@ -1,7 +1,4 @@
-"""report.html: one self-contained page about a run.
-
-Owns its layout and colours, no drawing and no figure.
-"""
+"""Renders report.html: one self-contained page about a run."""
 
 from __future__ import annotations
 
@@ -22,13 +19,6 @@ from paceline.report.spans import SpanReport
 from paceline.report.summary import Summary
 
 _STYLE = Path(__file__).with_name("style.css")
-
-
-def write_report(path: Path, summary: Summary, history: RunHistory, spans: SpanReport) -> None:
-    """Write the page whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(render(summary, history, spans), encoding="utf-8")
-    temporary.replace(path)
 
 
 def render(summary: Summary, history: RunHistory, spans: SpanReport) -> str:

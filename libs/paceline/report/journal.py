@@ -1,5 +1,4 @@
-"""A finished run as its journal tells it: records, evaluations, sets served, slots held. Owns no
-figure of its own.
+"""Reads a finished run from its journal: records, evaluations, sets served, slots held.
 
 The journal is copied from Redis to a file of the run first, so that a report can be made again
 without any server.
@@ -21,6 +20,7 @@ from paceline.errors import DataLoss
 from paceline.report.slots import SlotInterval, StepWindow, slot_intervals, step_windows
 from paceline.streams import run_key
 from paceline.streams.connection import redis_errors
+from paceline.trajectory import VersionSet
 from paceline.v1.coordinator_pb2 import StepRecord
 
 ACCURACY, PROBE = "accuracy", "accept_length_probe"
@@ -28,31 +28,12 @@ _PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
-    """One evaluation, made when `steps` RL steps were finished."""
-
-    steps: int
-    kind: str  # ACCURACY or PROBE
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """A set that began to serve."""
-
-    at_s: float
-    seq: int
-    policy: int
-    drafter: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunHistory:
     """What happened in a run."""
 
     records: tuple[StepRecord, ...]  # by step
-    evaluations: tuple[Evaluated, ...]
-    served: tuple[Served, ...]
+    evaluations: Mapping[str, Mapping[int, float]]  # by kind; values by number of finished steps
+    served: tuple[VersionSet, ...]  # in the order in which they began to serve
     intervals: tuple[SlotInterval, ...]
     windows: tuple[StepWindow, ...]
     began_s: float  # wall clock of the first and the last entry
@@ -71,9 +52,7 @@ class RunHistory:
 
     def evaluated(self, kind: str) -> list[tuple[int, float]]:
         """(finished steps, value) of one kind, in order; a repeated one counts once."""
-        return sorted(
-            {one.steps: one.value for one in self.evaluations if one.kind == kind}.items()
-        )
+        return sorted(self.evaluations.get(kind, {}).items())
 
 
 async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
@@ -96,15 +75,19 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
     return count
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
 def write_steps(path: Path, records: Iterable[StepRecord]) -> None:
     """Write the records of the finished steps, one JSON object a line, fields named as in
     coordinator.proto.
     """
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(MessageToDict(record, preserving_proto_field_name=True)) + "\n")
-    temporary.replace(path)
+    plain = (MessageToDict(record, preserving_proto_field_name=True) for record in records)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in plain))
 
 
 def read_entries(path: Path) -> Iterator[dict[str, Any]]:
@@ -122,8 +105,8 @@ def read_entries(path: Path) -> Iterator[dict[str, Any]]:
 def read_history(path: Path) -> RunHistory:
     """The run of a copied journal. Raises DataLoss when it has no entry or one does not decode."""
     records: dict[int, StepRecord] = {}
-    evaluations: list[Evaluated] = []
-    served: list[Served] = []
+    evaluations: dict[str, dict[int, float]] = {}
+    served: list[VersionSet] = []
     began_s = ended_s = away_s = 0.0
     tokens, phase = 0, ""
     decisions: Counter[str] = Counter()
@@ -137,17 +120,12 @@ def read_history(path: Path) -> RunHistory:
             record = ParseDict(entry["record"], StepRecord(), ignore_unknown_fields=True)
             records[record.step] = record
         if event in ("RunStarted", "Committed"):
-            served.append(
-                Served(
-                    at_s,
-                    **{name: int(data["versions"][name]) for name in ("seq", "policy", "drafter")},
-                )
-            )
+            served.append(VersionSet(**{name: int(n) for name, n in data["versions"].items()}))
         elif event == "EvaluationDone" and data.get("value") is not None:
-            made = Evaluated(int(entry["step"]), str(data["kind"]), float(data["value"]))
-            evaluations.append(made)
-            if made.steps - 1 in records:  # the step it was made after
-                records[made.steps - 1].evaluations[made.kind] = made.value
+            steps, kind, value = int(entry["step"]), str(data["kind"]), float(data["value"])
+            evaluations.setdefault(kind, {})[steps] = value
+            if steps - 1 in records:  # the step it was made after
+                records[steps - 1].evaluations[kind] = value
         elif event == "Detached":
             tokens += int(data.get("details", {}).get("tokens", 0))
         elif event in ("GatePromoted", "GateDecided"):
@@ -156,7 +134,7 @@ def read_history(path: Path) -> RunHistory:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
     return RunHistory(
         tuple(records[step] for step in sorted(records)),
-        tuple(evaluations),
+        evaluations,
         tuple(served),
         tuple(slot_intervals(read_entries(path))),
         tuple(step_windows(read_entries(path))),

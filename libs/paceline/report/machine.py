@@ -1,7 +1,4 @@
-"""The machine and the versions in words, for a summary or a bench.
-
-Imports none of what it names.
-"""
+"""Describes the machine and the versions of packages, for a summary or a bench."""
 
 from __future__ import annotations
 
@@ -12,7 +9,17 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("paceline", "torch", "transformers", "grpcio", "redis", "numpy")
+_PACKAGES = (
+    "paceline",
+    "grpcio",
+    "protobuf",
+    "redis",
+    "numpy",
+    "uvloop",
+    "torch",
+    "transformers",
+    "sglang",
+)
 
 
 def machine_in_words() -> str:
@@ -28,13 +35,13 @@ def machine_in_words() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Version of Python and of the packages that matter; "" where one is not installed."""
+    """Versions of Python and of the packages that are installed."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = ""
+            continue
     return found
 
 

@@ -1,13 +1,12 @@
-"""The sections of report.html: which figures become which drawing.
-
-Owns no layout and defines no figure.
-"""
+"""Draws the sections of report.html from the figures of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeVar
 
 from paceline.report.charts import (
     Bar,
@@ -23,8 +22,8 @@ from paceline.report.charts import (
 )
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.slots import SlotInterval, held_seconds
-from paceline.report.spans import Edge, Span
-from paceline.report.summary import Summary
+from paceline.report.spans import Edge, SpanRecord
+from paceline.report.summary import Summary, ratio
 from paceline.v1.coordinator_pb2 import StepRecord
 
 HOLDERS = {"engine": "c0", "policy": "c1", "drafter": "c2", "none": "c7"}
@@ -40,6 +39,9 @@ _SERVICE_COLORS = {
     "policy_trainer": "c1",
     "drafter_trainer": "c2",
 }
+NAN = float("nan")
+T = TypeVar("T")
+
 _SMOOTH = 10
 _ZOOM_STEPS = 3
 _WATERFALL_ROWS = 32
@@ -98,7 +100,7 @@ def latency_table(edges: Sequence[Edge]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def trace_section(trace: Sequence[Span]) -> str:
+def trace_section(trace: Sequence[SpanRecord]) -> str:
     """One trace from task to optimiser step to drafter step: of many equal spans the longest stands
     for all.
     """
@@ -124,9 +126,9 @@ def trace_section(trace: Sequence[Span]) -> str:
     return legend(named) + waterfall(labels, bars, label="one RL step as a trace")
 
 
-def waterfall_rows(trace: Sequence[Span]) -> list[tuple[Span, int, int]]:
+def waterfall_rows(trace: Sequence[SpanRecord]) -> list[tuple[SpanRecord, int, int]]:
     """(span, spans it stands for, depth below the root) in the order of their start."""
-    groups: dict[tuple[str, str], list[Span]] = {}
+    groups: dict[tuple[str, str], list[SpanRecord]] = {}
     for span in trace:
         groups.setdefault((span.service, span.name), []).append(span)
     chosen = [
@@ -142,30 +144,21 @@ def waterfall_rows(trace: Sequence[Span]) -> list[tuple[Span, int, int]]:
 
 def counts_table(summary: Summary) -> str:
     """Ledger, versions and provenance as two columns."""
-    dropped = summary["trajectories_dropped"]
     rows: list[tuple[str, Any]] = [
         ("trajectories published", summary["trajectories_published"]),
         ("trained", summary["trajectories_trained"]),
-        ("dropped", ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or 0),
+        ("dropped", _counted(summary["trajectories_dropped"])),
         ("still open", summary["trajectories_open"]),
         ("lost", summary["trajectories_lost"]),
         ("policy versions served", summary["policy_versions"]),
         ("drafter versions served", summary["drafter_versions"]),
         ("drafter optimiser steps", summary["drafter_steps"]),
-        (
-            "gate decisions",
-            ", ".join(f"{count} {made}" for made, count in summary["gate_decisions"].items()) or 0,
-        ),
+        ("gate decisions", _counted(summary["gate_decisions"])),
         ("samples with a near-tie draw", summary["near_ties"]),
         ("wait for a drafter-held slot", _percent(summary["preempt_wait_share"])),
         ("trace shown", summary["trace_id"]),
         ("processes", ", ".join(f"{name} {pid}" for name, pid in summary["pids"].items())),
-        (
-            "versions",
-            ", ".join(
-                f"{name} {version}" for name, version in summary["versions"].items() if version
-            ),
-        ),
+        ("versions", ", ".join(f"{name} {one}" for name, one in summary["versions"].items())),
         *((f"sha256 of {name}", value) for name, value in summary["sha256"].items()),
     ]
     cells = "".join(
@@ -173,6 +166,10 @@ def counts_table(summary: Summary) -> str:
         for name, value in rows
     )
     return f"<table class='facts'><tbody>{cells}</tbody></table>"
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "0"
 
 
 def _edge_row(edge: Edge) -> str:
@@ -184,8 +181,15 @@ def _edge_row(edge: Edge) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
+def _by_step(
+    records: Sequence[StepRecord], value: Callable[[StepRecord], T]
+) -> list[tuple[float, T]]:
+    """(finished steps, value) of each step."""
+    return [(float(record.step + 1), value(record)) for record in records]
+
+
 def _learning(history: RunHistory) -> str:
-    rewards = [(float(r.step + 1), r.reward_mean) for r in history.records]
+    rewards = _by_step(history.records, lambda record: record.reward_mean)
     accuracy = [(float(step), value) for step, value in history.evaluated(ACCURACY)]
     return line_chart(
         [
@@ -200,11 +204,11 @@ def _learning(history: RunHistory) -> str:
 
 
 def _acceptance(history: RunHistory) -> str:
-    live = [(float(r.step + 1), r.accept_length or float("nan")) for r in history.records]
+    live = _by_step(history.records, lambda record: record.accept_length or NAN)
     probe = [(float(step), value) for step, value in history.evaluated(PROBE)]
     swaps = [
         float(later.step + 1)
-        for earlier, later in zip(history.records, history.records[1:], strict=False)
+        for earlier, later in pairwise(history.records)
         if earlier.versions.drafter != later.versions.drafter
     ]
     series = [Series("live", live, "c0"), Series("probe", probe, "c2", dots=True)]
@@ -212,10 +216,7 @@ def _acceptance(history: RunHistory) -> str:
 
 
 def _speed(records: Sequence[StepRecord]) -> str:
-    speed = [
-        (float(r.step + 1), r.response_tokens / r.rollout_s if r.rollout_s else float("nan"))
-        for r in records
-    ]
+    speed = _by_step(records, lambda one: ratio(one.response_tokens, one.rollout_s) or NAN)
     finite = [(x, y) for x, y in speed if y == y]
     series = [
         Series("tokens/s of a step", speed, "c0", faint=True),
@@ -225,24 +226,16 @@ def _speed(records: Sequence[StepRecord]) -> str:
 
 
 def _arms(records: Sequence[StepRecord]) -> str:
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for record in records:
-        for arm, rounds in record.arm_rounds.items():
-            totals[arm] = totals.get(arm, 0) + rounds
+        totals.update(record.arm_rounds)
     names = sorted(totals, key=lambda arm: (arm != "off", arm))[:7]
-    columns = []
-    for record in records:
-        whole = sum(record.arm_rounds.values())
-        if whole:
-            columns.append(
-                (
-                    float(record.step + 1),
-                    [
-                        record.arm_rounds[arm] / whole if arm in record.arm_rounds else 0.0
-                        for arm in names
-                    ],
-                )
-            )
+
+    def shares(record: StepRecord) -> list[float]:
+        rounds = dict(record.arm_rounds)
+        return [rounds.get(arm, 0) / sum(rounds.values()) for arm in names]
+
+    columns = _by_step([record for record in records if sum(record.arm_rounds.values())], shares)
     colors = ["c7" if name == "off" else f"c{i % 7}" for i, name in enumerate(names)]
     return stacked_columns(names, columns, colors=colors, y_label="share of rounds")
 
@@ -250,38 +243,37 @@ def _arms(records: Sequence[StepRecord]) -> str:
 def _lengths(records: Sequence[StepRecord]) -> str:
     named = (("median", "c0"), ("90th percentile", "c2"), ("longest", "c1"))
     known = [r for r in records if len(r.response_length_quantiles) == len(named)]
+    quantiles = _by_step(known, lambda record: list(map(float, record.response_length_quantiles)))
     series = [
-        Series(
-            name, [(float(r.step + 1), float(r.response_length_quantiles[i])) for r in known], color
-        )
+        Series(name, [(step, values[i]) for step, values in quantiles], color)
         for i, (name, color) in enumerate(named)
     ]
     return line_chart(series, y_label="tokens", y_min=0.0)
 
 
 def _step_time(records: Sequence[StepRecord]) -> str:
-    names = ["rollout", "policy step", "waiting for the drafter", "rest"]
-    columns = []
-    for r in records:
-        rest = max(0.0, r.step_s - r.rollout_s - r.policy_s - r.preempt_wait_s)
-        columns.append((float(r.step + 1), [r.rollout_s, r.policy_s, r.preempt_wait_s, rest]))
-    return stacked_columns(names, columns, colors=["c0", "c1", "c5", "c7"], y_label="seconds")
+    def parts(record: StepRecord) -> list[float]:
+        known = [record.rollout_s, record.policy_s, record.preempt_wait_s]
+        return [*known, max(0.0, record.step_s - sum(known))]
+
+    return stacked_columns(
+        ["rollout", "policy step", "waiting for the drafter", "rest"],
+        _by_step(records, parts),
+        colors=["c0", "c1", "c5", "c7"],
+        y_label="seconds",
+    )
 
 
 def _slot_shares(history: RunHistory) -> str:
-    columns = []
     by_step: dict[int, list[SlotInterval]] = {}
     for interval in history.intervals:
         by_step.setdefault(interval.step, []).append(interval)
+    columns = []
     for window in history.windows:
-        near = [
-            one
-            for step in (window.step - 1, window.step, window.step + 1)
-            for one in by_step.get(step, [])
-        ]
-        columns.append(
-            (float(window.step + 1), [held_seconds(near, holder, [window]) for holder in HOLDERS])
-        )
+        steps = (window.step - 1, window.step, window.step + 1)
+        near = [one for step in steps for one in by_step.get(step, [])]
+        held = [held_seconds(near, holder, [window]) for holder in HOLDERS]
+        columns.append((float(window.step + 1), held))
     return stacked_columns(
         [_HOLDER_NAMES[holder] for holder in HOLDERS],
         columns,
@@ -291,7 +283,7 @@ def _slot_shares(history: RunHistory) -> str:
 
 
 def _drafter_steps(records: Sequence[StepRecord]) -> str:
-    columns = [(float(r.step + 1), [float(r.drafter_steps)]) for r in records]
+    columns = _by_step(records, lambda record: [float(record.drafter_steps)])
     if not any(parts[0] for _, parts in columns):
         return '<p class="empty">the drafter was not trained in this run</p>'
     return stacked_columns(["optimiser steps"], columns, colors=["c2"], y_label="optimiser steps")

@@ -1,5 +1,4 @@
-"""Who held which slot when, from the entries of a run's journal. Owns the arithmetic of
-slot-seconds, no drawing.
+"""Derives from a run's journal who held which slot when, and counts slot-seconds.
 
 A journal entry is plain JSON: `at_s` (wall clock, seconds), `event`, `step`, and under `slots` the
 slots that the event changed: `{"slot", "holder", "epoch", "worker_state"}`. A step's window runs
@@ -9,7 +8,7 @@ from its StepBegan to the entry that carries its `record`; evaluations lie outsi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Entry = Mapping[str, Any]
@@ -44,25 +43,20 @@ class StepWindow:
 def slot_intervals(entries: Iterable[Entry]) -> list[SlotInterval]:
     """All intervals in the order in which they end; those still open end with the last entry."""
     intervals: list[SlotInterval] = []
-    held: dict[int, tuple[str, float, int, int]] = {}
+    held: dict[int, SlotInterval] = {}
     now = 0.0
     for entry in entries:
         now = float(entry["at_s"])
         for change in entry.get("slots", ()):
-            slot = int(change["slot"])
-            holder, epoch = str(change["holder"]), int(change["epoch"])
+            slot, epoch = int(change["slot"]), int(change["epoch"])
+            begun = SlotInterval(slot, str(change["holder"]), now, now, epoch, int(entry["step"]))
             before = held.get(slot)
-            if before is not None and before[0] == holder and before[2] == epoch:
-                continue  # only the worker's state changed
             if before is not None:
-                intervals.append(
-                    SlotInterval(slot, before[0], before[1], now, before[2], before[3])
-                )
-            held[slot] = (holder, now, epoch, int(entry["step"]))
-    intervals += [
-        SlotInterval(slot, h[0], h[1], now, h[2], h[3]) for slot, h in sorted(held.items())
-    ]
-    return intervals
+                if (before.holder, before.epoch) == (begun.holder, epoch):
+                    continue  # only the worker's state changed
+                intervals.append(replace(before, end_s=now))
+            held[slot] = begun
+    return intervals + [replace(held[slot], end_s=now) for slot in sorted(held)]
 
 
 def step_windows(entries: Iterable[Entry]) -> list[StepWindow]:
@@ -90,29 +84,12 @@ def held_seconds(
     )
 
 
-def drafter_train_slot_s(intervals: Iterable[SlotInterval]) -> float:
-    """Slot-seconds that the drafter held, in and outside windows."""
-    return sum(interval.seconds for interval in intervals if interval.holder == "drafter")
-
-
-def idle_slot_s(intervals: Iterable[SlotInterval], windows: Sequence[StepWindow]) -> float:
-    """Slot-seconds inside the windows that nobody held."""
-    return held_seconds(intervals, "none", windows)
-
-
-def slot_wall_s(slots: int, windows: Iterable[StepWindow]) -> float:
-    """All slot-seconds inside the windows."""
-    return slots * sum(window.end_s - window.start_s for window in windows)
-
-
-def overlaps(intervals: Sequence[SlotInterval]) -> list[tuple[SlotInterval, SlotInterval]]:
-    """Pairs of intervals that share time on one slot; empty in a right journal."""
-    found: list[tuple[SlotInterval, SlotInterval]] = []
-    ordered = sorted(intervals, key=lambda one: (one.slot, one.start_s, one.end_s))
-    for i, earlier in enumerate(ordered):
-        for later in ordered[i + 1 :]:
-            if later.slot != earlier.slot or later.start_s >= earlier.end_s:
-                break
-            if later.end_s > later.start_s:
-                found.append((earlier, later))
-    return found
+def slot_seconds(
+    intervals: Sequence[SlotInterval], windows: Sequence[StepWindow], slots: int
+) -> dict[str, float]:
+    """What the drafter held in and outside windows, what nobody held inside them, and all of it."""
+    return {
+        "drafter_train_slot_s": sum(one.seconds for one in intervals if one.holder == "drafter"),
+        "idle_slot_s": held_seconds(intervals, "none", windows),
+        "slot_wall_s": slots * sum(window.end_s - window.start_s for window in windows),
+    }

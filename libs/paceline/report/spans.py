@@ -1,4 +1,4 @@
-"""What the span files of a run say: latency per edge between services, and the spans of one trace.
+"""Reads the span files of a run: latency per edge between services, and the spans of one trace.
 
 Reads line by line, twice: the first pass remembers who called or produced, the second meets who
 answered or consumed. Memory is bounded: at most `_INDEXED` callers are remembered and `_SAMPLES`
@@ -21,7 +21,7 @@ _MILESTONES = ("rollout.session", "policy.optimizer_step", "drafter.micro_step",
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SpanRecord:
     """One finished span; times in nanoseconds since the epoch."""
 
     trace_id: str
@@ -60,13 +60,13 @@ class SpanReport:
     """What the report shows of the spans."""
 
     edges: tuple[Edge, ...] = ()
-    trace: tuple[Span, ...] = ()  # spans of the trace chosen, by start
+    trace: tuple[SpanRecord, ...] = ()  # spans of the trace chosen, by start
     spans: int = 0  # lines read
     unreadable: int = 0  # lines that are no span, e.g. cut by a kill
     left_out: int = 0  # callers beyond the memory bound
 
 
-def read_spans(directory: Path) -> Iterator[Span | None]:
+def read_spans(directory: Path) -> Iterator[SpanRecord | None]:
     """Every span of every file, in file order; None for a line that is no span."""
     for path in sorted(directory.glob("*.jsonl")):
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -82,7 +82,7 @@ def read_report(directory: Path, trace_id: str = "") -> SpanReport:
     first = _first_pass(directory)
     chosen = trace_id or first.best_trace()
     edges: dict[tuple[str, str, str, str], _Sample] = {}
-    trace: list[Span] = []
+    trace: list[SpanRecord] = []
     for span in read_spans(directory):
         if span is None:
             continue
@@ -138,7 +138,7 @@ class _Sample:
 class _FirstPass:
     """Callers by span id, and which milestones each trace reached."""
 
-    callers: dict[str, Span] = field(default_factory=dict)
+    callers: dict[str, SpanRecord] = field(default_factory=dict)
     milestones: dict[str, set[str]] = field(default_factory=dict)
     spans: int = 0
     unreadable: int = 0
@@ -170,7 +170,7 @@ def _first_pass(directory: Path) -> _FirstPass:
 
 
 def _hops(
-    span: Span, callers: dict[str, Span]
+    span: SpanRecord, callers: dict[str, SpanRecord]
 ) -> Iterator[tuple[tuple[str, str, str, str], float]]:
     """Edges that end in this span: a call seen by its caller, or the wait of an entry between
     append and read.
@@ -194,10 +194,10 @@ def _span_id(traceparent: str) -> str:
     return parts[2] if len(parts) == 4 else ""
 
 
-def _span(line: str) -> Span | None:
+def _span(line: str) -> SpanRecord | None:
     try:
         record = json.loads(line)
-        return Span(
+        return SpanRecord(
             trace_id=str(record["trace_id"]),
             span_id=str(record["span_id"]),
             parent_id=str(record["parent_id"]),

@@ -1,19 +1,15 @@
-"""The figures of a run: summary.json.
-
-Computed from journal, ledger and spans; owns their definitions, no drawing.
-"""
+"""Computes the figures of a run, summary.json, from journal, ledger and spans."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.report.journal import ACCURACY, PROBE, RunHistory
 from paceline.report.machine import machine_in_words, versions
-from paceline.report.slots import drafter_train_slot_s, idle_slot_s, slot_wall_s
+from paceline.report.slots import slot_seconds
 from paceline.report.spans import SpanReport
 from paceline.streams import LedgerCount
 
@@ -58,9 +54,7 @@ def summarize(
         "policy_versions": len({served.policy for served in history.served}),
         "drafter_versions": len({served.drafter for served in history.served}),
         "gate_decisions": dict(history.decisions),
-        "drafter_train_slot_s": drafter_train_slot_s(history.intervals),
-        "idle_slot_s": idle_slot_s(history.intervals, history.windows),
-        "slot_wall_s": slot_wall_s(history.slots, history.windows),
+        **slot_seconds(history.intervals, history.windows, history.slots),
         "slots": history.slots,
         "drafter_steps": drafter_steps,
         "drafter_steps_per_rl_step": ratio(drafter_steps, len(records)),
@@ -93,13 +87,6 @@ def mean(values: Sequence[float]) -> float | None:
 def ratio(part: float, whole: float) -> float | None:
     """part / whole; None when whole is 0."""
     return part / whole if whole else None
-
-
-def write_summary(path: Path, summary: Summary) -> None:
-    """Write summary.json whole or not at all."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
 
 
 def _ends(name: str, values: Sequence[tuple[int, float]]) -> Summary:

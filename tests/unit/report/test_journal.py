@@ -7,10 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from slot_overlaps import overlaps
 
 from paceline.errors import DataLoss
 from paceline.report.journal import ACCURACY, PROBE, RunHistory, read_history, write_steps
-from paceline.report.slots import drafter_train_slot_s, overlaps
+from paceline.report.slots import slot_seconds
 
 
 def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
@@ -28,7 +29,8 @@ def test_records_evaluations_and_sets_are_found(history: RunHistory) -> None:
 def test_drafter_time_comes_from_leases_that_overlap_nothing(
     history: RunHistory, synthetic: ModuleType
 ) -> None:
-    assert drafter_train_slot_s(history.intervals) == pytest.approx(30 * synthetic.DRAFTER_S)
+    seconds = slot_seconds(history.intervals, history.windows, history.slots)
+    assert seconds["drafter_train_slot_s"] == pytest.approx(30 * synthetic.DRAFTER_S)
     assert overlaps(history.intervals) == []
 
 

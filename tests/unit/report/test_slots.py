@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from slot_overlaps import overlaps
+
 from paceline.report.slots import (
     SlotInterval,
     StepWindow,
-    drafter_train_slot_s,
     held_seconds,
-    idle_slot_s,
-    overlaps,
     slot_intervals,
-    slot_wall_s,
+    slot_seconds,
     step_windows,
 )
 
@@ -56,10 +55,11 @@ def test_a_window_runs_from_the_step_s_begin_to_its_record_and_omitted_zeros_cou
 
 def test_slot_seconds_of_all_holders_make_up_the_wall() -> None:
     intervals = slot_intervals(JOURNAL)
-    assert drafter_train_slot_s(intervals) == 3.0
-    assert idle_slot_s(intervals, WINDOWS) == 1.0 + 2.0
+    seconds = slot_seconds(intervals, WINDOWS, slots=2)
+    assert seconds["drafter_train_slot_s"] == 3.0
+    assert seconds["idle_slot_s"] == 1.0 + 2.0
     assert held_seconds(intervals, "engine", WINDOWS) == 2.0 + 4.0
-    assert slot_wall_s(2, WINDOWS) == 16.0
+    assert seconds["slot_wall_s"] == 16.0
     assert (
         sum(held_seconds(intervals, h, WINDOWS) for h in ("engine", "policy", "drafter", "none"))
         == 16.0
