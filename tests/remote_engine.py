@@ -17,6 +17,7 @@ import zmq
 
 from paceline import errors
 from paceline.local.patience import patient
+from paceline.messages import stats_from_proto, versions_from_proto
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -162,7 +163,7 @@ def chunk_from(message: pb.TokenChunk) -> Chunk:
         version_spans=wire.spans_from(message.version_spans),
         finish=_FINISH.get(message.finish_reason),
         error=message.error,
-        speculation=wire.stats_from(message.speculation),
+        speculation=stats_from_proto(message.speculation),
         cached_prompt_tokens=message.cached_prompt_tokens,
         smallest_gap=message.smallest_gap,
         top_logprobs=tuple(
@@ -245,7 +246,7 @@ class RemoteEngine:
     @property
     def versions(self) -> VersionSet:
         self._refresh()
-        served = wire.versions_from(self._health.versions)
+        served = versions_from_proto(self._health.versions)
         return VersionSet(served.seq - self._base, served.policy, served.drafter)
 
     def enqueue(self, request: Request) -> None:

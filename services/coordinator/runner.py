@@ -32,12 +32,12 @@ from coordinator.machine.state import MachineError, Phase, Service, State
 from coordinator.machine.step import step
 from coordinator.watch import AcceptanceWatch
 from paceline.errors import InternalError
+from paceline.messages import versions_from_proto
 from paceline.rpc import rpc_errors
 from paceline.telemetry import extract, get_logger, inject, tracer
 from paceline.v1.coordinator_pb2 import Fact, StepRecord
 from paceline.v1.weights_pb2 import GetVersionsRequest
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
-from paceline.weights import versions_from_proto
 
 Publish = Callable[[Fact], Awaitable[object]]
 _QUERY_DEADLINE_S = 30.0

@@ -19,6 +19,7 @@ from coordinator.machine.state import Phase
 from coordinator.runner import Runner
 from paceline.errors import FailedPrecondition
 from paceline.events import FactPublisher
+from paceline.messages import versions_to_proto
 from paceline.rpc import Server
 from paceline.streams import connect
 from paceline.telemetry import get_logger
@@ -27,7 +28,6 @@ from paceline.v1.coordinator_pb2_grpc import (
     CoordinatorServiceServicer,
     add_CoordinatorServiceServicer_to_server,
 )
-from paceline.weights import versions_to_proto
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
 _STOP_GRACE_S = 1.0

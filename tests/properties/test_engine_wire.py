@@ -11,6 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from remote_engine import chunk_from
 
+from paceline.messages import (
+    stats_from_proto,
+    stats_to_proto,
+    versions_from_proto,
+    versions_to_proto,
+)
 from paceline.trajectory import SpeculationStats, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -115,7 +121,7 @@ def test_the_last_chunk_comes_back(chunk: Chunk) -> None:
 
 @given(every_field(SpeculationStats))
 def test_speculation_counters_come_back(stats: SpeculationStats) -> None:
-    assert wire.stats_from(wire.stats_to(stats)) == stats
+    assert stats_from_proto(stats_to_proto(stats)) == stats
 
 
 @given(every_field(Evidence))
@@ -125,14 +131,14 @@ def test_evidence_comes_back(evidence: Evidence) -> None:
 
 @given(every_field(VersionSet))
 def test_a_version_set_comes_back(versions: VersionSet) -> None:
-    assert wire.versions_from(wire.versions_to(versions)) == versions
+    assert versions_from_proto(versions_to_proto(versions)) == versions
 
 
 @given(every_field(EngineLoad), every_field(VersionSet))
 def test_health_says_every_field_of_the_load(load: EngineLoad, versions: VersionSet) -> None:
     health = wire.health_to(load, versions)
-    assert wire.versions_from(health.versions) == versions
-    assert wire.stats_from(health.speculation) == load.speculation
+    assert versions_from_proto(health.versions) == versions
+    assert stats_from_proto(health.speculation) == load.speculation
     assert wire.evidence_from(health.evidence) == load.evidence
     assert wire.split_from(health.split) == load.split
     assert by_name(health.prefixes, PrefixStats) == load.prefixes
@@ -148,7 +154,7 @@ def test_ready_says_every_fact(
 ) -> None:
     ready = wire.ready_to(info, index, pid, versions, "hash")
     assert (ready.worker_index, ready.pid, ready.lm_head_hash) == (index, pid, "hash")
-    assert wire.versions_from(ready.versions) == versions
+    assert versions_from_proto(ready.versions) == versions
     again = EngineInfo(
         ready.vocab_size,
         ready.hidden_size,

@@ -4,7 +4,6 @@ Owns bytes, not models.
 """
 
 from paceline.weights.manifest import CONFIG, build_manifest
-from paceline.weights.messages import versions_from_proto, versions_to_proto
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightHooks, WeightServicer
@@ -22,6 +21,4 @@ __all__ = [
     "build_manifest",
     "commit_versions",
     "push_weights",
-    "versions_from_proto",
-    "versions_to_proto",
 ]

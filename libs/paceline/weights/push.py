@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import rpc_errors
 from paceline.tensors import NamedTensor
 from paceline.trajectory import VersionSet
@@ -21,7 +22,6 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE
 from paceline.v1.trajectory_pb2 import CommandContext
 from paceline.v1.weights_pb2_grpc import WeightServiceStub
 from paceline.weights.manifest import cut_chunks
-from paceline.weights.messages import versions_from_proto, versions_to_proto
 from paceline.weights.service import SERVICE_NAME
 from paceline.weights.wire import PushChunk, encode_push
 

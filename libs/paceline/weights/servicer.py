@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import EpochGuard
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
@@ -20,7 +21,6 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, W
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.manifest import check_manifest, target_name
-from paceline.weights.messages import versions_from_proto, versions_to_proto
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 

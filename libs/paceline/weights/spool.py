@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from google.protobuf import json_format
 
 from paceline.errors import DataLoss, InvalidInput, NotFound, ResourceExhausted, WeightsError
+from paceline.tagged_json import from_object, to_object
 from paceline.tensors import safetensors_header
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
@@ -136,7 +136,7 @@ class Spool:
             )
         sets = [*self._sets, versions][-self._keep :]
         temporary = self._directory / f"{_TEMPORARY}versions.json"
-        _write_synced(temporary, json.dumps({"sets": [asdict(one) for one in sets]}).encode())
+        _write_synced(temporary, json.dumps({"sets": [*map(to_object, sets)]}).encode())
         temporary.rename(self._directory / "versions.json")
         _sync_directory(self._directory)
         self._sets = sets
@@ -200,10 +200,9 @@ class Spool:
         if not path.is_file():
             return []
         try:
-            return [VersionSet(**one) for one in json.loads(path.read_text())["sets"]][
-                -self._keep :
-            ]
-        except (ValueError, KeyError, TypeError) as error:
+            sets = json.loads(path.read_text())["sets"]
+            return [from_object(VersionSet, one) for one in sets][-self._keep :]
+        except (ValueError, KeyError, TypeError, DataLoss) as error:
             raise DataLoss(
                 f"{path} is not a list of version sets", seen=str(error)[:120]
             ) from error

@@ -27,11 +27,12 @@ from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Evaluation, Service
 from paceline.errors import DeadlineExceeded, InvalidInput, MissingCapability, NotFound, Unavailable
+from paceline.messages import versions_to_proto
 from paceline.rpc import responses, rpc_errors
 from paceline.v1 import drafter_pb2, policy_pb2, rollout_pb2
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_DRAFTER
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import abort_version, commit_versions, versions_to_proto
+from paceline.weights import abort_version, commit_versions
 
 COMMIT_DEADLINE_S = 60.0
 CHECKPOINT_DEADLINE_S = 300.0

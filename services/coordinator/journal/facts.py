@@ -10,9 +10,9 @@ from coordinator.machine import events
 from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
 from coordinator.machine.state import Phase, State
+from paceline.messages import versions_to_proto
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import versions_to_proto
 
 
 def facts_of(

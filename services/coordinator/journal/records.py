@@ -14,8 +14,8 @@ from typing import Any
 from coordinator.machine import events
 from coordinator.machine.events import Details, Event
 from coordinator.machine.state import Holder, Phase, State
+from paceline.messages import versions_to_proto
 from paceline.v1.coordinator_pb2 import StepRecord
-from paceline.weights import versions_to_proto
 
 
 class StepRecords:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import InvalidInput
+from paceline.messages import versions_to_proto
 from paceline.rpc import EpochGuard
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -19,7 +20,6 @@ from rollout_gateway.api.http.bodies import parse
 from rollout_gateway.api.http.openai.schema import ChatBody
 from rollout_gateway.calls.call import Plan
 from rollout_gateway.chat.messages import ChatRequest
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.tasks import TaskRuns
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
@@ -57,7 +57,7 @@ class RolloutServicer(RolloutServiceServicer):
                 news = rpb.GenerateResponse(
                     chunk=piece.chunk,
                     text=piece.text,
-                    versions=wire.versions_to(gateway.weights.versions),
+                    versions=versions_to_proto(gateway.weights.versions),
                 )
                 if piece.finish:
                     news.prompt_tokens = len(plan.prompt)
@@ -196,7 +196,7 @@ class RolloutServicer(RolloutServiceServicer):
         ]
         return rpb.GetStatusResponse(
             workers=workers,
-            versions=wire.versions_to(gateway.weights.versions),
+            versions=versions_to_proto(gateway.weights.versions),
             open_sessions=len(gateway.agents.sessions),
             unsent_bytes=gateway.outbox.unsent_bytes,
             feature_batches=gateway.publisher.batches,

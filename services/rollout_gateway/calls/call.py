@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from paceline.errors import InvalidInput, Unavailable
+from paceline.messages import stats_from_proto
 from paceline.telemetry import span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -151,7 +152,7 @@ class Call:
             finish=FINISH_NAMES[chunk.finish_reason],
             seed=generation.request.sampling.seed,
             temperature=plan.sampling.temperature,
-            speculation=wire.stats_from(chunk.speculation),
+            speculation=stats_from_proto(chunk.speculation),
             smallest_gap=chunk.smallest_gap,
             message=piece.message,
             digest=piece.message.digest(plan.digest) if piece.message is not None else b"",

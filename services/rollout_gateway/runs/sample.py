@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
+from paceline.messages import stats_to_proto
 from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.call import FINISH_NAMES, Piece, Plan
 from rollout_gateway.chat.messages import ChatRequest, Message
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
 from rollout_gateway.gateway import Gateway
@@ -224,7 +224,7 @@ def sample_finished(
         prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
         response_tokens=len(response),
         finish_reason=FINISH_VALUES["stop" if finish == "tool_calls" else finish],
-        speculation=wire.stats_to(stats),
+        speculation=stats_to_proto(stats),
         smallest_gap=min((turn.smallest_gap for turn in turns), default=0.0),
         tokens_hash=tokens_hash(response),
         session_id=session.session_id,

@@ -9,10 +9,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from paceline.messages import stats_from_proto, stats_to_proto, versions_to_proto
 from paceline.trajectory import SpeculationStats
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.workers.regret import regret
 
@@ -48,8 +48,8 @@ class Totals:
         finished.unscored += not sample.HasField("reward")
         if sample.group_id in self._scored:
             self._scored[sample.group_id] += sample.HasField("reward")
-        self._stats += wire.stats_from(sample.speculation)
-        finished.speculation.CopyFrom(wire.stats_to(self._stats))
+        self._stats += stats_from_proto(sample.speculation)
+        finished.speculation.CopyFrom(stats_to_proto(self._stats))
         finished.rollout_s = share.elapsed_s = asyncio.get_running_loop().time() - self._started
         self._left[sample.worker_index] -= 1
         return None if self._left[sample.worker_index] else share
@@ -75,7 +75,7 @@ class Totals:
     async def closing(self, gateway: Gateway) -> rpb.TasksFinished:
         """The last message of the call."""
         finished = self.finished
-        finished.versions.CopyFrom(wire.versions_to(gateway.weights.versions))
+        finished.versions.CopyFrom(versions_to_proto(gateway.weights.versions))
         finished.arms.extend(merge_arms(list((await gateway.router.healths()).values())))
         finished.regret = regret(finished.arms)
         finished.closed_groups.extend(

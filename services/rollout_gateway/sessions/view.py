@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from paceline.messages import stats_to_proto
 from paceline.trajectory import Trajectory
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Message
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 
@@ -71,7 +71,7 @@ def sample_to(found: Trajectory) -> tpb.Trajectory:
             for s in found.version_spans
         ],
         reward=None if found.reward is None else tpb.Reward(value=found.reward),
-        speculation=wire.stats_to(found.speculation),
+        speculation=stats_to_proto(found.speculation),
         seed=found.seed,
         temperature=found.temperature,
         branch_count=found.branch_count,

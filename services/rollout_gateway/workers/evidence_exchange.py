@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.bandits.evidence import combine
@@ -44,7 +45,7 @@ class EvidenceExchange:
         for peer in peers:
             if peer.index in healths:
                 self._tell(
-                    peer, wire.versions_from(healths[peer.index].versions), without=peer.index
+                    peer, versions_from_proto(healths[peer.index].versions), without=peer.index
                 )
 
     def teach(self, peer: CommandTaker, versions: VersionSet) -> None:
@@ -57,11 +58,11 @@ class EvidenceExchange:
         others = [
             wire.evidence_from(health.evidence)
             for index, health in self._said.items()
-            if index != without and wire.versions_from(health.versions) == versions
+            if index != without and versions_from_proto(health.versions) == versions
         ]
         if others:
             evidence = wire.evidence_to(combine(others))
-            message = pb.MergeEvidence(versions=wire.versions_to(versions), evidence=evidence)
+            message = pb.MergeEvidence(versions=versions_to_proto(versions), evidence=evidence)
             peer.send(pb.WorkerCommand(merge_evidence=message))
 
 

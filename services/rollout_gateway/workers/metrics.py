@@ -14,11 +14,11 @@ from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from paceline.arm_names import speculator_of
+from paceline.messages import stats_from_proto
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import rollout_pb2 as rpb
 from rollout_gateway.engines.nouns import RoundSplit
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.regret import regret
 
@@ -51,7 +51,7 @@ class EngineMetrics:
         instruments.first.record(whole.time_to_first_token_s, self._labels)
         if generation.time_per_output_token_s is not None:
             instruments.each.record(generation.time_per_output_token_s, self._labels)
-        stats = wire.stats_from(whole.speculation)
+        stats = stats_from_proto(whole.speculation)
         if stats.drafted_rounds:
             instruments.accept_length.record(stats.accept_length, self._labels)
         for position, (proposed, taken) in enumerate(
@@ -214,7 +214,7 @@ class _WorkerInstruments:
 def describe(span: Span, generation: Generation) -> None:
     """How a request that has ended went, on its span."""
     whole = generation.whole
-    stats = wire.stats_from(whole.speculation)
+    stats = stats_from_proto(whole.speculation)
     span.set_attribute("response_tokens", len(whole.token_ids))
     span.set_attribute("cached_prompt_tokens", whole.cached_prompt_tokens)
     span.set_attribute("target_steps", stats.target_steps)

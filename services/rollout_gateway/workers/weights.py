@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from paceline.errors import PacelineError, Unavailable
+from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.telemetry import get_logger, span
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.process import WorkerProcess
 from rollout_gateway.workers.router import Router
 
@@ -37,7 +37,7 @@ class WorkerWeights:
     async def load_committed(self, process: WorkerProcess) -> None:
         """Bring a worker that starts to the serving set."""
         async with self._swap:
-            started = wire.versions_from(process.ready.versions)
+            started = versions_from_proto(process.ready.versions)
             self._remember(started.policy, process.ready.lm_head_hash)
             if started != self.versions:
                 await self._commit_one(process, self.versions, started, pb.PAUSE_MODE_IN_PLACE)
@@ -123,7 +123,7 @@ class WorkerWeights:
                 prepare = pb.PrepareWeights(target=target, version=version, path=path)
                 await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
         commit = pb.CommitWeights(
-            versions=wire.versions_to(versions),
+            versions=versions_to_proto(versions),
             mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),
         )
         await self._ask(process, pb.WorkerCommand(commit_weights=commit))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import assert_never
 
 from paceline.errors import InvalidInput, PacelineError
+from paceline.messages import versions_from_proto
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.base import CommandedEngine
 from rollout_gateway.engines.nouns import Chunk, Finish
@@ -41,7 +42,7 @@ def carry_out(
         case "commit_weights":
             commit = command.commit_weights
             mode = wire.pause_mode(commit.mode)
-            emit(engine.commit_weights(wire.versions_from(commit.versions), mode))
+            emit(engine.commit_weights(versions_from_proto(commit.versions), mode))
         case "abort_weights":
             given_up = command.abort_weights
             engine.abort_weights(wire.target(given_up.target), given_up.version)
@@ -54,7 +55,7 @@ def carry_out(
         case "flush_cache":
             engine.flush_cache()
         case "merge_evidence":
-            if wire.versions_from(command.merge_evidence.versions) == engine.versions:
+            if versions_from_proto(command.merge_evidence.versions) == engine.versions:
                 engine.merge_evidence(wire.evidence_from(command.merge_evidence.evidence))
             return None
         case "get_health":

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf.message import Message
-
 from paceline import errors
 from paceline.errors import InvalidInput
-from paceline.trajectory import SpeculationStats, Target, VersionSet, VersionSpan
+from paceline.messages import from_message, stats_to_proto, to_message, versions_to_proto
+from paceline.trajectory import Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bandits.evidence import AcceptanceEvidence, ArmReport, CostEvidence, Evidence
+from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
@@ -84,30 +83,13 @@ def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
     return tuple(MEMORY_TAGS[value] for value in values)
 
 
-def _plain(message: Message, kind: type[Any]) -> dict[str, Any]:
-    """Values of a dataclass whose fields are called as the message's; repeated ones as tuples."""
-    values = {one.name: getattr(message, one.name) for one in dataclasses.fields(kind)}
-    return {
-        name: value if isinstance(value, str | int | float) else tuple(value)
-        for name, value in values.items()
-    }
-
-
-def versions_from(message: tpb.VersionSet) -> VersionSet:
-    return VersionSet(message.seq, message.policy, message.drafter)
-
-
-def versions_to(versions: VersionSet) -> tpb.VersionSet:
-    return tpb.VersionSet(seq=versions.seq, policy=versions.policy, drafter=versions.drafter)
-
-
 def ready_to(
     info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str
 ) -> pb.WorkerReady:
     return pb.WorkerReady(
         worker_index=worker_index,
         pid=pid,
-        versions=versions_to(versions),
+        versions=versions_to_proto(versions),
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
         max_sequence_tokens=info.max_sequence_tokens,
@@ -135,14 +117,6 @@ def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineErr
 
 def rows_from(message: pb.WorkerReady) -> RowLayout:
     return RowLayout(message.row_width, message.row_layers, message.row_convention)
-
-
-def stats_from(message: tpb.SpeculationStats) -> SpeculationStats:
-    return SpeculationStats(**_plain(message, SpeculationStats))
-
-
-def stats_to(stats: SpeculationStats) -> tpb.SpeculationStats:
-    return tpb.SpeculationStats(**dataclasses.asdict(stats))
 
 
 def spans_from(messages: Sequence[tpb.VersionSpan], shift: int = 0) -> tuple[VersionSpan, ...]:
@@ -220,7 +194,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
     if chunk.finish is not None:
         message.finish_reason = FINISH[chunk.finish]
         message.error = chunk.error
-        message.speculation.CopyFrom(stats_to(chunk.speculation))
+        message.speculation.CopyFrom(stats_to_proto(chunk.speculation))
         message.cached_prompt_tokens = chunk.cached_prompt_tokens
         message.smallest_gap = chunk.smallest_gap
         message.time_to_first_token_s = chunk.time_to_first_token_s
@@ -229,45 +203,37 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
 
 
 def arm_to(report: ArmReport) -> pb.ArmStats:
-    return pb.ArmStats(**dataclasses.asdict(report))
+    return to_message(report, pb.ArmStats)
 
 
 def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
-    return pb.BanditEvidence(
-        acceptance=[
-            pb.AcceptanceEvidence(**dataclasses.asdict(one)) for one in evidence.acceptance
-        ],
-        costs=[pb.CostEvidence(**dataclasses.asdict(one)) for one in evidence.costs],
-    )
+    return to_message(evidence, pb.BanditEvidence)
 
 
 def evidence_from(message: pb.BanditEvidence) -> Evidence:
-    return Evidence(
-        tuple(AcceptanceEvidence(**_plain(one, AcceptanceEvidence)) for one in message.acceptance),
-        tuple(CostEvidence(**_plain(one, CostEvidence)) for one in message.costs),
-    )
+    return from_message(Evidence, message)
 
 
 def split_to(split: RoundSplit) -> pb.RoundSplit:
-    return pb.RoundSplit(**dataclasses.asdict(split))
+    return to_message(split, pb.RoundSplit)
 
 
 def split_from(message: pb.RoundSplit) -> RoundSplit:
-    return RoundSplit(**_plain(message, RoundSplit))
+    return from_message(RoundSplit, message)
 
 
 def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
-    return pb.PrefixStats(**dataclasses.asdict(stats))
+    return to_message(stats, pb.PrefixStats)
 
 
 def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
     return pb.WorkerHealth(
         running=load.running,
         waiting=load.waiting,
-        versions=versions_to(versions),
+        versions=versions_to_proto(versions),
         tokens_emitted=load.tokens_emitted,
         busy_s=load.busy_s,
-        speculation=stats_to(load.speculation),
+        speculation=stats_to_proto(load.speculation),
         arms=[arm_to(report) for report in load.arms],
         rows_dropped=load.rows_dropped,
         rejected_left_out=load.rejected_left_out,
