@@ -17,7 +17,6 @@ ROOTS = ("libs", "services", "benchmarks", "examples")
 PRODUCT = ("libs", "services")
 GENERATED = ("/v1/", "/client/sync/")
 EXCEPTIONS: dict[str, str] = {
-    "services/drafter_trainer/offline/__main__.py:train": "to be split",
     "services/rollout_gateway/bandits/acceptance.py": "to be split",
 }
 

@@ -1,4 +1,4 @@
-"""Settings of the drafter trainer."""
+"""Declares the settings of the drafter trainer."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from paceline.config import Config, ServiceConfig
-
-CONFIG_VARIABLE = "PACELINE_DRAFTER_TRAINER_CONFIG"
-"""Environment variable that carries the whole config to the ranks as JSON."""
+from paceline.config import Config, OptimizerConfig, ServiceConfig
 
 
-class OptimizerConfig(Config):
-    """AdamW."""
+class DrafterOptimizerConfig(OptimizerConfig):
+    """AdamW of the drafter."""
 
-    lr: float = Field(default=3e-4, gt=0, description="learning rate")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW betas")
-    weight_decay: float = Field(default=0.0, ge=0)
-    clip_norm: float = Field(default=0.5, gt=0, description="largest gradient norm")
-    warmup_steps: int = Field(default=20, ge=0, description="optimiser steps of linear warm-up")
+    lr: float = Field(default=3e-4, gt=0)
+    """Learning rate after the warm-up."""
+    clip_norm: float = Field(default=0.5, gt=0)
+    """Largest global gradient norm."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Updates over which the rate rises linearly from lr / warmup_steps."""
 
 
 class BufferConfig(Config):
@@ -61,7 +59,6 @@ class GateConfig(Config):
         default=5, ge=1, description="tokens drafted per position when judging"
     )
     samples: int = Field(default=32, ge=1, description="held-out samples used at most")
-    bootstrap: int = Field(default=200, ge=20, description="resamples for the noise")
     temperature: float = Field(
         default=1.0, gt=0, le=10, description="of the rollouts: acceptance depends on it"
     )
@@ -142,11 +139,7 @@ class DrafterTrainerConfig(ServiceConfig):
     preempt_deadline_s: float = Field(
         default=2.0, gt=0, description="a rank that has not stopped by then is killed"
     )
-    rank_start_deadline_s: float = Field(default=90.0, gt=0)
     push_deadline_s: float = Field(default=30.0, gt=0)
-    push_grace_s: float = Field(
-        default=0.5, ge=0, description="Detached waits this long for a push that is under way"
-    )
     data_wait_s: float = Field(
         default=2.0, ge=0, description="an activation without rows ends after this long"
     )
@@ -154,6 +147,6 @@ class DrafterTrainerConfig(ServiceConfig):
         default=20.0, gt=0, description="seconds from one checkpoint to the next"
     )
     resume: bool = Field(default=True, description="continue from the newest checkpoint of the run")
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: DrafterOptimizerConfig = DrafterOptimizerConfig()
     buffer: BufferConfig = BufferConfig()
     gate: GateConfig = GateConfig()

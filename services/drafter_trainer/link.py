@@ -18,6 +18,7 @@ from paceline import telemetry
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.ranks.group import RankLink
+from paceline.ranks.messages import Save
 from paceline.streams import Entry, Stream, decode_features
 from paceline.telemetry import extract, span
 
@@ -41,7 +42,7 @@ class TrainerLink:
         self._link, self._stream, self._target = link, stream, target
         self._runner = asyncio.Runner()
         self._preempted_epoch = 0
-        self._turns: deque[m.Activate | m.Save] = deque()
+        self._turns: deque[m.Activate | Save] = deque()
         self.on_command: Callable[[m.Message], None] = lambda message: None
         self.stopping = False
         self.dropped: Counter[str] = Counter()  # entries that became no sample, by reason
@@ -50,7 +51,7 @@ class TrainerLink:
         """To the parent."""
         self._link.send(m.MESSAGES.encode(message))
 
-    def wait_turn(self, timeout_s: float) -> m.Activate | m.Save | None:
+    def wait_turn(self, timeout_s: float) -> m.Activate | Save | None:
         """The next command that takes a turn of its own; others are obeyed meanwhile."""
         if not self._turns:
             self._obey(self._link.receive(timeout_s))
@@ -78,7 +79,7 @@ class TrainerLink:
         message = m.MESSAGES.decode(data)
         if isinstance(message, m.Preempt):
             self._preempted_epoch = max(self._preempted_epoch, message.epoch)
-        elif isinstance(message, m.Activate | m.Save):
+        elif isinstance(message, m.Activate | Save):
             self._turns.append(message)
         else:
             self.on_command(message)

@@ -1,10 +1,11 @@
-"""Messages between the parent and its ranks over the rank link, as tagged JSON."""
+"""Declares the commands to the ranks and the news from rank 0. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import get_args
 
+from paceline.ranks.messages import Save, Saved
 from paceline.tagged_json import TaggedJson
 
 
@@ -49,11 +50,6 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """Write a checkpoint now; answered by Saved."""
-
-
-@dataclass(frozen=True, slots=True)
 class Attached:
     """Training begins."""
 
@@ -62,7 +58,7 @@ class Attached:
 
 
 @dataclass(frozen=True, slots=True)
-class Contender:
+class LeaderboardEntry:
     """One kind of drafter on the leaderboard, as last judged."""
 
     kind: str
@@ -108,7 +104,7 @@ class Judged:
     lengths_by_bucket: dict[str, float] = field(
         default_factory=dict
     )  # E[len] by part of the response
-    leaderboard: list[Contender] = field(default_factory=list)  # best first
+    leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,7 @@ class Standing:
     lm_head_hashes: list[str] = field(default_factory=list)  # newest last
     serving_version: int = 0
     frozen: bool = False
-    leaderboard: list[Contender] = field(default_factory=list)  # best first
+    leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +143,6 @@ class Saving:
 
     total_steps: int
     stall_s: float  # training stood still for it this long
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint is complete."""
-
-    path: str
-    total_steps: int
 
 
 Message = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,9 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer import messages as m
-from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
+from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.gate.candidates import Candidates
 from drafter_trainer.learn import sharing
-from drafter_trainer.learn.checkpoint import (
-    CheckpointWriter,
-    newest_checkpoint,
-    read_checkpoint,
-    read_whole,
-)
 from drafter_trainer.learn.heads import PolicyHead, PolicyHeads, load_policy_head
 from drafter_trainer.learn.membership import Members, Membership
 from drafter_trainer.learn.students import Students, initial_nets
@@ -35,8 +28,15 @@ from paceline import telemetry
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models.config import read_config
 from paceline.ranks.group import RankLink
+from paceline.ranks.messages import Save, Saved
 from paceline.speculators.packed import PackedRow
 from paceline.streams import RedisStream, connect, run_key
+from paceline.training.checkpoints import (
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
+)
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
@@ -76,7 +76,7 @@ class Rank:
         self._saved_steps, self._saved_at = 0, time.monotonic()
         if config.resume and (newest := newest_checkpoint(checkpoints / "drafter")) is not None:
             self.trainer.load_state(
-                read_checkpoint(newest, self.trainer.state(), self.membership.members)
+                read_checkpoint(newest, self.trainer.state(), self.membership.members.group)
             )
             self._saved_steps = self.learner.total_steps
         self.link.on_command = self.obey
@@ -90,12 +90,12 @@ class Rank:
                 case m.Activate() as command:
                     with activation_span(command):
                         self.activate(command)
-                case m.Save():
+                case Save(command_id):
                     number = self.save(always=True)
                     self._writer.wait()
                     if self.rank == 0:
                         path = self._writer.path(number) / SPECULATOR
-                        self.link.send(m.Saved(str(path), self.learner.total_steps))
+                        self.link.send(Saved(command_id, str(path), self.learner.total_steps))
         self.save()
         self._writer.wait()
         self.link.close()
@@ -201,7 +201,7 @@ class Rank:
             self._writer.next_number if always or steps > self._saved_steps else 0
         )
         if number:
-            self._writer.write(self.trainer.state(), number, members)
+            self._writer.write(self.trainer.state(), number, members.writing)
             self._saved_steps, self._saved_at = steps, time.monotonic()
             if self.rank == 0:
                 self.link.send(m.Saving(steps, self._saved_at - began))
@@ -217,12 +217,11 @@ class Rank:
 def main() -> None:
     """Takes the service's config from the environment, where the parent put it, and runs."""
     link = RankLink.from_environment()
-    config = DrafterTrainerConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+    config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
     torch.set_num_threads(config.threads_per_rank)
     torch.manual_seed(config.run.seed)
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint of one rank
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
     rank = Rank(config, link)

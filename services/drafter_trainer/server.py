@@ -1,6 +1,5 @@
-"""The parent of the ranks: gRPC in front, no torch.
-
-Owns leases, promotion pushes and the spool of heads.
+"""Serves DrafterService in front of the ranks: leases, pushes of promoted drafters, the spool of
+heads. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.gate.publish import Outcome, Promoter
+from drafter_trainer.driver import DrafterDriver, Lease
+from drafter_trainer.gate.publish import Promoter, PushOutcome
 from drafter_trainer.metrics import LeaseMetrics
-from drafter_trainer.ranks import DrafterRanks, Lease
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
 from paceline.rpc import EpochGuard, Server, channel
 from paceline.telemetry import inject
@@ -30,13 +29,14 @@ from paceline.weights import Spool, WeightServicer, add_weight_service
 
 SERVICE_NAME = "paceline.v1.DrafterService"
 GRACE_S = 5.0
+PUSH_GRACE_S = 0.5  # Detached waits this long for a push; the next activation reports the rest
 SAVE_DEADLINE_S = 30.0
 
 
 class HeadHooks:
     """New policy heads and serving sets go to the ranks."""
 
-    def __init__(self, ranks: DrafterRanks) -> None:
+    def __init__(self, ranks: DrafterDriver) -> None:
         self._ranks = ranks
 
     async def on_prepared(self, target: int, version: int, path: Path) -> None:
@@ -55,7 +55,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
     """DrafterService: one activation at a time, fenced by lease epochs."""
 
     def __init__(
-        self, config: DrafterTrainerConfig, ranks: DrafterRanks, guard: EpochGuard
+        self, config: DrafterTrainerConfig, ranks: DrafterDriver, guard: EpochGuard
     ) -> None:
         self._config, self._ranks, self._guard = config, ranks, guard
         self._gateway = channel(config.addresses.gateway, config.security)
@@ -118,18 +118,18 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     self._promoter.start(message, context)
                 case m.Judged():
                     yield _gate(message)
-                case Outcome(decision, prepared):
+                case PushOutcome(decision, prepared):
                     yield _pushed(decision, prepared=prepared)
                 case m.Stopped():
                     if self._promoter.push is not None:
-                        await asyncio.wait({self._promoter.push}, timeout=self._config.push_grace_s)
+                        await asyncio.wait({self._promoter.push}, timeout=PUSH_GRACE_S)
                         if self._promoter.push.done():
                             outcome = self._promoter.take()
                             yield _pushed(outcome.decision, prepared=outcome.prepared)
                     yield _detached(message)
                     return
 
-    async def _first(self, lease: Lease) -> m.Message | Outcome:
+    async def _first(self, lease: Lease) -> m.Message | PushOutcome:
         """News from before training has begun."""
         try:
             async with asyncio.timeout(lease.began + lease.deadline_s - time.monotonic()):
@@ -139,7 +139,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 "training has not begun in time", seen=f"{lease.deadline_s} s"
             ) from error
 
-    async def _next(self, lease: Lease) -> m.Message | Outcome:
+    async def _next(self, lease: Lease) -> m.Message | PushOutcome:
         """The next news; a push that is done comes first. Raises what ended the activation."""
         news = asyncio.ensure_future(lease.news.get())
         try:
@@ -194,7 +194,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._check_run(request.context)
         self._guard.check(request.context)
         saved = await self._ranks.save(SAVE_DEADLINE_S)
-        return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.total_steps)
+        return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.version)
 
     async def close(self) -> None:
         """Ends the connection to the gateway."""
@@ -269,7 +269,7 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
-    ranks, guard = DrafterRanks(config), EpochGuard()
+    ranks, guard = DrafterDriver(config), EpochGuard()
     spool = Spool(Path(config.run.dir) / "spool-drafter-trainer", keep=4)
     await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)
@@ -297,7 +297,7 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
         await servicer.close()
 
 
-async def _tell_spooled(spool: Spool, ranks: DrafterRanks) -> None:
+async def _tell_spooled(spool: Spool, ranks: DrafterDriver) -> None:
     """After a restart: the heads and the set that served before."""
     for target, version in sorted(spool.spooled()):
         await ranks.tell(m.NewHead(version, str(spool.path(target, version))))

@@ -1,7 +1,4 @@
-"""Settings of the policy trainer.
-
-Owns their names, defaults and bounds; not the shared sections.
-"""
+"""Declares the settings of the policy trainer."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import Config, ServiceConfig
+from paceline.config import Config, OptimizerConfig, ServiceConfig
 
 
 class AlgorithmConfig(Config):
@@ -28,23 +25,6 @@ class AlgorithmConfig(Config):
     """Weigh tokens by min(proximal / behavior ratio, this cap); 0 leaves the correction out."""
     updates_per_step: int = Field(default=1, ge=1)
     """Passes over the batch, one optimiser update each."""
-
-
-class OptimizerConfig(Config):
-    """AdamW."""
-
-    lr: float = Field(default=1.5e-4, gt=0)
-    """Learning rate after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moment."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Largest global gradient norm."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the rate rises linearly from lr / warmup_steps."""
 
 
 class PolicyTrainerConfig(ServiceConfig):
@@ -75,16 +55,12 @@ class PolicyTrainerConfig(ServiceConfig):
     """Policy versions a trajectory's oldest token may lie behind the weights trained."""
     group_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds to wait for siblings, where the call names none."""
-    max_pending: int = Field(default=65536, ge=1)
-    """Trajectories held for later steps; beyond it they stay unread in Redis."""
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     checkpoint_keep: int = Field(default=2, ge=1)
     """Newest checkpoints kept."""
     checkpoint_keep_every: int = Field(default=0, ge=0)
     """Also keep checkpoints whose version is a multiple of this; 0 keeps none of them."""
-    save_final: bool = True
-    """Write a checkpoint at a clean stop."""
     resume: bool = True
     """Continue from the run's directory where it holds something; false refuses to start on one
     that does.
@@ -93,8 +69,6 @@ class PolicyTrainerConfig(ServiceConfig):
     """Seconds until all ranks have loaded the model and replayed what the checkpoint misses."""
     step_deadline_s: float = Field(default=3600.0, gt=0)
     """Longest wait of a collective, and of a step after its groups are closed."""
-    stop_grace_s: float = Field(default=20.0, gt=0)
-    """Seconds a clean stop may take."""
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -1,12 +1,11 @@
-"""Commands to the ranks and news from rank 0, as tagged JSON; torch-free, both sides use it."""
+"""Declares the commands to the ranks and the news from rank 0. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import get_args
 
-from paceline import errors
-from paceline.errors import InternalError, PacelineError
+from paceline.ranks.messages import Failed, Save, Saved
 from paceline.tagged_json import TaggedJson
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -34,21 +33,6 @@ class Train:
     policy_version: int  # generated the step; the result is one more
     groups: list[tuple[str, int]]  # (group id, sessions)
     group_deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Write a checkpoint now."""
-
-    command_id: int
-    sender: Sender
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Say where the trainer stands; the first command to ranks that are ready."""
-
-    command_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +75,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Answer to Report: the ranks hold the model and have replayed what the checkpoint missed."""
+    """The first news: the ranks hold the model and have replayed what the checkpoint missed."""
 
-    command_id: int
     progress: Progress
 
 
@@ -124,34 +107,5 @@ class Pushed:
     lm_head_hash: str
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint lies on disk and its groups are acknowledged."""
-
-    command_id: int
-    path: str
-    policy_version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """A command failed; the ranks take the next one."""
-
-    command_id: int
-    error_class: str  # in paceline.errors
-    message: str
-    reason: str
-
-    def error(self) -> PacelineError:
-        """The error to raise in the parent."""
-        found = getattr(errors, self.error_class, InternalError)
-        return found(self.message, reason=self.reason)
-
-
-Message = Train | Save | Report | Started | Batched | Stepped | Pushed | Saved | Failed
+Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed
 MESSAGES = TaggedJson[Message](*get_args(Message))
-
-
-def failure(command_id: int, error: PacelineError) -> Failed:
-    """A PacelineError as news."""
-    return Failed(command_id, type(error).__name__, str(error), error.reason)

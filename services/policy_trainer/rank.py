@@ -6,7 +6,6 @@ Owns how a rank comes up and takes commands; not what they do (trainer).
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 
 import torch
@@ -15,17 +14,17 @@ import torch.distributed as dist
 from paceline import telemetry
 from paceline.errors import InternalError
 from paceline.ranks.group import RankLink
+from paceline.ranks.messages import Save
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.desk import Desk
-from policy_trainer.learn.checkpoint import Checkpoints
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import join_ranks, shard
-from policy_trainer.messages import MESSAGES, Report, Save, Train
-from policy_trainer.ranks import CONFIG_VARIABLE
+from policy_trainer.messages import MESSAGES, Train
+from policy_trainer.rank_zero import RankZero
 from policy_trainer.trainer import PolicyTrainer
 
 _COMMAND_WAIT_S = 3600.0
+_WRITTEN_POLL_S = 0.05  # while a checkpoint is being written
 
 
 def make_deterministic(config: PolicyTrainerConfig) -> None:
@@ -40,33 +39,24 @@ def make_deterministic(config: PolicyTrainerConfig) -> None:
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     """The trainer of this rank, resumed. Collective."""
     mesh = join_ranks(config.device, config.step_deadline_s)
-    checkpoints = Checkpoints(
-        config.checkpoints_dir,
-        Path(config.model),
-        keep=config.checkpoint_keep,
-        keep_every=config.checkpoint_keep_every,
-    )
-    directory = checkpoints.newest()
     model = shard(
-        load_policy(directory or Path(config.model)),
-        mesh,
-        reshard_after_forward=config.reshard_after_forward,
+        load_policy(Path(config.model)), mesh, reshard_after_forward=config.reshard_after_forward
     )
     learner = Learner(config, model, mesh)
-    desk = Desk(config, link, learner.algorithm) if dist.get_rank() == 0 else None
-    trainer = PolicyTrainer(config, learner, checkpoints, desk)
-    trainer.resume(directory)
+    zero = RankZero(config, link, learner.algorithm) if dist.get_rank() == 0 else None
+    trainer = PolicyTrainer(config, learner, zero)
+    trainer.resume()
     return trainer
 
 
 def run(trainer: PolicyTrainer, link: RankLink) -> None:
     """Takes commands for ever; the parent ends the process."""
     while True:
-        data = link.receive(_COMMAND_WAIT_S)
+        data = link.receive(_WRITTEN_POLL_S if trainer.settle_when_written() else _COMMAND_WAIT_S)
         if data is None:
             continue
         command = MESSAGES.decode(data)
-        if not isinstance(command, Train | Save | Report):
+        if not isinstance(command, Train | Save):
             raise InternalError("a rank takes commands only", seen=type(command).__name__)
         trainer.handle(command)
 
@@ -74,11 +64,12 @@ def run(trainer: PolicyTrainer, link: RankLink) -> None:
 def main() -> None:
     """Loads, joins the group, says ready, serves."""
     link = RankLink.from_environment()
-    config = PolicyTrainerConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+    config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
     make_deterministic(config)
     trainer = build(config, link)
     link.ready()
+    trainer.started()
     with contextlib.closing(link):
         run(trainer, link)
 

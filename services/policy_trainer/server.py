@@ -1,7 +1,4 @@
-"""PolicyService: gRPC in front of the ranks.
-
-Owns fencing, the translation to the wire, start and stop; no torch.
-"""
+"""Serves PolicyService in front of the ranks: fencing, start and stop. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.ranks.messages import Save, Saved
 from paceline.rpc import EpochGuard, Server
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.trajectory_pb2 import CommandContext
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.messages import Batched, Progress, Pushed, Save, Saved, Sender, Stepped, Train
-from policy_trainer.ranks import News, TrainerRanks
+from policy_trainer.driver import News, PolicyDriver
+from policy_trainer.messages import Batched, Progress, Pushed, Sender, Stepped, Train
 
 SERVICE_NAME = "paceline.v1.PolicyService"
+STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _log = get_logger(__name__)
 
@@ -29,7 +28,7 @@ _log = get_logger(__name__)
 class PolicyServicer(PolicyServiceServicer):
     """Commands in, news out."""
 
-    def __init__(self, config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
+    def __init__(self, config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
         self._config = config
         self._ranks = ranks
         self._guard = EpochGuard()
@@ -53,8 +52,9 @@ class PolicyServicer(PolicyServiceServicer):
         self, request: pb.SavePolicyCheckpointRequest, context: Any
     ) -> pb.SavePolicyCheckpointResponse:
         """Writes a checkpoint now."""
-        saved = await save(self._ranks, self._sender(request.context), self._config.step_deadline_s)
-        return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.policy_version)
+        self._sender(request.context)
+        saved = await save(self._ranks, self._config.step_deadline_s)
+        return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
     async def GetPolicyStatus(
         self, request: pb.GetPolicyStatusRequest, context: Any
@@ -79,9 +79,9 @@ class PolicyServicer(PolicyServiceServicer):
         return Sender(context.run_id, context.step, context.epoch, inject())
 
 
-async def save(ranks: TrainerRanks, sender: Sender, deadline_s: float) -> Saved:
+async def save(ranks: PolicyDriver, deadline_s: float) -> Saved:
     """Writes a checkpoint and waits for it."""
-    command = Save(ranks.next_command_id(), sender)
+    command = Save(ranks.next_command_id())
     return [news async for news in ranks.run(command, deadline_s) if isinstance(news, Saved)][-1]
 
 
@@ -115,7 +115,7 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
     require_fresh(config.checkpoints_dir, resume=config.resume)
-    ranks = TrainerRanks(config)
+    ranks = PolicyDriver(config)
     server = Server(config.addresses.policy_trainer, config.security)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
     server.set_serving(SERVICE_NAME, False)
@@ -127,7 +127,7 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
         await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if supervision.done():
             await supervision
-        await server.stop(config.stop_grace_s / 2)
+        await server.stop(STOP_GRACE_S / 2)
         await _save_final(config, ranks)
     finally:
         for task in (health, stopped, supervision):
@@ -137,17 +137,15 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
         await ranks.watched.stop(1.0)
 
 
-async def _save_final(config: PolicyTrainerConfig, ranks: TrainerRanks) -> None:
+async def _save_final(config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
     """A last checkpoint when there is something new and the ranks are idle; a busy rank is
     abandoned, its step is replayed by the next start.
     """
     unsaved = ranks.progress.policy_version > ranks.progress.checkpoint_version
-    if not (config.save_final and unsaved and ranks.watched.ready) or ranks.busy:
+    if not (unsaved and ranks.watched.ready) or ranks.busy:
         return
     try:
-        saved = await save(
-            ranks, Sender(config.run.id, max(0, ranks.progress.step), 0), config.stop_grace_s / 2
-        )
+        saved = await save(ranks, STOP_GRACE_S / 2)
         _log.info("final_checkpoint", path=saved.path)
     except PacelineError as error:
         _log.error("final_checkpoint_failed", error=str(error))

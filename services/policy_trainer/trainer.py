@@ -1,9 +1,4 @@
-"""The loop of the policy trainer, as every rank runs it: command, batch, step, gather, push,
-checkpoint.
-
-Owns the order of those and where the trainer stands. What only rank 0 does (Redis, pushes, news) is
-in Desk.
-"""
+"""The loop of the policy trainer, as every rank runs it: command, batch, step, push, checkpoint."""
 
 from __future__ import annotations
 
@@ -11,61 +6,79 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
-from paceline.errors import WeightsError
+import torch.distributed as dist
+
+from paceline.errors import DataLoss, Unavailable, WeightsError
+from paceline.ranks.messages import Save
+from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, span
-from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.desk import Collected, Desk
-from policy_trainer.learn.checkpoint import (
-    Checkpoints,
-    Snapshot,
-    policy_weights,
-    restore_optimizer,
-    take_snapshot,
+from paceline.training.checkpoints import (
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
 )
+from paceline.training.hugging_face import write_causal_lm
+from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.parallel import broadcast_batch, broadcast_numbers
-from policy_trainer.messages import BatchFacts, Progress, Report, Save, Train
+from policy_trainer.messages import BatchFacts, Progress, Train
+from policy_trainer.rank_zero import Collected, RankZero
 
-_SPAN = "policy.optimizer_step"
+_PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
 _NO_TRACE: Mapping[str, str] = {}
 
 
 class PolicyTrainer:
     """One rank.
 
-    All ranks take the same commands in the same order; `desk` is None on all but rank 0.
+    All ranks take the same commands in the same order; `zero` is None on all but rank 0.
     """
 
     def __init__(
-        self,
-        config: PolicyTrainerConfig,
-        learner: Learner,
-        checkpoints: Checkpoints,
-        desk: Desk | None,
+        self, config: PolicyTrainerConfig, learner: Learner, zero: RankZero | None
     ) -> None:
         self.config = config
         self.learner = learner
-        self.checkpoints = checkpoints
-        self.desk = desk
+        self.zero = zero
         self.progress = Progress()
+        alone = dist.get_world_size() == 1
+        self._writing = None if alone else dist.new_group(backend="gloo")
+        self._writer = CheckpointWriter(
+            config.checkpoints_dir,
+            self._export,
+            prefix=_PREFIX,
+            keep=config.checkpoint_keep,
+            keep_every=config.checkpoint_keep_every,
+        )
+        self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
+        self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
 
-    def resume(self, directory: Path | None) -> None:
-        """Takes up the optimiser of the checkpoint the model came from, and replays the steps it
-        misses.
-        """
-        if directory is not None:
-            restore_optimizer(self.learner, directory)
-            progress = self.checkpoints.progress(directory)
-            self.progress = dataclasses.replace(
-                progress, checkpoint_version=progress.policy_version
-            )
-        replays = self.desk.open(self.progress.step) if self.desk else []
+    def resume(self) -> None:
+        """Takes up the newest checkpoint, and replays the steps it misses."""
+        newest = newest_checkpoint(self.config.checkpoints_dir, _PREFIX)
+        if newest is not None:
+            state = read_checkpoint(newest, {"learner": self.learner.state()}, dist.group.WORLD)
+            try:
+                self.learner.load_state(state["learner"])
+                self.progress = from_object(Progress, state["progress"])
+            except (KeyError, DataLoss) as error:
+                raise DataLoss(f"{newest} is of another trainer", seen=str(error)) from error
+            self._begun = self.progress.policy_version
+            self._completed(self.progress)
+        replays = self.zero.open(self.progress.step) if self.zero else []
         steps = broadcast_numbers([c.record.step for c in replays], self.learner.mesh)
         for number, step in enumerate(steps):
-            self._advance(step, replays[number] if self.desk else None)
+            self._advance(step, replays[number] if self.zero else None)
 
-    def handle(self, command: Train | Save | Report) -> None:
+    def started(self) -> None:
+        """The rank takes commands from now on."""
+        if self.zero:
+            self.zero.started(self.progress)
+
+    def handle(self, command: Train | Save) -> None:
         """Runs a command; what fails on rank 0 between collectives is told to the parent and ends
         the command.
         """
@@ -73,33 +86,33 @@ class PolicyTrainer:
             case Train():
                 self._train(command)
             case Save():
-                self._write(take_snapshot(self.learner), command.command_id)
-            case Report():
-                if self.desk:
-                    self.desk.started(command, self.progress)
+                self._save(command.command_id)
+                self._settle()
+
+    def settle_when_written(self) -> bool:
+        """Reports the checkpoint that was being written, if it is done; True while it is not."""
+        if not self._writer.busy:
+            self._settle()
+        return self._unreported is not None
 
     def _train(self, command: Train) -> None:
         """One RL step; a step that is trained already is only pushed again."""
         if not self._accepts(command):
             return
         if command.sender.step == self.progress.step:
-            if self.desk:
-                self.desk.batched(command, self.progress.batch)
+            if self.zero:
+                self.zero.batched(command, self.progress.batch)
         elif not self._advance(
             command.sender.step,
-            self.desk.collect(command) if self.desk else None,
+            self.zero.collect(command) if self.zero else None,
             command.sender.carrier,
         ):
             return
-        unsaved = self.progress.policy_version - self.progress.checkpoint_version
-        due = unsaved >= self.config.checkpoint_interval_steps
-        snapshot = (
-            take_snapshot(self.learner) if due else Snapshot(policy_weights(self.learner), {}, 0)
-        )
-        if self.desk:
-            self.desk.push(command, self.progress, snapshot.weights)
-        if due:
-            self._write(snapshot)
+        weights = self.learner.weights()
+        if self.zero:
+            self.zero.push(command, self.progress, weights)
+        if self.progress.policy_version - self._begun >= self.config.checkpoint_interval_steps:
+            self._save()
 
     def _accepts(self, command: Train) -> bool:
         """Whether the step is the next one or the last one again; if not, the parent is told."""
@@ -109,14 +122,14 @@ class PolicyTrainer:
             and command.sender.step >= self.progress.step
         ):
             return True
-        if self.desk:
+        if self.zero:
             error = WeightsError(
                 "the trainer cannot take this step",
                 reason="STEP_ORDER",
                 seen=f"step {command.sender.step} from p{command.policy_version}",
                 allowed=f"a step after {self.progress.step}, from p{self.progress.policy_version}",
             )
-            self.desk.failed(command.command_id, error)
+            self.zero.failed(command.command_id, error)
         return False
 
     def _advance(
@@ -127,30 +140,54 @@ class PolicyTrainer:
         if batch is None:
             return False
         with (
-            span(_SPAN, parent=extract(carrier), links=collected.links, step=step)
+            span("policy.optimizer_step", parent=extract(carrier), links=collected.links, step=step)
             if collected
             else nullcontext()
         ):
             figures = self.learner.step(batch)
+        facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
         self.progress = dataclasses.replace(
             self.progress,
             policy_version=self.progress.policy_version + 1,
             step=step,
-            trajectories_trained=self.progress.trajectories_trained
-            + (collected.facts.trajectories if collected else 0),
-            batch=collected.facts if collected else BatchFacts(),  # only rank 0 is asked for them
+            trajectories_trained=self.progress.trajectories_trained + facts.trajectories,
+            batch=facts,
             figures=figures,
         )
-        if self.desk:
-            self.desk.log_step(self.progress)
+        if self.zero:
+            self.zero.log_step(self.progress)
         return True
 
-    def _write(self, snapshot: Snapshot, command_id: int = 0) -> None:
-        """Checkpoints, and acknowledges the groups it holds."""
-        self.progress = dataclasses.replace(
-            self.progress, checkpoint_version=self.progress.policy_version
-        )
-        if self.desk:
-            self.desk.saved(
-                command_id, self.checkpoints.write(snapshot, self.progress), self.progress
-            )
+    # --- checkpoints ------------------------------------------------------------------------------
+
+    def _save(self, command_id: int = 0) -> None:
+        """Begins a checkpoint, written while the ranks go on; command 0 is the interval."""
+        self._settle()
+        state = {"learner": self.learner.state(), "progress": to_object(self.progress)}
+        self._writer.write(state, self.progress.policy_version, self._writing)
+        self._begun = self.progress.policy_version
+        self._unreported = (command_id, self.progress)
+
+    def _settle(self) -> None:
+        """Waits for the checkpoint that is being written; its groups are then acknowledged."""
+        if self._unreported is None:
+            return
+        command_id, saved = self._unreported
+        self._unreported = None
+        try:
+            self._writer.wait()
+        except Unavailable as error:
+            if self.zero:
+                self.zero.failed(command_id, error)
+            return
+        self._completed(saved)
+        if self.zero:
+            self.zero.saved(command_id, self._writer.path(saved.policy_version), saved)
+
+    def _completed(self, saved: Progress) -> None:
+        self.progress = dataclasses.replace(self.progress, checkpoint_version=saved.policy_version)
+
+    def _export(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """The weights as a Hugging Face directory, which any engine serves."""
+        weights = read_whole(checkpoint, "learner/model", state)
+        write_causal_lm(weights, Path(self.config.model), checkpoint)

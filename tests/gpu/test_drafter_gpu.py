@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
-from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.learn.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Membership, on_cpu
 from drafter_trainer.rows.batcher import pack
 from paceline.models.config import ModelConfig
 from paceline.speculators.eagle.net import EagleNet
+from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
@@ -48,7 +48,7 @@ def one_gpu() -> Iterator[None]:
 
 
 def learner(target: ModelConfig = TARGET) -> DrafterLearner:
-    config = OptimizerConfig(lr=1e-2, warmup_steps=2)
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=2)
     return DrafterLearner(EagleNet(target, seed=1), config, micro_batches=2, members=on_cpu(1))
 
 
@@ -64,10 +64,12 @@ def test_a_learner_that_comes_and_goes_learns_what_it_learns_on_a_cpu(tmp_path: 
         moved.micro_step(row, HEAD)
         moved.offload()
     writer = CheckpointWriter(tmp_path, lambda state, directory: None)
-    writer.write(moved.state(), 1, moved.members)  # without the device
+    writer.write(moved.state(), 1, moved.members.writing)  # without the device
     writer.wait()
     loaded = learner()
-    loaded.load_state(read_checkpoint(tmp_path / "checkpoint-1", loaded.state(), loaded.members))
+    loaded.load_state(
+        read_checkpoint(tmp_path / "checkpoint-1", loaded.state(), loaded.members.group)
+    )
     assert loaded.total_steps == on_host.total_steps == 4
     expected = weights(on_host)
     for name, value in weights(loaded).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 from paceline.ranks.group import RankLink
 
@@ -18,11 +19,25 @@ NAMES = (
 )
 
 
+def speak_early(link: RankLink, spoken: Path) -> None:
+    """Rank 0 is ready and sends news; the others are ready once it has."""
+    if link.rank == 0:
+        link.ready()
+        link.send(b"news")
+        spoken.touch()
+        return
+    while not spoken.exists():
+        link.receive(0.01)
+    link.ready()
+
+
 def main() -> None:
     link = RankLink.from_environment()
     if os.environ.get("RANK_ECHO") == "dies":
         raise SystemExit("no device for this rank")
-    if os.environ.get("RANK_ECHO") != "silent":
+    if spoken := os.environ.get("RANK_ECHO_EARLY"):
+        speak_early(link, Path(spoken))
+    elif os.environ.get("RANK_ECHO") != "silent":
         link.ready()
     while True:
         message = link.receive(60.0)

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
-from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.config import DrafterOptimizerConfig
+from drafter_trainer.gate.comparison import accepted_tokens
 from drafter_trainer.gate.evaluate import chain_matches
-from drafter_trainer.gate.judge import accepted_tokens
 from drafter_trainer.learn.heads import load_policy_head
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.rows.batcher import pack
@@ -39,7 +39,9 @@ def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     )
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
-    learner = DrafterLearner(EagleNet(target, seed=0), OptimizerConfig(lr=1e-2), micro_batches=4)
+    learner = DrafterLearner(
+        EagleNet(target, seed=0), DrafterOptimizerConfig(lr=1e-2), micro_batches=4
+    )
 
     def acceptance() -> float:
         net = learner.snapshot()

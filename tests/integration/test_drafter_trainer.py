@@ -31,7 +31,6 @@ from integration.drafter_world import (
 )
 from safetensors.torch import load_file, save_file
 
-from drafter_trainer.learn.checkpoint import STATE, newest_checkpoint
 from paceline.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -46,6 +45,7 @@ from paceline.rpc import channel
 from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import FeatureBatch, connect
 from paceline.tensors import from_numpy, head_hash
+from paceline.training.checkpoints import STATE, newest_checkpoint
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY_HEAD
@@ -167,9 +167,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows)
-    await world.start(
-        **ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20, "push_grace_s": 0.05}
-    )
+    await world.start(**ENDLESS, **{"gate.interval_steps": 4, "gate.min_positions": 20})
     world.receiver.open.clear()
     async with aclosing(world.activate(1)) as running:
         await until(running, "activated")

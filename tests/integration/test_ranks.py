@@ -65,6 +65,12 @@ async def test_a_killed_rank_is_noticed_within_a_second(ranks: RankGroup) -> Non
         await ranks.send(b"x")
 
 
+async def test_news_of_a_rank_that_is_ready_before_the_others_is_not_lost(tmp_path: Path) -> None:
+    async with _group(tmp_path, RANK_ECHO_EARLY=str(tmp_path / "spoken")) as group:
+        await group.start(patient(20.0))
+        assert await group.receive(patient(10.0)) == (0, b"news")
+
+
 async def test_silence_ends_at_the_deadline(ranks: RankGroup) -> None:
     with pytest.raises(DeadlineExceeded):
         await ranks.receive(0.1)

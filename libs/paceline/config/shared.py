@@ -1,4 +1,6 @@
-"""Declares the sections that all services read: run, redis, telemetry, security, addresses."""
+"""Declares the sections that several services read: run, redis, telemetry, security, addresses,
+and the optimiser of both trainers.
+"""
 
 from __future__ import annotations
 
@@ -93,6 +95,21 @@ class AddressesConfig(Config):
     """ZeroMQ endpoint on which the coordinator publishes facts."""
     http: str = "127.0.0.1:7408"
     """OpenAI-compatible HTTP of the gateway."""
+
+
+class OptimizerConfig(Config):
+    """AdamW of a trainer."""
+
+    lr: float = Field(default=1.5e-4, gt=0)
+    """Learning rate after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Largest global gradient norm."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Updates over which the rate rises linearly from lr / warmup_steps."""
 
 
 class ServiceConfig(Config):

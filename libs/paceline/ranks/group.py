@@ -1,8 +1,6 @@
-"""Trainer ranks: a parent without torch spawns one process per rank and talks to each over one ipc
-socket.
+"""Spawns one process per rank of a trainer and carries messages to and from them.
 
-Owns the processes, their environment (torchrun's contract) and the byte messages; not what the
-messages mean.
+The parent imports no torch; the environment of the ranks is torchrun's contract.
 """
 
 from __future__ import annotations
@@ -13,23 +11,27 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
 
+from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.ports import free_port
 from paceline.local.processes import child_environment, describe_exit, die_with_parent, last_lines
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
+CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
 _READY, _DATA = b"r", b"d"
 _MESSAGES_QUEUED = 64
 _SEND_S = 10.0
+C = TypeVar("C", bound=Config)
 
 
 class RankLost(Unavailable):
@@ -49,19 +51,24 @@ class RankGroup:
         argv: Sequence[str] = (),
         log_dir: Path = Path("logs"),
         env: Mapping[str, str] | None = None,
+        config: Config | None = None,
     ) -> None:
+        """`config`: what the ranks read with RankLink.config."""
         self._module = module
         self._world_size = world_size
         self._threads = threads_per_rank
         self._argv = list(argv)
         self._log_dir = log_dir
         self._env = dict(env or {})
+        if config is not None:
+            self._env[CONFIG_VARIABLE] = config.model_dump_json()
         self._processes: list[asyncio.subprocess.Process] = []
         self._watches: list[asyncio.Task[None]] = []
         self._lost: asyncio.Future[RankLost] | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._context: zmq.asyncio.Context | None = None
         self._folder = ""
+        self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
 
     @property
     def world_size(self) -> int:
@@ -109,6 +116,8 @@ class RankGroup:
 
         Raises RankLost when a rank dies meanwhile, DeadlineExceeded when none speaks in time.
         """
+        if self._early:
+            return self._early.popleft()
         rank, _, payload = await self._receive(deadline_s)
         return rank, payload
 
@@ -122,6 +131,7 @@ class RankGroup:
         self.kill()
         await asyncio.gather(*self._watches)
         self._processes, self._watches, self._lost = [], [], None
+        self._early.clear()
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=0)
             self._context.term()
@@ -214,9 +224,11 @@ class RankGroup:
         end = asyncio.get_running_loop().time() + deadline_s
         waiting = set(range(self._world_size))
         while waiting:
-            rank, kind, _ = await self._receive(end - asyncio.get_running_loop().time())
+            rank, kind, payload = await self._receive(end - asyncio.get_running_loop().time())
             if kind == _READY:
                 waiting.discard(rank)
+            else:
+                self._early.append((rank, payload))
 
     async def _receive(self, deadline_s: float) -> tuple[int, bytes, bytes]:
         self._raise_if_lost()
@@ -271,6 +283,10 @@ class RankLink:
         return cls(
             os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         )
+
+    def config(self, kind: type[C]) -> C:
+        """The settings that the parent gave to RankGroup."""
+        return kind.model_validate_json(os.environ[CONFIG_VARIABLE])
 
     def ready(self) -> None:
         """Tell the parent that this rank takes messages."""

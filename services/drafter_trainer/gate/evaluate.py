@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from drafter_trainer.gate.judge import Floats
+from drafter_trainer.gate.comparison import Floats
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import FeatureSample

@@ -1,8 +1,5 @@
-"""The publish gate: when candidates are judged, which is promoted, when training freezes. Owns the
-decisions.
-
-Measuring is evaluate.py, the arithmetic gate.py, the freeze rule freeze.py; pushing and serving are
-not done here.
+"""Judges candidates on held-out rows, promotes one that is better, freezes training that gains
+nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +12,9 @@ from typing import Any
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.gate.candidates import Candidates
-from drafter_trainer.gate.economy import RoundCosts
+from drafter_trainer.gate.comparison import Chain, Judgement, RoundCosts, judge
 from drafter_trainer.gate.evaluate import GateJob
 from drafter_trainer.gate.freeze import Freeze
-from drafter_trainer.gate.judge import Chain, Judgement, judge
 from drafter_trainer.gate.leaderboard import Leaderboard, judged, log_decision, reopened
 from drafter_trainer.learn import sharing
 from drafter_trainer.learn.heads import PolicyHeads
@@ -240,9 +236,7 @@ class PublishGate:
         for number, drafter in enumerate(now.candidates):
             this = chain(len(now.rivals) + number, drafter)
             against = [
-                judge(
-                    this, chain(index, rival), heldout.documents, resamples=self._settings.bootstrap
-                )
+                judge(this, chain(index, rival), heldout.documents)
                 for index, rival in enumerate(now.rivals)
             ]
             judgements.append(against[0])
@@ -303,7 +297,7 @@ class PublishGate:
         self._checked_policy = head.policy_version
         costs, measured = self.costs.table({self.serving.kind})
         chain = Chain(self.serving.kind, heldout.accepted[0], costs[self.serving.kind])
-        itself = judge(chain, chain, heldout.documents, resamples=self._settings.bootstrap)
+        itself = judge(chain, chain, heldout.documents)
         frozen_at = self._freeze.baseline
         if not self._freeze.measured(itself.serving, itself.serving_noise):
             log.info(

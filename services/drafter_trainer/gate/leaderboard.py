@@ -6,8 +6,8 @@ Owns their numbers' form, no decision.
 from __future__ import annotations
 
 from drafter_trainer import messages as m
+from drafter_trainer.gate.comparison import Judgement, conditional
 from drafter_trainer.gate.evaluate import HeldOut
-from drafter_trainer.gate.judge import Judgement, conditional
 from drafter_trainer.learn.heads import PolicyHead
 from paceline.telemetry import get_logger
 
@@ -18,7 +18,7 @@ class Leaderboard:
     """Every kind as it was last judged."""
 
     def __init__(self) -> None:
-        self._contenders: dict[str, m.Contender] = {}
+        self._contenders: dict[str, m.LeaderboardEntry] = {}
 
     def place(
         self,
@@ -30,7 +30,7 @@ class Leaderboard:
         servable: bool,
     ) -> None:
         """Takes the place of the kind's last entry."""
-        self._contenders[kind] = m.Contender(
+        self._contenders[kind] = m.LeaderboardEntry(
             kind=kind,
             accept_length=judgement.candidate,
             noise=judgement.noise,
@@ -41,7 +41,7 @@ class Leaderboard:
         )
 
     @property
-    def ranked(self) -> list[m.Contender]:
+    def ranked(self) -> list[m.LeaderboardEntry]:
         """Best projected speed-up first."""
         return sorted(self._contenders.values(), key=lambda one: (-one.speedup, one.kind))
 

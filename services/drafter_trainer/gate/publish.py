@@ -59,7 +59,7 @@ async def push_drafter(
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class PushOutcome:
     """How a push ended."""
 
     decision: Judged
@@ -77,7 +77,7 @@ class Promoter:
     def __init__(self, channel: grpc.aio.Channel, deadline_s: float) -> None:
         self._channel, self._deadline_s = channel, deadline_s
         self._waiting: Judged | None = None
-        self.push: asyncio.Task[Outcome] | None = None  # under way, or done and not taken
+        self.push: asyncio.Task[PushOutcome] | None = None  # under way, or done and not taken
 
     def start(self, decision: Judged, context: CommandContext) -> None:
         """Pushes a promoted drafter."""
@@ -89,7 +89,7 @@ class Promoter:
         if self._waiting is not None and self.push is None:
             self.start(self._waiting, context)
 
-    def take(self) -> Outcome:
+    def take(self) -> PushOutcome:
         """The outcome of `push`, which is done."""
         assert self.push is not None
         outcome = self.push.result()
@@ -103,17 +103,17 @@ class Promoter:
             self.push.cancel()
         self.push = self._waiting = None
 
-    async def _attempt(self, decision: Judged, context: CommandContext) -> Outcome:
+    async def _attempt(self, decision: Judged, context: CommandContext) -> PushOutcome:
         version = decision.drafter_version
         try:
             report = await push_drafter(self._channel, decision, context, self._deadline_s)
         except WORTH_ANOTHER_TRY as error:
             log.warning("promoted drafter not taken yet", drafter_version=version, error=str(error))
-            return Outcome(decision, prepared=False, again=True)
+            return PushOutcome(decision, prepared=False, again=True)
         except PacelineError as error:
             log.error("promoted drafter refused", drafter_version=version, error=str(error))
-            return Outcome(decision, prepared=False)
+            return PushOutcome(decision, prepared=False)
         log.info(
             "drafter prepared", drafter_version=version, bytes=report.bytes, seconds=report.push_s
         )
-        return Outcome(decision, prepared=True)
+        return PushOutcome(decision, prepared=True)

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.membership import Members, on_cpu
 from drafter_trainer.learn.sharded import ShardedDrafter, move, row_on
+from paceline.config import OptimizerConfig
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
+from paceline.training.optimizer import warm_up
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -99,9 +100,7 @@ class DrafterLearner:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
         torch.nn.utils.clip_grad_norm_(parameters, self._config.clip_norm)
-        warm = min(1.0, (self.total_steps + 1) / max(self._config.warmup_steps, 1))
-        for group in self.sharded.optimizer.param_groups:
-            group["lr"] = self._config.lr * warm
+        warm_up(self.sharded.optimizer, self._config, self.total_steps + 1)
         self.sharded.optimizer.step()
         self.sharded.optimizer.zero_grad()
         self.total_steps += 1

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from drafter_trainer.config import OptimizerConfig
 from drafter_trainer.learn.membership import Members
+from paceline.config import OptimizerConfig
 from paceline.errors import DataLoss
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from paceline.training.optimizer import MOMENTS, make_optimizer
 
 
 class ShardedDrafter:
@@ -42,16 +41,7 @@ class ShardedDrafter:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(),
-            lr=config.lr,
-            betas=config.betas,
-            weight_decay=config.weight_decay,
-            foreach=True,
-        )
-        for parameter in self.parameters.values():
-            moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
-            self.optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+        self.optimizer = make_optimizer(self.parameters, config)
         self._aside: dict[str, Aside] | None = None
 
     def local(self, *, gradients: bool = True) -> dict[str, Tensor]:
@@ -204,7 +194,7 @@ def move(
 def _layout(whole: nn.Module, gradients: bool) -> Iterable[tuple[str, tuple[int, ...] | None]]:
     """Keys in an order that all ranks share, and the whole shape of what is sharded."""
     parameters = dict(whole.named_parameters())
-    kinds = (*_MOMENTS, *(("gradient",) if gradients else ()))
+    kinds = (*MOMENTS, *(("gradient",) if gradients else ()))
     for name, value in whole.state_dict().items():
         yield f"model/{name}", tuple(value.shape) if name in parameters else None
         if name in parameters and parameters[name].requires_grad:

@@ -1,4 +1,4 @@
-"""Settings of one offline run.
+"""Declares the settings of one offline run, which are the options of `paceline train-drafter`.
 
 Imports no torch: the parent process checks them before any rank is started.
 """
@@ -11,43 +11,73 @@ from typing import Any, Literal
 from pydantic import Field
 
 from paceline.config import Config
+from paceline.speculators.kinds import SPECULATORS
 
-CONFIG_VARIABLE = "PACELINE_OFFLINE_CONFIG"
-"""Environment variable that carries the settings to the ranks as JSON."""
+TRAINED = " | ".join(kind.name for kind in SPECULATORS.values() if kind.trained)
 
 
 class OfflineConfig(Config):
     """What `paceline train-drafter` was asked for."""
 
     data: Path
+    """A file, or a directory of files."""
     model: Path
-    speculator: str = "eagle"
+    """Checkpoint directory of the target."""
+    speculator: str = Field(
+        default="eagle", description=f"{TRAINED}, or package.module:KIND of your own"
+    )
     options: dict[str, Any] = Field(default={})
-    out: Path
+    """Option of the speculator."""
+    out: Path = Path("runs/drafter")
+    """Directory of the run."""
     start: Path | None = None
+    """Drafter to start from, instead of fresh."""
     steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps; default: as many as --epochs need."""
     epochs: int = Field(default=1, ge=1)
+    """Passes over the data."""
     batch_tokens: int = Field(default=8_192, ge=16)
+    """Tokens of one optimiser step, over all ranks."""
     row_tokens: int = Field(default=2_048, ge=16)
+    """Tokens of one forward; longer sequences are cut."""
     window: int = Field(default=512, ge=8)
+    """Positions of a sequence the drafter learns from, drawn anywhere."""
     lr: float = Field(default=3e-4, gt=0)
+    """Learning rate of the speculator."""
     warmup_steps: int = Field(default=20, ge=0)
+    """Steps of linear warm-up."""
     freeze_base_model: bool = True
+    """Or train the model jointly, on cross-entropy."""
     base_lr: float = Field(default=1e-5, gt=0)
+    """Learning rate of a model that is trained."""
     speculator_weight: float = Field(default=1.0, ge=0)
+    """Of its loss in what a trained model learns from."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of a frozen model: float32 | bfloat16."""
     regenerate: bool = False
+    """Learn from the model's own answers to the prompts."""
     max_tokens: int = Field(default=256, ge=2)
+    """Of such an answer."""
     temperature: float = Field(default=1.0, ge=0)
+    """Of such an answer; 0 is greedy."""
     heldout_share: float = Field(default=0.05, ge=0, lt=1)
+    """Share of sequences kept to judge by."""
     draft_steps: int = Field(default=5, ge=1)
+    """Drafts judged per position."""
     eval_every: int = Field(default=200, ge=1)
+    """Steps between two judgements."""
     log_every: int = Field(default=10, ge=1)
+    """Steps between two lines on the terminal."""
     save_every: int = Field(default=200, ge=1)
+    """Steps between two checkpoints."""
     ranks: int = Field(default=1, ge=1)
+    """Processes that share model, drafter and rows (FSDP2)."""
     threads_per_rank: int = Field(default=1, ge=1)
+    """Threads of each."""
     seed: int = Field(default=0, ge=0)
+    """Of weights, order, windows and answers."""
     resume: bool = True
+    """Go on with the run in OUT."""
 
     @property
     def rows_per_rank(self) -> int:

@@ -30,7 +30,7 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Example:
     """One sequence of n tokens."""
 
     token_ids: npt.NDArray[np.int64]
@@ -56,9 +56,9 @@ class Sample:
         gaps = np.flatnonzero(np.diff(said) > 1)
         return self.token_ids[: said[gaps[-1] + 1] if len(gaps) else said[0]]
 
-    def cut(self, length: int) -> Sample:
+    def cut(self, length: int) -> Example:
         """Its first `length` tokens."""
-        return self if len(self) <= length else Sample(self.token_ids[:length], self.mask[:length])
+        return self if len(self) <= length else Example(self.token_ids[:length], self.mask[:length])
 
 
 class TextEncoder(Protocol):
@@ -67,18 +67,18 @@ class TextEncoder(Protocol):
     Both raise InvalidInput for text that cannot be encoded.
     """
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
         """A conversation."""
         ...
 
-    def completion(self, prompt: str, response: str | None) -> Sample:
+    def completion(self, prompt: str, response: str | None) -> Example:
         """A prompt and its answer."""
         ...
 
 
 def read_samples(
     path: Path, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool = False
-) -> list[Sample]:
+) -> list[Example]:
     """All records of a file, or of the .jsonl and .parquet files of a directory in the order of
     their names.
 
@@ -111,7 +111,7 @@ def data_files(path: Path) -> list[Path]:
     return files
 
 
-def fingerprint(samples: Iterable[Sample]) -> str:
+def fingerprint(samples: Iterable[Example]) -> str:
     """Hash of tokens and masks."""
     digest = hashlib.sha256()
     for sample in samples:
@@ -153,7 +153,7 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 def _sample(
     record: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool
-) -> Sample:
+) -> Example:
     if not isinstance(record, dict):
         raise InvalidInput(
             "a record must be an object", seen=_short(record), allowed=" or ".join(FORMS)
@@ -197,7 +197,7 @@ def _messages(value: object) -> list[dict[str, Any]]:
     return value
 
 
-def _ready_made(record: Mapping[str, Any], *, prompts: bool) -> Sample:
+def _ready_made(record: Mapping[str, Any], *, prompts: bool) -> Example:
     ids = _integers(record, "input_ids")
     mask = (
         np.zeros_like(ids)
@@ -214,7 +214,7 @@ def _ready_made(record: Mapping[str, Any], *, prompts: bool) -> Sample:
             seen=_short(record["loss_mask"]),
             allowed="0, 1",
         )
-    return Sample(ids, mask.astype(bool))
+    return Example(ids, mask.astype(bool))
 
 
 def _integers(record: Mapping[str, Any], key: str) -> npt.NDArray[np.int64]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.data import Sample, fingerprint
+from drafter_trainer.offline.data import Example, fingerprint
 from paceline.errors import InvalidInput
 
 BATCH = 16
@@ -26,11 +26,11 @@ BATCH = 16
 
 def answer_prompts(
     lm: Any,
-    samples: Sequence[Sample],
+    samples: Sequence[Example],
     config: OfflineConfig,
     limit: int,
     tell: Callable[[int, int], None],
-) -> list[Sample]:
+) -> list[Example]:
     """A sample per prompt with the model's own answer, drawn at `config.temperature` (0: the most
     likely token).
 
@@ -63,7 +63,7 @@ def answer_prompts(
     return [_joined(prompt, answers[i]) for i, prompt in enumerate(prompts)]
 
 
-def answers_file(config: OfflineConfig, samples: Sequence[Sample]) -> Path:
+def answers_file(config: OfflineConfig, samples: Sequence[Example]) -> Path:
     """Where the answers to these prompts under these settings are kept."""
     drawn = (
         f"{config.model.resolve()} {config.max_tokens} {config.temperature} {config.seed} "
@@ -72,7 +72,7 @@ def answers_file(config: OfflineConfig, samples: Sequence[Sample]) -> Path:
     return config.out / f"answers-{hashlib.sha256(drawn.encode()).hexdigest()[:16]}.jsonl"
 
 
-def write_answers(path: Path, samples: Sequence[Sample]) -> None:
+def write_answers(path: Path, samples: Sequence[Example]) -> None:
     """Keeps samples as {"input_ids", "loss_mask"} records; whole or not at all."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -125,6 +125,6 @@ def _generate(lm: Any, prompts: Sequence[Any], room: int, temperature: float) ->
     ]
 
 
-def _joined(prompt: Any, answer: Sequence[int]) -> Sample:
+def _joined(prompt: Any, answer: Sequence[int]) -> Example:
     ids = np.concatenate([prompt, np.array(answer, dtype=np.int64)])
-    return Sample(ids, np.arange(len(ids)) >= len(prompt))
+    return Example(ids, np.arange(len(ids)) >= len(prompt))

@@ -1,4 +1,4 @@
-"""Which sequence stands in which row of which step. Pure integers; owns no tensor.
+"""Places sequences in the rows of each step. Pure integers.
 
 Everything follows from the seed and the step, so that a run resumed at step s reads on where it
 stopped, on any number of ranks that leaves a step's rows the same.
@@ -13,7 +13,7 @@ from itertools import chain, count, islice
 import numpy as np
 import numpy.typing as npt
 
-from drafter_trainer.offline.data import Sample
+from drafter_trainer.offline.data import Example
 
 _OPEN_ROWS = 32
 
@@ -22,7 +22,7 @@ _OPEN_ROWS = 32
 class Document:
     """A sequence in a row, and the part of it that the drafter learns from."""
 
-    sample: Sample
+    sample: Example
     start: int
     """First position of the window; position t pairs token t's state with token t + 1."""
     length: int
@@ -34,7 +34,9 @@ class Document:
         return int(self.sample.mask[self.start + 2 : self.start + 2 + self.length].sum())
 
 
-def split(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+def split(
+    samples: Sequence[Example], share: float, seed: int
+) -> tuple[list[Example], list[Example]]:
     """(training, held-out) samples; with a share above 0 at least one is held out, and at least one
     is not.
     """
@@ -80,7 +82,7 @@ def steps_of(
 
 
 def steps_from(
-    samples: Sequence[Sample],
+    samples: Sequence[Example],
     row_tokens: int,
     window: int,
     seed: int,
@@ -99,7 +101,7 @@ def steps_from(
         ]
 
 
-def place(sample: Sample, window: int, random: np.random.Generator) -> Document:
+def place(sample: Example, window: int, random: np.random.Generator) -> Document:
     """A window anywhere in the sequence that holds a drafting target: around one of them, drawn
     evenly.
     """

@@ -6,7 +6,6 @@ Owns its set-up and signals.
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,17 +16,19 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.offline.config import CONFIG_VARIABLE, OfflineConfig
-from drafter_trainer.offline.data import Sample, read_samples
+from drafter_trainer.offline.config import OfflineConfig
+from drafter_trainer.offline.data import Example, read_samples
 from drafter_trainer.offline.generation import answer_prompts, answers_file, write_answers
-from drafter_trainer.offline.target import Target, load_causal_lm
+from drafter_trainer.offline.target import TargetModel
 from drafter_trainer.offline.text import ModelText
 from drafter_trainer.offline.trainer import OfflineTrainer, Tell, usable
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.config import ModelConfig, read_config
+from paceline.models.loading import DTYPES
 from paceline.ranks.group import RankLink
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet
+from paceline.training.hugging_face import load_causal_lm
 
 COLLECTIVE_DEADLINE = timedelta(minutes=30)
 """Ranks wait for each other this long: their shares of generated answers differ."""
@@ -49,7 +50,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     encoder = _once(lambda: ModelText(config.model, target.eos_token_ids))
     samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
-    lm = load_causal_lm(config.model, config.dtype)
+    lm = load_causal_lm(config.model, DTYPES[config.dtype])
     limit = min(config.row_tokens, target.max_position_embeddings)
     if config.regenerate:
         samples = _answers(lm, samples, config, target, limit, tell)
@@ -58,7 +59,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
     if config.start is None:
         _choose_tokens(net, samples, target)
     members = on_cpu(dist.get_world_size())
-    base = Target(
+    base = TargetModel(
         lm,
         config.model,
         net.capture,
@@ -80,7 +81,7 @@ def make_net(config: OfflineConfig, target: ModelConfig) -> DraftNet:
     return kind.fresh(target, options, config.seed)
 
 
-def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) -> None:
+def _choose_tokens(net: DraftNet, samples: list[Example], target: ModelConfig) -> None:
     """Tells a fresh network with a vocabulary of its own, how often each token is a drafting
     target.
     """
@@ -92,12 +93,12 @@ def _choose_tokens(net: DraftNet, samples: list[Sample], target: ModelConfig) ->
 
 def _answers(
     lm: Any,
-    prompts: list[Sample],
+    prompts: list[Example],
     config: OfflineConfig,
     target: ModelConfig,
     limit: int,
     tell: Tell,
-) -> list[Sample]:
+) -> list[Example]:
     """The model's own answers, drawn once per output directory."""
     path = answers_file(config, prompts)
     drawn = path.exists()
@@ -130,7 +131,7 @@ def _once(make: Callable[[], ModelText]) -> Callable[[], ModelText]:
 def main() -> None:
     """Takes the settings from the environment, where the parent put them, and trains."""
     link = RankLink.from_environment()
-    config = OfflineConfig.model_validate_json(os.environ[CONFIG_VARIABLE])
+    config = link.config(OfflineConfig)
     torch.set_num_threads(config.threads_per_rank)
     torch.manual_seed(config.seed)
     stop = [False]

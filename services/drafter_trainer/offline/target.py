@@ -7,14 +7,11 @@ decoder layer.
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -23,30 +20,12 @@ from torch.nn import functional
 
 from drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from drafter_trainer.offline.plan import Document
-from paceline.errors import ConfigError, InvalidInput
-from paceline.models.loading import DTYPES
+from paceline.config import OptimizerConfig
+from paceline.errors import InvalidInput
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.packed import PackedRow
-
-CLIP_NORM = 1.0
-"""Largest gradient norm of the base model."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
-
-
-def load_causal_lm(directory: Path, dtype: str) -> Any:
-    """The transformers module of a directory, on the CPU. Raises ConfigError when there is none."""
-    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
-
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=DTYPES[dtype], attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no model can be loaded from {directory}: {error}", seen=directory
-        ) from error
-    return lm
+from paceline.training.hugging_face import write_causal_lm
+from paceline.training.optimizer import make_optimizer
 
 
 class TargetForward(nn.Module):
@@ -96,7 +75,7 @@ class TargetForward(nn.Module):
         return states, functional.cross_entropy(logits, said, reduction="sum")
 
 
-class Target:
+class TargetModel:
     """The base model sharded by FSDP2 (each layer, then the rest), with an optimiser when it is
     trained along.
     """
@@ -122,13 +101,9 @@ class Target:
             fully_shard(part, mesh=mesh)
         self._optimizer: torch.optim.AdamW | None = None
         if lr is not None:
+            self._settings = OptimizerConfig(lr=lr)
             self._parameters = dict(self._module.named_parameters())
-            self._optimizer = torch.optim.AdamW(
-                self._parameters.values(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0
-            )
-            for parameter in self._parameters.values():
-                moments = {moment: torch.zeros_like(parameter) for moment in _MOMENTS}
-                self._optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
+            self._optimizer = make_optimizer(self._parameters, self._settings)
 
     @property
     def trained(self) -> bool:
@@ -187,7 +162,7 @@ class Target:
         """
         assert self._optimizer is not None
         self._reshard()
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), CLIP_NORM)
+        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self._head = None
@@ -222,24 +197,11 @@ class Target:
         self._head = None
 
     def write(self, weights: Mapping[str, Tensor], directory: Path) -> None:
-        """A state's whole weights as a Hugging Face directory: fp32, and the start model's other
-        files.
-        """
-        directory.mkdir(parents=True)
-        for path in self._directory.iterdir():
-            if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
-                shutil.copyfile(path, directory / path.name)
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        config.pop("torch_dtype", None)
-        (directory / "config.json").write_text(
-            json.dumps({**config, "dtype": "float32"}, indent=2), encoding="utf-8"
-        )
-        tensors = {
-            name.removeprefix("lm."): tensor.contiguous() for name, tensor in weights.items()
-        }
+        """A state's whole weights as a Hugging Face directory."""
+        tensors = {name.removeprefix("lm."): tensor for name, tensor in weights.items()}
         if self._tied:
             tensors.pop("lm_head.weight", None)
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        write_causal_lm(tensors, self._directory, directory)
 
 
 def packed_row(

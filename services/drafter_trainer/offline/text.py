@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from drafter_trainer.offline.data import Sample
+from drafter_trainer.offline.data import Example
 from paceline.errors import ConfigError, InvalidInput
 
 
@@ -35,7 +35,7 @@ class ModelText:
         self._eos = set(eos_token_ids)
         self._front = self._tokenizer("", add_special_tokens=True)["input_ids"][:1]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> Example:
         """Every answer counts whose beginning the template renders the same whatever follows, at
         least the last.
         """
@@ -64,7 +64,7 @@ class ModelText:
         # A template that does not write bos itself gets it from the tokenizer, once.
         return self._join([(self._front if self._front != first else [], False), *encoded])
 
-    def completion(self, prompt: str, response: str | None) -> Sample:
+    def completion(self, prompt: str, response: str | None) -> Example:
         """The prompt as the tokenizer begins a text; the answer ends with the model's end token."""
         begun = self._tokenizer(prompt, add_special_tokens=True)["input_ids"]
         # Some tokenizers end every text.
@@ -87,11 +87,11 @@ class ModelText:
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _join(self, parts: Sequence[tuple[list[int], bool]]) -> Sample:
+    def _join(self, parts: Sequence[tuple[list[int], bool]]) -> Example:
         ids, mask = list[int](), list[bool]()
         for part, said in parts:
             ids += part
             # What a template writes after the end token was never generated.
             end = next((i + 1 for i, token in enumerate(part) if token in self._eos), len(part))
             mask += [said and i < end for i in range(len(part))]
-        return Sample(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))
+        return Example(np.array(ids, dtype=np.int64), np.array(mask, dtype=bool))

@@ -11,7 +11,6 @@ speculator itself learns as it does alone.
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -25,25 +24,25 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.config import DrafterOptimizerConfig
+from drafter_trainer.gate.comparison import accepted_tokens
 from drafter_trainer.gate.evaluate import chain_matches
-from drafter_trainer.gate.judge import accepted_tokens
-from drafter_trainer.learn.checkpoint import (
-    STATE,
-    CheckpointWriter,
-    newest_checkpoint,
-    read_checkpoint,
-    read_whole,
-)
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Members
 from drafter_trainer.offline.config import OfflineConfig
-from drafter_trainer.offline.data import Sample, fingerprint
-from drafter_trainer.offline.log import RunLog
+from drafter_trainer.offline.data import Example, fingerprint
 from drafter_trainer.offline.plan import Document, pack, place, split, steps_from, steps_of
-from drafter_trainer.offline.target import Target
+from drafter_trainer.offline.report import RunLog
+from drafter_trainer.offline.target import TargetModel
 from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators.net import DraftNet
+from paceline.training.checkpoints import (
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_state,
+    read_whole,
+)
 
 Tell = Callable[[dict[str, Any]], None]
 STATES = "states"
@@ -53,7 +52,7 @@ CHECKPOINT, SPECULATOR, BASE = "checkpoint", "speculator", "base"
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class ChainAcceptance:
     """Held-out acceptance of a greedy chain, teacher-forced; K drafts."""
 
     survival: list[float]
@@ -65,11 +64,11 @@ class Acceptance:
     positions: int
 
 
-def acceptance(matches: npt.NDArray[np.bool_]) -> Acceptance:
+def acceptance(matches: npt.NDArray[np.bool_]) -> ChainAcceptance:
     """Figures of matches [N, K]: draft k of position n equalled the model's token."""
     alive = np.cumprod(matches, axis=1, dtype=np.int64).sum(axis=0)
     before = np.concatenate([[len(matches)], alive[:-1]])
-    return Acceptance(
+    return ChainAcceptance(
         survival=(alive / len(matches)).tolist(),
         conditional=np.divide(alive, before, out=np.zeros(len(alive)), where=before > 0).tolist(),
         length=1.0 + float(accepted_tokens(matches).mean()),
@@ -84,8 +83,8 @@ class OfflineTrainer:
         self,
         config: OfflineConfig,
         net: DraftNet,
-        target: Target,
-        samples: Sequence[Sample],
+        target: TargetModel,
+        samples: Sequence[Example],
         tell: Tell,
         members: Members,
     ) -> None:
@@ -96,7 +95,7 @@ class OfflineTrainer:
         self._whole = net.twin()
         # The base model is sharded already: what is shared of it stays outside the drafter's
         # shards.
-        optimizer = OptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
+        optimizer = DrafterOptimizerConfig(lr=config.lr, warmup_steps=config.warmup_steps)
         self._rows_per_step = config.rows_per_rank * self._world
         self._learner = DrafterLearner(
             net, optimizer, micro_batches=self._rows_per_step, members=members
@@ -197,7 +196,7 @@ class OfflineTrainer:
         self._tell({"kind": "step", "steps": self.steps, **line})
 
     def _evaluate(self) -> None:
-        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole
+        """ChainAcceptance on the held-out sequences, judged by rank 0, which alone holds the whole
         drafter.
         """
         if not self._heldout:
@@ -238,7 +237,7 @@ class OfflineTrainer:
         """Starts a checkpoint of this step, unless it is there."""
         if self._saved == self.step:
             return
-        self._writer.write(self._state(), self.step, self._members)
+        self._writer.write(self._state(), self.step, self._members.writing)
         self._tell(
             {"kind": "saved", "step": self.step, "directory": str(self._config.out / CHECKPOINT)}
         )
@@ -268,7 +267,7 @@ class OfflineTrainer:
         """
         newest = newest_checkpoint(self._states)
         if newest is not None and self._config.resume:
-            seen = json.loads((newest / STATE).read_text(encoding="utf-8"))["settings"]
+            seen = read_state(newest)["settings"]
             if other := next(
                 (key for key in self._settings if seen.get(key) != self._settings[key]), None
             ):
@@ -278,7 +277,7 @@ class OfflineTrainer:
                     seen=self._settings[other],
                     allowed=seen.get(other),
                 )
-            state = read_checkpoint(newest, self._state(), self._members)
+            state = read_checkpoint(newest, self._state(), self._members.group)
             self._learner.load_state(state["learner"])
             if self._target.trained:
                 self._target.load_state(state["base"])
@@ -290,7 +289,7 @@ class OfflineTrainer:
         self._log.keep_to(self.step)
 
 
-def usable(samples: Sequence[Sample], limit: int) -> tuple[list[Sample], dict[str, int]]:
+def usable(samples: Sequence[Example], limit: int) -> tuple[list[Example], dict[str, int]]:
     """Samples cut to `limit` tokens that leave something to learn, and how many were cut or left
     out.
 

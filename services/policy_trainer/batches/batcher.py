@@ -1,4 +1,4 @@
-"""Closed groups out of the trajectory stream. Owns which trajectories a step trains and which are
+"""Reads closed groups from the trajectory stream: which trajectories a step trains, which are
 dropped, and why.
 
 A group counts sessions. A session is complete when all its branches are here
@@ -20,11 +20,13 @@ from paceline.errors import DataLoss, ResourceExhausted
 from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, span
 from paceline.trajectory import Trajectory
-from policy_trainer.records import StepRecord
+from policy_trainer.batches.records import StepRecord
 
 GROUP, CONSUMER = "policy", "policy-0"
 LEAST_SIBLINGS = 2
 """Sessions without which a group has nothing to compare, unless it was opened for one."""
+MAX_PENDING = 65_536
+"""Trajectories held for later steps, of a few KB each; beyond it they stay unread in Redis."""
 _READ_COUNT = 256
 _log = get_logger(__name__)
 
@@ -50,7 +52,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTrajectory:
     """A trajectory and the entry it came in."""
 
     entry_id: str
@@ -68,7 +70,7 @@ class Batch:
     """What one step trains, sorted by (task, group, sample, session, branch), and what it drops."""
 
     record: StepRecord
-    held: tuple[Held, ...]
+    held: tuple[HeldTrajectory, ...]
     links: tuple[str, ...] = ()  # traceparents of the sessions, each once
 
     @property
@@ -77,7 +79,7 @@ class Batch:
         return [h.trajectory for h in self.held]
 
 
-def _order(held: Held) -> tuple[int, str, int, str, int, str]:
+def _order(held: HeldTrajectory) -> tuple[int, str, int, str, int, str]:
     """Where a trajectory stands in its batch: the same whatever the order in which the entries
     came.
     """
@@ -90,7 +92,7 @@ def _order(held: Held) -> tuple[int, str, int, str, int, str]:
 class _Session:
     """The branches of one session that are here."""
 
-    branches: list[Held] = field(default_factory=list)
+    branches: list[HeldTrajectory] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -103,11 +105,11 @@ class _Session:
 class _Choice:
     """Sorting of the held trajectories of one step while it closes."""
 
-    trained: list[Held] = field(default_factory=list)
+    trained: list[HeldTrajectory] = field(default_factory=list)
     dropped: dict[str, tuple[str, str]] = field(default_factory=dict)
     groups: Counter[str] = field(default_factory=Counter)
 
-    def drop(self, held: Held, reason: str) -> None:
+    def drop(self, held: HeldTrajectory, reason: str) -> None:
         self.dropped[held.entry_id] = (str(held.trajectory.key), reason)
 
     def drop_session(self, session: _Session, reason: str) -> None:
@@ -119,13 +121,13 @@ class Batcher:
     """Reader of one run's trajectory stream, as the one consumer of group "policy"."""
 
     def __init__(
-        self, stream: Stream, marks: Marks, *, max_staleness: int, max_pending: int
+        self, stream: Stream, marks: Marks, *, max_staleness: int, max_pending: int = MAX_PENDING
     ) -> None:
         self._stream = stream
         self._marks = marks
         self._max_staleness = max_staleness
         self._max_pending = max_pending
-        self._held: dict[str, Held] = {}  # by entry id, not yet in a batch
+        self._held: dict[str, HeldTrajectory] = {}  # by entry id, not yet in a batch
         self._trained: set[str] = set()  # entry ids in batches that no checkpoint holds yet
         self.dead_letters = 0
 
@@ -200,7 +202,7 @@ class Batcher:
         if entry.id in self._trained:  # delivered again
             return
         try:
-            held = Held(
+            held = HeldTrajectory(
                 entry.id,
                 decode_trajectory(entry.fields, entry.payload),
                 entry.fields.get("traceparent", ""),
@@ -248,7 +250,7 @@ class Batcher:
             sum(one.complete for one in sessions[group]) >= size for group, size in wanted.groups
         )
 
-    def _stale(self, held: Held, policy_version: int) -> bool:
+    def _stale(self, held: HeldTrajectory, policy_version: int) -> bool:
         oldest = held.oldest_version
         return oldest is not None and policy_version - oldest > self._max_staleness
 
@@ -313,6 +315,6 @@ class Batcher:
         )
 
 
-def _batch(record: StepRecord, held: Sequence[Held]) -> Batch:
+def _batch(record: StepRecord, held: Sequence[HeldTrajectory]) -> Batch:
     links = dict.fromkeys(h.traceparent for h in held if h.traceparent)
     return Batch(record, tuple(held), tuple(links))

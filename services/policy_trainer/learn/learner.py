@@ -6,18 +6,22 @@ Owns the update and its figures; not where batches come from or weights go to.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.training.checkpoints import copy_local, copy_on_cpu
+from paceline.training.optimizer import make_optimizer, warm_up
 from policy_trainer.algorithms import ALGORITHMS, Algorithm, TokenBatch
 from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from policy_trainer.batches.packing import plan_micro_batches
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.model import PolicyModel
-from policy_trainer.learn.parallel import to_device
+from policy_trainer.learn.parallel import gather_full, to_device
 from policy_trainer.messages import StepFacts
 
 
@@ -30,15 +34,8 @@ class Learner:
         self.mesh = mesh
         self.algorithm: Algorithm = ALGORITHMS[config.algorithm.name](config.algorithm)
         self.updates = 0
-        settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            foreach=True,
-        )
+        self.parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
+        self.optimizer = make_optimizer(self.parameters, config.optimizer)
 
     def step(self, batch: TrainBatch) -> StepFacts:
         """Updates the weights on the batch; leaves them as they are when no token carries gradient.
@@ -112,9 +109,33 @@ class Learner:
         settings = self.config.optimizer
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         self.updates += 1
-        warm = min(1.0, self.updates / settings.warmup_steps) if settings.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * warm
+        warm_up(self.optimizer, settings, self.updates)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""
+        return gather_full(self.parameters.items())
+
+    def state(self) -> dict[str, Any]:
+        """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""
+        on_cpu = self.mesh.device_type == "cpu"
+        mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
+        moments = {name: self.optimizer.state[p] for name, p in self.parameters.items()}
+        return {
+            "model": {name: copy_on_cpu(p, mesh) for name, p in self.parameters.items()},
+            "optimizer": {
+                name: {key: copy_on_cpu(value, mesh) for key, value in of_one.items()}
+                for name, of_one in moments.items()
+            },
+            "updates": self.updates,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state` of as many ranks."""
+        for name, parameter in self.parameters.items():
+            copy_local(state["model"][name], parameter)
+            for key, value in self.optimizer.state[parameter].items():
+                copy_local(state["optimizer"][name][key], value)
+        self.updates = state["updates"]

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from paceline.errors import ConfigError
+from paceline.training.hugging_face import load_causal_lm
 from policy_trainer.algorithms.losses import token_entropy, token_logprobs
 from policy_trainer.batches.batch import MicroBatch
 
@@ -54,15 +54,6 @@ def load_policy(directory: Path) -> PolicyModel:
 
     Raises ConfigError when the directory holds no Llama, Qwen2 or Qwen3 checkpoint.
     """
-    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
-
-    try:
-        lm = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"no policy can be loaded from {directory}: {error}", seen=directory
-        ) from error
+    lm = load_causal_lm(directory, torch.float32)
     lm.config.use_cache = False
     return PolicyModel(lm)

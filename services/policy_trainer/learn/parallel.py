@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from policy_trainer.batches.batch import MicroBatch, TrainBatch
 from policy_trainer.learn.model import PolicyModel
@@ -23,7 +23,7 @@ from policy_trainer.learn.model import PolicyModel
 
 def join_ranks(device: str, deadline_s: float) -> DeviceMesh:
     """Enters the process group that the environment describes (torchrun's contract): gloo on CPU,
-    nccl on CUDA.
+    nccl on CUDA, where gloo carries what lies on the CPU.
 
     `deadline_s` bounds every collective, the wait for a batch included.
     """
@@ -31,7 +31,8 @@ def join_ranks(device: str, deadline_s: float) -> DeviceMesh:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", timeout=datetime.timedelta(seconds=deadline_s)
+        "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
+        timeout=datetime.timedelta(seconds=deadline_s),
     )
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("data",))
 
@@ -114,13 +115,3 @@ def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             full[name] = whole.detach().to("cpu", copy=True).contiguous()
     return full
-
-
-def scatter_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out as `parameter` is; every rank holds the same
-    `whole`.
-    """
-    if not isinstance(parameter, DTensor):
-        return whole.to(parameter.device)
-    whole = whole.to(parameter.device_mesh.device_type)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -7,22 +7,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn import sharing
-from drafter_trainer.learn.checkpoint import CheckpointWriter
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Membership
 from drafter_trainer.rows.batcher import pack
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.packed import PackedRow
+from paceline.training.checkpoints import CheckpointWriter
 
 STUDENT = 1  # any that is not the default
 ROWS = 6  # of an optimiser step
@@ -77,6 +79,28 @@ def figures(learner: DrafterLearner, loss: float, prefix: str) -> dict[str, Tens
     return {f"{prefix}.{name}": value for name, value in found.items()}
 
 
+def write_beside_a_collective(writer: CheckpointWriter, learner: DrafterLearner) -> None:
+    """Rank 0 begins to write before it trains, the others after: groups must not be mixed up."""
+    members, state = learner.members, learner.state()
+    assert members.size == 1 or members.writing is not members.group
+    if dist.get_rank() != 0:
+        members.meet()
+        writer.write(state, 1, members.writing)
+    else:
+        begun, gather = threading.Event(), dist.gather_object
+
+        def announced(*args: Any, **kwargs: Any) -> None:
+            begun.set()
+            gather(*args, **kwargs)
+
+        dist.gather_object = announced
+        writer.write(state, 1, members.writing)
+        assert members.size == 1 or begun.wait(30)
+        members.meet()
+        dist.gather_object = gather
+    writer.wait()
+
+
 def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
     """`plan`: ranks and rows of each activation.
 
@@ -88,7 +112,7 @@ def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     membership, head = Membership("cpu"), toy_policy().policy_head()
-    config = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
     learner = DrafterLearner(
         EagleNet(TARGET, seed=1), config, micro_batches=ROWS, members=membership.members
     )
@@ -103,8 +127,7 @@ def main(samples: Path, out: Path, plan: list[tuple[int, int]]) -> None:
         loss += activate(learner, membership, ranks, rows[given : given + count], head)
         if given == 0:
             found |= figures(learner, loss, "first")
-            writer.write(learner.state(), 1, learner.members)
-            writer.wait()
+            write_beside_a_collective(writer, learner)
         given += count
     found |= figures(learner, loss, "last")
     if dist.get_rank() == 0:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import get_args
 
-from drafter_trainer import messages as m
+import pytest
 
-CONTENDER = m.Contender("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
+from drafter_trainer import messages as m
+from paceline.errors import DataLoss
+from paceline.ranks.messages import Save, Saved
+
+CONTENDER = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=False)
 EXAMPLES: list[m.Message] = [
     m.Activate(3, 1, 2, 0, "00-ab-cd-01", {"eagle:3_1_4": 1.5}),
     m.Preempt(3),
     m.NewHead(4, "/spool/policy_head-4"),
     m.Serving(4, 2),
-    m.Save(),
+    Save(3),
     m.Attached(3, 2),
     m.Saving(7, 0.25),
     m.Judged(
@@ -30,10 +34,18 @@ EXAMPLES: list[m.Message] = [
     ),
     m.Stopped(3, "preempted", 4, 17, 900, 0.5, 1.5, 44, {"stale_head": 2}),
     m.Standing(5, 44, 9_000, 12, 1 << 20, ["00ff", "11ff"], 4, True, [CONTENDER]),
-    m.Saved("/checkpoints/drafter", 44),
+    Saved(3, "/checkpoints/drafter", 44),
 ]
 
 
-def test_every_message_comes_back_as_it_went() -> None:
+def test_messages_round_trip() -> None:
     assert {type(example) for example in EXAMPLES} == set(get_args(m.Message))
     assert [m.MESSAGES.decode(m.MESSAGES.encode(example)) for example in EXAMPLES] == EXAMPLES
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b'{"type": "Unknown"}', b'{"type": "Preempt", "other": 1}']
+)
+def test_what_is_no_message_is_data_loss(data: bytes) -> None:
+    with pytest.raises(DataLoss):
+        m.MESSAGES.decode(data)

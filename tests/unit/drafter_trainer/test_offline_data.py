@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from drafter_trainer.offline.data import Sample, read_samples
+from drafter_trainer.offline.data import Example, read_samples
 from drafter_trainer.offline.text import ModelText
 from paceline.errors import ConfigError, InvalidInput
 
@@ -43,7 +43,7 @@ def words(directory: Path, template: str) -> Callable[[], ModelText]:
     return lambda: ModelText(directory, [1])
 
 
-def told(sample: Sample) -> list[str]:
+def told(sample: Example) -> list[str]:
     """Words, those of the model in capitals."""
     return [
         WORDS[i].upper() if said else WORDS[i]
@@ -118,10 +118,10 @@ def test_prompts_alone_are_read_only_for_answers_of_the_model_itself(tmp_path: P
 
 
 def test_the_prompt_is_what_stands_before_the_last_answer() -> None:
-    sample = Sample(np.arange(8), np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=bool))
+    sample = Example(np.arange(8), np.array([0, 0, 1, 1, 0, 0, 1, 1], dtype=bool))
     assert sample.prompt.tolist() == [0, 1, 2, 3, 4, 5]
-    assert Sample(np.arange(3), np.zeros(3, dtype=bool)).prompt.tolist() == [0, 1, 2]
-    assert Sample(np.arange(4), np.array([0, 0, 1, 1], dtype=bool)).prompt.tolist() == [0, 1]
+    assert Example(np.arange(3), np.zeros(3, dtype=bool)).prompt.tolist() == [0, 1, 2]
+    assert Example(np.arange(4), np.array([0, 0, 1, 1], dtype=bool)).prompt.tolist() == [0, 1]
 
 
 def test_a_directory_is_read_file_by_file_in_the_order_of_names(tmp_path: Path) -> None:

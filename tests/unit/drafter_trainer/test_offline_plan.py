@@ -8,12 +8,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_trainer.offline.data import Sample
+from drafter_trainer.offline.data import Example
 from drafter_trainer.offline.plan import epoch_rows, pack, place, split, steps_from, steps_of
 
 
-def sample(length: int, prompt: int = 2) -> Sample:
-    return Sample(np.arange(length), np.arange(length) >= prompt)
+def sample(length: int, prompt: int = 2) -> Example:
+    return Example(np.arange(length), np.arange(length) >= prompt)
 
 
 @given(st.lists(st.integers(3, 50), min_size=1, max_size=80), st.integers(0, 5))

@@ -13,12 +13,13 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafter_trainer.learn.membership import on_cpu
-from drafter_trainer.offline.data import Sample
+from drafter_trainer.offline.data import Example
 from drafter_trainer.offline.plan import Document
-from drafter_trainer.offline.target import Target, load_causal_lm
+from drafter_trainer.offline.target import TargetModel
 from paceline.errors import InvalidInput
 from paceline.models.loading import hash_head, read_tensors
 from paceline.speculators.base import CaptureSpec
+from paceline.training.hugging_face import load_causal_lm
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -26,10 +27,10 @@ CAPTURE = CaptureSpec(inner=(0, 2))
 HIDDEN = 48
 
 
-def samples() -> list[Sample]:
+def samples() -> list[Example]:
     random = np.random.default_rng(2)
     return [
-        Sample(random.integers(3, 97, n), np.arange(n) >= prompt)
+        Example(random.integers(3, 97, n), np.arange(n) >= prompt)
         for n, prompt in ((12, 4), (3, 1), (20, 9))
     ]
 
@@ -39,7 +40,7 @@ def documents() -> list[Document]:
     return [Document(first, 0, 10), Document(second, 0, 1), Document(third, 5, 8)]
 
 
-def oracle(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
+def oracle(model: PreTrainedModel, sample: Example) -> torch.Tensor:
     """[n, 3 H]: what enters layers 0 and 2, and the state after the final norm."""
     with torch.no_grad():
         states = model(
@@ -50,7 +51,9 @@ def oracle(model: PreTrainedModel, sample: Sample) -> torch.Tensor:
 
 def test_a_row_pairs_the_state_at_a_token_with_the_tokens_after_it(tmp_path: Path) -> None:
     model = save_random(tmp_path, "llama")
-    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, on_cpu(1).mesh, lr=None)
+    target = TargetModel(
+        load_causal_lm(tmp_path, torch.float32), tmp_path, CAPTURE, on_cpu(1).mesh, lr=None
+    )
     states, _ = target.forward(documents())
     row = target.row(documents(), states)
     assert row.layers == "0,2,last"
@@ -77,7 +80,9 @@ def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transfor
     tmp_path: Path,
 ) -> None:
     model = save_random(tmp_path, "llama")
-    target = Target(load_causal_lm(tmp_path, "float32"), tmp_path, CAPTURE, on_cpu(1).mesh, lr=1e-3)
+    target = TargetModel(
+        load_causal_lm(tmp_path, torch.float32), tmp_path, CAPTURE, on_cpu(1).mesh, lr=1e-3
+    )
     _, found = target.forward(documents())
     expected = torch.zeros(())
     for sample in samples():
@@ -112,8 +117,12 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
     for family in ("llama", "llama-tied"):
         directory = tmp_path / family
         save_random(directory, family)
-        target = Target(
-            load_causal_lm(directory, "float32"), directory, CaptureSpec(), on_cpu(1).mesh, lr=1e-2
+        target = TargetModel(
+            load_causal_lm(directory, torch.float32),
+            directory,
+            CaptureSpec(),
+            on_cpu(1).mesh,
+            lr=1e-2,
         )
         before = target.head()
         _, loss = target.forward(documents())
@@ -136,8 +145,8 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
 def test_a_layer_the_model_lacks_is_refused(tmp_path: Path) -> None:
     save_random(tmp_path, "llama")
     with pytest.raises(InvalidInput, match=r"seen: 3,last; allowed: 0 to 2, last"):
-        Target(
-            load_causal_lm(tmp_path, "float32"),
+        TargetModel(
+            load_causal_lm(tmp_path, torch.float32),
             tmp_path,
             CaptureSpec(inner=(3,)),
             on_cpu(1).mesh,

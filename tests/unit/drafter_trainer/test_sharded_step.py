@@ -15,12 +15,12 @@ from torch.nn import functional
 from unit.drafter_trainer.samples import PROMPT, TARGET, toy_policy
 from unit.drafter_trainer.sharded_step import ROWS
 
-from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.learn.checkpoint import newest_checkpoint, read_checkpoint
+from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.learner import DrafterLearner
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.speculators.eagle.net import EagleNet
+from paceline.training.checkpoints import newest_checkpoint, read_checkpoint
 
 HERE = Path(__file__).parent
 ALONE = [(1, ROWS), (1, 2 * ROWS)]
@@ -137,11 +137,11 @@ def test_a_checkpoint_of_three_ranks_is_read_by_one(
     together: tuple[Path, dict[str, torch.Tensor]],
 ) -> None:
     out, three = together
-    learner = DrafterLearner(EagleNet(TARGET, seed=9), OptimizerConfig(), micro_batches=1)
+    learner = DrafterLearner(EagleNet(TARGET, seed=9), DrafterOptimizerConfig(), micro_batches=1)
     checkpoint = newest_checkpoint(out.with_suffix(".checkpoints"))
     assert checkpoint is not None
-    assert len(list(checkpoint.glob("*.distcp"))) == 3
-    learner.load_state(read_checkpoint(checkpoint, learner.state(), learner.members))
+    assert len(list(checkpoint.glob("shards/*.safetensors"))) == 3
+    learner.load_state(read_checkpoint(checkpoint, learner.state(), learner.members.group))
     assert learner.total_steps == 1
     loaded = learner.state()["optimizer"]["state"]
     for name, value in learner.snapshot().state_dict().items():

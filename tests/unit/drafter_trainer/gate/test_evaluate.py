@@ -10,6 +10,7 @@ import pytest
 import torch
 from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
 
+from drafter_trainer.gate.comparison import accepted_tokens
 from drafter_trainer.gate.evaluate import (
     BUCKETS,
     PIECE_POSITIONS,
@@ -19,7 +20,6 @@ from drafter_trainer.gate.evaluate import (
     chain_survival,
     position_buckets,
 )
-from drafter_trainer.gate.judge import accepted_tokens
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import FeatureSample

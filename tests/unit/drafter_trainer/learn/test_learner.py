@@ -8,8 +8,7 @@ import pytest
 import torch
 from unit.drafter_trainer.samples import TARGET, sample, toy_policy
 
-from drafter_trainer.config import OptimizerConfig
-from drafter_trainer.learn.checkpoint import CheckpointWriter, read_checkpoint
+from drafter_trainer.config import DrafterOptimizerConfig
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import on_cpu
 from drafter_trainer.learn.sharded import bring_back, lay_aside
@@ -17,6 +16,7 @@ from drafter_trainer.rows.batcher import pack
 from paceline.errors import DataLoss
 from paceline.models.config import ModelConfig
 from paceline.speculators.eagle.net import EagleNet
+from paceline.training.checkpoints import CheckpointWriter, read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 ROWS = [pack([sample(12 + i, i)], window=512) for i in range(8)]
@@ -24,7 +24,7 @@ HEAD = toy_policy().policy_head()
 
 
 def learner(target: ModelConfig = TARGET, *, micro_batches: int = 2) -> DrafterLearner:
-    config = OptimizerConfig(lr=1e-2, warmup_steps=2)
+    config = DrafterOptimizerConfig(lr=1e-2, warmup_steps=2)
     return DrafterLearner(EagleNet(target, seed=1), config, micro_batches=micro_batches)
 
 
@@ -87,10 +87,12 @@ def test_a_state_that_went_over_the_disk_goes_on_exactly(tmp_path: Path) -> None
     learn(whole, 0, 8)
     learn(first, 0, 4)
     writer = CheckpointWriter(tmp_path, lambda state, directory: None)
-    writer.write(first.state(), 1, first.members)
+    writer.write(first.state(), 1, first.members.writing)
     learn(first, 4, 6)  # training goes on while it is written
     writer.wait()
-    second.load_state(read_checkpoint(tmp_path / "checkpoint-1", second.state(), second.members))
+    second.load_state(
+        read_checkpoint(tmp_path / "checkpoint-1", second.state(), second.members.group)
+    )
     assert second.total_steps == 2
     learn(second, 4, 8)
     assert same(weights(second), weights(whole))

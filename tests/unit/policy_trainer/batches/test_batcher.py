@@ -18,7 +18,7 @@ from paceline.streams import encode_trajectory
 from paceline.testing.memory_stream import MemoryStream
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.batches.batcher import CONSUMER, GROUP, Batch, Batcher, Wanted
-from policy_trainer.records import RecordFile, StepRecord
+from policy_trainer.batches.records import RecordFile, StepRecord
 
 
 @dataclass

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +14,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
 from paceline.local.ports import free_port
+from paceline.ranks.messages import Save
 from policy_trainer.batches.batch import TrainBatch, make_batch
-from policy_trainer.config import AlgorithmConfig, OptimizerConfig, PolicyTrainerConfig
-from policy_trainer.learn.checkpoint import (
-    Checkpoints,
-    policy_weights,
-    restore_optimizer,
-    take_snapshot,
-)
+from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import join_ranks, shard
 from policy_trainer.messages import BatchFacts, Progress
+from policy_trainer.trainer import PolicyTrainer
 
 trajectories = runpy.run_path(str(Path(__file__).parents[1] / "sharded_step.py"))["trajectories"]
 
@@ -71,6 +70,12 @@ def learner(model: Path, mesh: DeviceMesh, **settings: object) -> Learner:
     return Learner(config, shard(load_policy(model), mesh, reshard_after_forward=False), mesh)
 
 
+def trainer(one: Learner, model: Path, run: Path) -> PolicyTrainer:
+    """Without what only rank 0 does: no Redis, no pushes."""
+    config = PolicyTrainerConfig(model=str(model), run=RunConfig(dir=str(run)))
+    return PolicyTrainer(config, one, None)
+
+
 def batch(step: int) -> TrainBatch:
     draw = torch.Generator().manual_seed(step)
     return make_batch(trajectories(), torch.randn(24, generator=draw))
@@ -84,38 +89,41 @@ def test_two_steps_a_checkpoint_and_two_steps_are_four_steps_bit_for_bit(
         straight.step(batch(step))
     first.step(batch(0))
     first.step(batch(1))
-    checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=0)
-    progress = Progress(
+    writing = trainer(first, model_dir, tmp_path)
+    writing.progress = Progress(
         policy_version=2, step=1, trajectories_trained=48, batch=BatchFacts(tokens=5)
     )
-    directory = checkpoints.write(take_snapshot(first), progress)
-    assert checkpoints.newest() == directory
-    assert checkpoints.progress(directory) == progress
+    writing.handle(Save(1))
+    directory = tmp_path / "checkpoints" / "policy" / "step-2"
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
         path.name for path in directory.iterdir()
     }
+    served = load_policy(directory).state_dict()
+    for name, weight in first.weights().items():
+        assert torch.equal(served[f"lm.{name}"], weight), name
 
-    resumed = learner(directory, mesh)
-    restore_optimizer(resumed, directory)
+    resumed = learner(model_dir, mesh)
+    resuming = trainer(resumed, model_dir, tmp_path)
+    resuming.resume()
+    assert resuming.progress == dataclasses.replace(writing.progress, checkpoint_version=2)
     resumed.step(batch(2))
     resumed.step(batch(3))
-    expected = policy_weights(straight)
-    for name, weight in policy_weights(resumed).items():
+    expected = straight.weights()
+    for name, weight in resumed.weights().items():
         assert torch.equal(weight, expected[name]), name
 
 
-def test_old_checkpoints_are_pruned_but_for_every_nth(
+def test_a_checkpoint_of_another_trainer_is_data_loss(
     model_dir: Path, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    snapshot = take_snapshot(learner(model_dir, mesh))
-    checkpoints = Checkpoints(tmp_path, model_dir, keep=2, keep_every=4)
-    (tmp_path / ".step-9.tmp").mkdir()
-    for version in range(1, 8):
-        checkpoints.write(snapshot, Progress(policy_version=version))
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-4", "step-6", "step-7"]
-    (tmp_path / "step-7" / "trainer.json").write_text("{")
-    with pytest.raises(DataLoss, match="step-7"):
-        checkpoints.progress(tmp_path / "step-7")
+    writing = trainer(learner(model_dir, mesh), model_dir, tmp_path)
+    writing.handle(Save(1))
+    described = tmp_path / "checkpoints" / "policy" / "step-0" / "state.json"
+    state = json.loads(described.read_text())
+    del state["progress"]
+    described.write_text(json.dumps(state))
+    with pytest.raises(DataLoss, match="step-0"):
+        trainer(learner(model_dir, mesh), model_dir, tmp_path).resume()
 
 
 def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
@@ -128,20 +136,18 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
     assert twice.optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 / 3)
     assert first.loss == second.loss
     assert first.clip_fraction == 0.0
-    weights = policy_weights(once)
-    assert any(
-        not torch.equal(weight, weights[name]) for name, weight in policy_weights(twice).items()
-    )
+    weights = once.weights()
+    assert any(not torch.equal(weight, weights[name]) for name, weight in twice.weights().items())
 
 
 def test_a_batch_without_advantage_leaves_the_weights_alone(
     model_dir: Path, mesh: DeviceMesh
 ) -> None:
     still = learner(model_dir, mesh)
-    before = policy_weights(still)
+    before = still.weights()
     figures = still.step(make_batch(trajectories(), torch.zeros(24)))
     assert (figures.loss, figures.grad_norm) == (0.0, 0.0)
-    assert all(torch.equal(weight, before[name]) for name, weight in policy_weights(still).items())
+    assert all(torch.equal(weight, before[name]) for name, weight in still.weights().items())
 
 
 def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""The ranks as the service sees them: started, watched, commanded, restarted.
-
-Owns their commands; imports no torch.
-"""
+"""Sends commands to the ranks and takes their news. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,31 +10,27 @@ from pathlib import Path
 
 from paceline.errors import DeadlineExceeded, InternalError, PacelineError, Unavailable
 from paceline.ranks.group import RankGroup
+from paceline.ranks.messages import Failed, Save, Saved
 from paceline.ranks.watched import WatchedRanks
 from paceline.telemetry import get_logger
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     MESSAGES,
     Batched,
-    Failed,
     Message,
     Progress,
     Pushed,
-    Report,
-    Save,
-    Saved,
     Started,
     Stepped,
     Train,
 )
 
-CONFIG_VARIABLE = "PACELINE_POLICY_TRAINER_CONFIG"
 News = Batched | Stepped | Pushed | Saved
 _log = get_logger(__name__)
 
 
-class TrainerRanks:
-    """One group of ranks; commands run one at a time. `watched.supervise` must be running."""
+class PolicyDriver:
+    """Runs one command at a time. `watched.supervise` must be running."""
 
     def __init__(self, config: PolicyTrainerConfig) -> None:
         self._config = config
@@ -48,7 +41,7 @@ class TrainerRanks:
                 world_size=config.ranks or min(2, os.cpu_count() or 1),
                 threads_per_rank=config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
-                env={CONFIG_VARIABLE: config.model_dump_json()},
+                config=config,
             ),
             start_deadline_s=config.start_deadline_s,
             on_start=self._started,
@@ -87,8 +80,7 @@ class TrainerRanks:
                     return
 
     async def _started(self, group: RankGroup) -> None:
-        """The ranks take commands once rank 0 has said where it stands."""
-        await group.send(MESSAGES.encode(Report(0)))
+        """The ranks take commands once rank 0 has reported where it stands."""
         _, data = await group.receive(self._config.start_deadline_s)
         started = MESSAGES.decode(data)
         if not isinstance(started, Started):
@@ -107,9 +99,7 @@ class TrainerRanks:
             case Stepped():
                 self.progress = news.progress
             case Saved():
-                self.progress = dataclasses.replace(
-                    self.progress, checkpoint_version=news.policy_version
-                )
+                self.progress = dataclasses.replace(self.progress, checkpoint_version=news.version)
         self._news.put_nowait(news)
 
     def _lost(self, error: PacelineError) -> None:

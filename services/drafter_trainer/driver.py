@@ -1,7 +1,4 @@
-"""The parent's view of its ranks: one lease at a time, commands down, news up.
-
-Owns no gRPC and no torch.
-"""
+"""Sends commands to the ranks under one lease at a time and takes their news. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +7,24 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from drafter_trainer import messages as m
-from drafter_trainer.config import CONFIG_VARIABLE, DrafterTrainerConfig
+from drafter_trainer.config import DrafterTrainerConfig
 from paceline import telemetry
 from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup, RankLost
+from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
 KILL_S = 10.0
+START_S = 90.0  # import torch, read the drafter and the policy's head
 
-log = telemetry.get_logger("drafter_trainer.ranks")
+log = telemetry.get_logger("drafter_trainer.driver")
 
 
 @dataclass(slots=True, eq=False)
@@ -47,8 +48,8 @@ class Lease:
             self.over.set()
 
 
-class DrafterRanks:
-    """Ranks that train under leases. `watched.supervise` must be running."""
+class DrafterDriver:
+    """Has ranks train under leases. `watched.supervise` must be running."""
 
     def __init__(self, config: DrafterTrainerConfig) -> None:
         self._config = config
@@ -58,9 +59,9 @@ class DrafterRanks:
                 config.ranks,
                 config.threads_per_rank,
                 log_dir=Path(config.run.dir) / "logs",
-                env={CONFIG_VARIABLE: config.model_dump_json()},
+                config=config,
             ),
-            start_deadline_s=config.rank_start_deadline_s,
+            start_deadline_s=patient(START_S),
             on_start=self._started,
             on_message=self._route,
             on_lost=self._lost,
@@ -68,7 +69,8 @@ class DrafterRanks:
         self._facts: dict[
             str, m.NewHead | m.Serving
         ] = {}  # what restarted ranks have to be told again
-        self._saves: list[asyncio.Future[m.Saved]] = []
+        self._saves: dict[int, asyncio.Future[Saved]] = {}  # by command
+        self._commands = count(1)
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
@@ -141,19 +143,21 @@ class DrafterRanks:
         if not lease.over.is_set() and lease.stopping is None:
             lease.stopping = asyncio.create_task(self._stop(lease))
 
-    async def save(self, deadline_s: float) -> m.Saved:
+    async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint between two activations. Raises RankLost, DeadlineExceeded."""
-        saved: asyncio.Future[m.Saved] = asyncio.get_running_loop().create_future()
+        command = Save(next(self._commands))
         await self.watched.wait_ready(deadline_s)
-        self._saves.append(saved)
+        saved = self._saves[command.command_id] = asyncio.get_running_loop().create_future()
         try:
-            await self.watched.send(m.MESSAGES.encode(m.Save()))
+            await self.watched.send(m.MESSAGES.encode(command))
             async with asyncio.timeout(deadline_s):
                 return await saved
         except TimeoutError as error:
             raise DeadlineExceeded(
                 "no checkpoint was written in time", seen=f"{deadline_s} s"
             ) from error
+        finally:
+            self._saves.pop(command.command_id, None)
 
     async def _stop(self, lease: Lease) -> None:
         """Asks; a rank that has not stopped between two micro-batches in time is killed."""
@@ -177,7 +181,7 @@ class DrafterRanks:
 
     async def _started(self, group: RankGroup) -> None:
         """Rank 0 says where it stands; then the ranks are told what the ones before them knew."""
-        self._route(*await group.receive(self._config.rank_start_deadline_s))
+        self._route(*await group.receive(patient(START_S)))
         told: list[m.NewHead | m.Serving] = []
         while missing := [fact for fact in self._facts.values() if fact not in told]:
             await group.send(m.MESSAGES.encode(missing[0]))
@@ -190,11 +194,10 @@ class DrafterRanks:
                 self.standing = message
             case m.Saving():
                 self.saving = message
-            case m.Saved():
-                for saved in self._saves:
-                    if not saved.done():
-                        saved.set_result(message)
-                self._saves = []
+            case Saved(command_id):
+                saved = self._saves.get(command_id)
+                if saved is not None and not saved.done():
+                    saved.set_result(message)
             case m.Stopped(epoch):
                 if self.lease is not None and self.lease.epoch == epoch:
                     self._end(self.lease, message)
@@ -203,10 +206,9 @@ class DrafterRanks:
                     self.lease.news.put_nowait(message)
 
     def _lost(self, error: PacelineError) -> None:
-        for saved in self._saves:
+        for saved in self._saves.values():
             if not saved.done():
                 saved.set_exception(error)
-        self._saves = []
         if self.lease is not None and self.lease.sent:
             self._end(self.lease, error)
 

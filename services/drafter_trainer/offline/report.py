@@ -1,15 +1,17 @@
-"""What a person reads of an offline run: one line per message of rank 0. Decides nothing."""
+"""Reports an offline run: lines on the terminal, and OUT/log.jsonl."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 
-class Progress:
-    """Prints messages; of the steps one in `log_every`."""
+class TerminalLines:
+    """Prints a line per message of rank 0; of the steps one in `log_every`."""
 
     def __init__(self, console: Console, log_every: int) -> None:
         self._console, self._log_every = console, log_every
@@ -67,3 +69,25 @@ def _heldout(message: dict[str, Any]) -> str:
 
 def _shares(values: Sequence[float]) -> str:
     return " ".join(f"{value:.3f}" for value in values)
+
+
+class RunLog:
+    """Appends a line per optimiser step and judgement, each with its `step`; one rank keeps it."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self._path, self._keep = path, keep
+
+    def keep_to(self, step: int) -> None:
+        """Drops lines of later steps: a resumed run writes them again."""
+        if not self._keep or not self._path.exists():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        # A line that was being written when its process died has no end.
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        self._path.write_text("".join(kept if step else []), encoding="utf-8")
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Appends one line."""
+        if self._keep:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")

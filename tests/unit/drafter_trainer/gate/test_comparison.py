@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.economy import RoundCosts
-from drafter_trainer.gate.judge import Chain, accepted_tokens, conditional, judge
+from drafter_trainer.gate.comparison import Chain, RoundCosts, accepted_tokens, conditional, judge
 
 
 def test_accepted_tokens_are_those_before_the_first_miss() -> None:
@@ -40,7 +39,7 @@ def chain(
 
 
 def test_length_counts_the_bonus_token_and_the_difference_is_paired() -> None:
-    verdict = judge(chain([2, 0, 1, 5]), chain([1, 0, 1, 2]), np.array([0, 0, 1, 1]), resamples=200)
+    verdict = judge(chain([2, 0, 1, 5]), chain([1, 0, 1, 2]), np.array([0, 0, 1, 1]))
     assert (verdict.candidate, verdict.serving, verdict.positions) == (3.0, 2.0, 4)
     assert verdict.survival == (0.75, 0.5, 0.25, 0.25, 0.25)
     assert verdict.serving_survival == (0.75, 0.25, 0.0, 0.0, 0.0)
@@ -70,7 +69,7 @@ def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
             draw = np.random.default_rng(seed)
             serving = draw.integers(1, 4, 300)
             candidate = serving + draw.integers(-1, 2, 300) + (draw.random(300) < better)
-            verdict = judge(chain(candidate), chain(serving), np.arange(300) // 10, resamples=200)
+            verdict = judge(chain(candidate), chain(serving), np.arange(300) // 10)
             promoted[better] += verdict.better
     assert promoted[0.0] <= 14  # 2.5 % on this side of the interval: 5 expected
     assert promoted[0.4] >= 190
@@ -79,24 +78,24 @@ def test_equal_drafters_are_hardly_ever_promoted_and_better_ones_are() -> None:
 def test_one_sequence_or_no_difference_promotes_nothing() -> None:
     many, one = np.arange(50) // 5, np.zeros(50, dtype=np.int64)
     high, low = chain(np.full(50, 4)), chain(np.full(50, 1))
-    assert judge(high, low, one, resamples=200).noise == math.inf
-    assert not judge(high, low, one, resamples=200).better
-    assert not judge(low, low, many, resamples=200).better
-    assert judge(high, low, many, resamples=200).better
+    assert judge(high, low, one).noise == math.inf
+    assert not judge(high, low, one).better
+    assert not judge(low, low, many).better
+    assert judge(high, low, many).better
 
 
 def test_a_longer_chain_of_a_dearer_kind_loses_by_projected_speedup() -> None:
     documents = np.arange(50) // 5
     dear, cheap = {1: 1.5, 3: 2.5, 5: 3.5}, {1: 1.1, 3: 1.3}
     long, short = chain(np.full(50, 4), "eagle", dear), chain(np.full(50, 3), "lstm", cheap)
-    verdict = judge(long, short, documents, resamples=200)
+    verdict = judge(long, short, documents)
     assert (verdict.candidate, verdict.serving) == (5.0, 4.0)
     # 2 / 1.5, 4 / 2.5, 5 / 3.5 against 2 / 1.1, 4 / 1.3
     assert (verdict.candidate_speedup, verdict.serving_speedup) == pytest.approx((1.6, 4 / 1.3))
     assert not verdict.better
-    assert judge(short, long, documents, resamples=200).better
+    assert judge(short, long, documents).better
     same = Chain("lstm", long.accepted, dear)
-    assert judge(same, short, documents, resamples=200).better, "within a kind length alone decides"
+    assert judge(same, short, documents).better, "within a kind length alone decides"
 
 
 def test_costs_are_measured_where_all_kinds_are_and_trees_are_no_chains() -> None:

@@ -1,5 +1,4 @@
-"""What only rank 0 does: reads groups from Redis, pushes weights, tells the parent. Owns the event
-loop of those.
+"""Reads groups from Redis, pushes weights and sends news to the parent, on rank 0 alone.
 
 It joins no collective: a call that fails raises or reports before the other ranks are waiting for
 this one.
@@ -19,12 +18,14 @@ from torch import Tensor
 
 from paceline.errors import DataLoss, PacelineError, Unavailable
 from paceline.ranks.group import RankLink
+from paceline.ranks.messages import Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.trajectory import tokens_hash
 from policy_trainer.algorithms import Algorithm
 from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.batches.batcher import Batch, Batcher, Wanted
+from policy_trainer.batches.records import RecordFile, StepRecord
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.messages import (
     MESSAGES,
@@ -33,15 +34,11 @@ from policy_trainer.messages import (
     Message,
     Progress,
     Pushed,
-    Report,
-    Saved,
     Started,
     Stepped,
     Train,
-    failure,
 )
 from policy_trainer.publish import make_publication, push
-from policy_trainer.records import RecordFile, StepRecord
 
 _log = get_logger(__name__)
 
@@ -56,11 +53,8 @@ class Collected:
     links: tuple[str, ...]  # traceparents of the sessions in it
 
 
-class Desk:
-    """Rank 0's side of the world.
-
-    Use as a context manager: it holds connections and an event loop.
-    """
+class RankZero:
+    """Rank 0's connections, and the event loop they run on."""
 
     def __init__(self, config: PolicyTrainerConfig, link: RankLink, algorithm: Algorithm) -> None:
         self._config = config
@@ -74,7 +68,6 @@ class Desk:
             self._stream,
             Ledger(self._client, config.run.id),
             max_staleness=config.max_staleness,
-            max_pending=config.max_pending,
         )
 
     def close(self) -> None:
@@ -133,9 +126,9 @@ class Desk:
                 self._runner.run(self._batcher.release(record))
         self._records.forget(through_step)
 
-    def started(self, command: Report, progress: Progress) -> None:
+    def started(self, progress: Progress) -> None:
         """Where the trainer stands."""
-        self._tell(Started(command.command_id, progress))
+        self._tell(Started(progress))
 
     def batched(self, command: Train, facts: BatchFacts) -> None:
         """The batch is complete."""
@@ -158,7 +151,7 @@ class Desk:
     def failed(self, command_id: int, error: PacelineError) -> None:
         """The command has failed; the ranks take the next one."""
         _log.error("command_failed", command=command_id, error=str(error))
-        self._tell(failure(command_id, error))
+        self._tell(Failed.of(command_id, error))
 
     def log_step(self, progress: Progress) -> None:
         """One line a step."""

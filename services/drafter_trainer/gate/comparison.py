@@ -1,21 +1,24 @@
-"""Is a candidate better than the serving drafter, beyond noise? Pure arithmetic over acceptance;
-owns no model.
+"""Compares a candidate with the serving drafter: lengths, projected speed-ups, and their noise.
 
-Words: survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum
-of survivals counts the bonus token. The projected speed-up is E[len] up to k drafts over the cost
-of such a round (economy.py), best k.
+Survival at draft i is the probability that drafts 1 .. i are all accepted; E[len] = 1 + sum of
+survivals counts the bonus token. The projected speed-up is E[len] up to k drafts over the cost of
+such a round, best k.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from drafter_trainer.config import GateConfig
+from paceline.arm_names import read_arm
+
 Floats = npt.NDArray[np.float64]
+RESAMPLES = 200  # of the bootstrap: they know the standard deviation to 5 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ def judge(
     serving: Chain,
     documents: npt.NDArray[np.int64],
     *,
-    resamples: int,
+    resamples: int = RESAMPLES,
     seed: int = 0,
 ) -> Judgement:
     """Compares two drafters position by position; `documents` [N] is the sequence each position
@@ -134,3 +137,41 @@ def speedup(survival: Floats, costs: Mapping[int, float]) -> Floats:
 def _half_width(means: Floats, several: bool) -> float:
     # One sequence says nothing about how sequences differ.
     return 1.96 * float(means.std()) if several else math.inf
+
+
+class RoundCosts:
+    """Costs of chains by kind and number of drafts, relative to a round without drafts.
+
+    The engine measures its arms; the coordinator hands them over. Kinds that it has not measured
+    cost 1 + k (verify_cost + draft_cost) for k drafts, as configured.
+    """
+
+    def __init__(self, config: GateConfig) -> None:
+        self._config = config
+        self._measured: dict[str, dict[int, float]] = {}
+
+    def take(self, round_costs: Mapping[str, float]) -> None:
+        """What the engine has measured, by arm ("eagle:3_1_4"); trees are no chains and left
+        out.
+        """
+        for arm, cost in round_costs.items():
+            found = read_arm(arm)
+            if found is None or found.topk != 1 or cost <= 0:
+                continue
+            if 1 <= found.steps <= self._config.draft_steps:
+                self._measured.setdefault(found.speculator, {})[found.steps] = cost
+
+    def table(self, kinds: Collection[str]) -> tuple[dict[str, dict[int, float]], bool]:
+        """Costs of every kind by number of drafts, and whether they are measured.
+
+        Measured only where all kinds are: two kinds are compared on one footing.
+        """
+        if kinds and all(kind in self._measured for kind in kinds):
+            return {kind: dict(self._measured[kind]) for kind in kinds}, True
+        return {kind: self._configured(kind) for kind in kinds}, False
+
+    def _configured(self, kind: str) -> dict[int, float]:
+        each = self._config.verify_cost + self._config.draft_cost.get(
+            kind, self._config.other_draft_cost
+        )
+        return {drafts: 1.0 + drafts * each for drafts in range(1, self._config.draft_steps + 1)}

@@ -1,0 +1,1 @@
+"""Sharded training state: optimiser, checkpoints, Hugging Face directories. Imports torch."""

@@ -1,0 +1,45 @@
+"""Loads and writes causal language models as Hugging Face directories."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.errors import ConfigError
+
+_WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".index.json")
+
+
+def load_causal_lm(directory: Path, dtype: torch.dtype) -> Any:
+    """The transformers module of a directory, on the CPU. Raises ConfigError when there is none."""
+    from transformers import AutoModelForCausalLM  # seconds of import, needed by ranks only
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="sdpa"
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no model can be loaded from {directory}: {error}", seen=directory
+        ) from error
+
+
+def write_causal_lm(weights: Mapping[str, Tensor], start: Path, directory: Path) -> None:
+    """Writes fp32 weights, and beside them the files of the model they started from."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in start.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHT_FILES):
+            shutil.copyfile(path, directory / path.name)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    described = json.dumps({**config, "dtype": "float32"}, indent=2)
+    (directory / "config.json").write_text(described, encoding="utf-8")
+    tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

@@ -1,0 +1,192 @@
+"""A checkpoint is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paceline.errors import DataLoss, Unavailable
+from paceline.training.checkpoints import (
+    SHARDS,
+    STATE,
+    CheckpointWriter,
+    newest_checkpoint,
+    read_checkpoint,
+    read_whole,
+)
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def state(number: float) -> dict[str, Any]:
+    return {
+        "learner": {
+            "model": {"a.w": torch.full((3, 2), number), "b": torch.tensor(number)},
+            "steps": int(number),
+        },
+        "gate": {"baseline": None, "gains": [0.5, number]},
+    }
+
+
+def export(state: dict[str, Any], directory: Path) -> None:
+    whole = read_whole(directory, "learner/model", state)
+    (directory / "model.txt").write_text(str(whole["a.w"].sum().item()))
+
+
+def write(directory: Path, *numbers: int) -> CheckpointWriter:
+    writer = CheckpointWriter(directory, export)
+    for number in numbers:
+        writer.write(state(float(number)), number, None)
+    writer.wait()
+    return writer
+
+
+def test_the_newest_of_two_is_read_with_all_that_is_no_tensor(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    assert newest_checkpoint(directory) is None
+    assert write(directory, 1, 2, 10).next_number == 11
+    newest = newest_checkpoint(directory)
+    assert newest == directory / "checkpoint-10"
+    assert sorted(path.name for path in directory.iterdir()) == ["checkpoint-10", "checkpoint-2"]
+    read = read_checkpoint(newest, state(0.0), None)
+    assert read["learner"]["model"]["a.w"].tolist() == [[10.0, 10.0]] * 3
+    assert (float(read["learner"]["model"]["b"]), read["learner"]["steps"]) == (10.0, 10)
+    assert read["gate"] == {"baseline": None, "gains": [0.5, 10.0]}
+    assert (newest / "model.txt").read_text() == "60.0"
+
+
+def test_what_is_being_written_counts_when_it_is_renamed_and_remains_are_removed(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "checkpoint-1").rename(tmp_path / ".2.tmp")  # killed before the rename
+    assert newest_checkpoint(tmp_path) is None
+    write(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_that_are_new_or_gone_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    like = {
+        "learner": {"model": {"a.w": torch.zeros(3, 2)}},
+        "shadow": {"model": {"w": torch.zeros(2)}},
+    }
+    read = read_checkpoint(tmp_path / "checkpoint-1", like, None)
+    assert list(read["learner"]["model"]) == ["a.w"]
+    assert "shadow" not in read
+
+
+SHARD = f"{SHARDS}/shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("damaged", [STATE, SHARD])
+def test_a_damaged_file_is_data_loss(tmp_path: Path, damaged: str) -> None:
+    write(tmp_path, 1)
+    file = tmp_path / "checkpoint-1" / damaged
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(DataLoss):
+        read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+
+
+def test_a_shard_that_is_gone_is_data_loss(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "checkpoint-1" / SHARD).unlink()
+    with pytest.raises(DataLoss, match="shard-00001"):
+        read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+
+
+def test_a_checkpoint_holds_safetensors_and_json_alone(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    checkpoint = tmp_path / "checkpoint-1"
+    names = {str(file.relative_to(checkpoint)) for file in checkpoint.rglob("*") if file.is_file()}
+    assert names == {STATE, SHARD, "model.txt"}
+    assert json.loads((checkpoint / STATE).read_text())["learner"] == {"model": {}, "steps": 1}
+    assert set(load_file(checkpoint / SHARD)) == {"learner/model/a.w", "learner/model/b"}
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("place", [STATE, SHARD, f"{SHARDS}/.metadata", f"{SHARDS}/__0_0.distcp"])
+def test_a_planted_pickle_is_never_executed(tmp_path: Path, place: str) -> None:
+    write(tmp_path, 1)
+    executed, file = tmp_path / "executed", tmp_path / "checkpoint-1" / place
+    planted = pickle.dumps(Planted(executed))
+    known = file.exists()
+    # The size that state.json names: what refuses the file is what is in it.
+    file.write_bytes(planted.ljust(file.stat().st_size if known else 0, b"\0"))
+    if known:
+        with pytest.raises(DataLoss):
+            read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+    else:
+        read = read_checkpoint(tmp_path / "checkpoint-1", state(0.0), None)
+        assert float(read["learner"]["model"]["b"]) == 1.0
+    assert not executed.exists()
+    pickle.loads(planted)
+    assert executed.exists(), "the plant does nothing: this test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b'{"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,400]}}',
+        b'{"__metadata__":{"DCP_SHARDING_INFO":"{"},'
+        b'"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
+        b'{"__metadata__":{"DCP_SHARDING_INFO":"{}"},'
+        b'"learner/model/b":{"dtype":"F32","shape":[],"data_offsets":[0,4]}}',
+    ],
+)
+def test_a_malformed_header_is_data_loss(tmp_path: Path, header: bytes) -> None:
+    write(tmp_path, 1)
+    checkpoint = tmp_path / "checkpoint-1"
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    (checkpoint / SHARD).write_bytes(data)
+    described = json.loads((checkpoint / STATE).read_text())
+    described["files"] = {Path(SHARD).name: len(data)}
+    (checkpoint / STATE).write_text(json.dumps(described))
+    with pytest.raises(DataLoss):
+        read_checkpoint(checkpoint, state(0.0), None)
+
+
+def test_the_newest_stay_and_every_nth(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, lambda *_: None, prefix="step-", keep=2, keep_every=4)
+    for number in range(1, 8):
+        writer.write(state(0.0), number, None)
+    writer.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6", "step-7"]
+
+
+def test_another_type_is_data_loss(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    like = {"learner": {"model": {"a.w": torch.zeros(3, 2, dtype=torch.bfloat16)}}}
+    with pytest.raises(DataLoss, match="bfloat16"):
+        read_checkpoint(tmp_path / "checkpoint-1", like, None)
+
+
+def test_another_shape_is_data_loss(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(DataLoss, match=r"a\.w"):
+        read_checkpoint(
+            tmp_path / "checkpoint-1", {"learner": {"model": {"a.w": torch.zeros(4, 2)}}}, None
+        )
+
+
+def test_a_directory_that_cannot_be_written_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="file"):
+        write(tmp_path / "file" / "drafter", 1)
