@@ -1,4 +1,4 @@
-"""Settings of the coordinator. Owns names, defaults and ranges."""
+"""Declares the settings of the coordinator: names, defaults and ranges."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class EvaluationConfig(Config):
     """Held-out prompts for the accuracy: the first so many of heldout_path, one sample each."""
     every: int = Field(default=0, ge=0)
     """RL steps between two accuracies; 0 measures at the start and the end only."""
-    seed: int = Field(default=20_000, ge=0, lt=2**63)
-    """Seed of all evaluations."""
     forced_arm: str = ""
     """Arm of the accuracy; empty lets the bandit choose."""
     probe_prompts: int = Field(default=64, ge=0)
@@ -68,19 +66,6 @@ class LaterConfig(Config):
     """Held-out tasks of evaluations from then on; empty keeps those of before."""
 
 
-class RollbackConfig(Config):
-    """When a drafter that serves is taken back."""
-
-    drop: float = Field(default=0.3, ge=0)
-    """Tokens of live acceptance length that a new drafter may lose against the one before; 0 never
-    rolls back.
-    """
-    window_steps: int = Field(default=1, ge=1)
-    """RL steps compared on either side of the change; receivers keep the drafter of the previous
-    set only.
-    """
-
-
 class CoordinatorConfig(ServiceConfig):
     """The run: how many steps of which tasks, and who may use the slots between."""
 
@@ -103,8 +88,6 @@ class CoordinatorConfig(ServiceConfig):
     """Environment of the gateway that runs the tasks; "external": agents from outside do."""
     reward: str = "math_answer"
     """Reward rule of the gateway that scores them; "agent": the agent posts the reward itself."""
-    workers: int = Field(default=0, ge=0)
-    """Engine workers; 0 asks the gateway."""
     slots_per_worker: int = Field(default=1, ge=1)
     """Slots that one worker holds: its tensor parallel size."""
     drafter_enabled: bool = True
@@ -133,10 +116,11 @@ class CoordinatorConfig(ServiceConfig):
     """Seconds after which a group is trained without the siblings that are missing."""
     service_recovery_s: float = Field(default=120.0, gt=0)
     """Seconds that a service may be away before the run fails."""
-    finish_grace_s: float = Field(default=1.0, ge=0)
-    """Seconds between the last fact and the end of the process."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    rollback: RollbackConfig = RollbackConfig()
+    rollback_drop: float = Field(default=0.3, ge=0)
+    """Tokens of live acceptance length that a new drafter may lose against the one before, from one
+    RL step to the next, before that one serves again; 0 never rolls back.
+    """
 
     @property
     def open_traffic(self) -> bool:

@@ -1,7 +1,4 @@
-"""The coordinator's process: CoordinatorService, facts and the runner.
-
-Owns their start and end, no decision.
-"""
+"""Serves CoordinatorService and the facts while the runner runs the run."""
 
 from __future__ import annotations
 
@@ -30,6 +27,8 @@ from paceline.v1.coordinator_pb2_grpc import (
 )
 
 SERVICE_NAME = "paceline.v1.CoordinatorService"
+FINISH_GRACE_S = 1.0
+"""Between the last fact and the end of the process: a subscriber that missed one asks once more."""
 _STOP_GRACE_S = 1.0
 
 
@@ -107,7 +106,7 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
 async def _leave(config: CoordinatorConfig, runner: Runner, stop: asyncio.Event) -> None:
     """Gives subscribers a moment for the last facts, then says how the run ended."""
     try:
-        async with asyncio.timeout(config.finish_grace_s):
+        async with asyncio.timeout(FINISH_GRACE_S):
             await stop.wait()
     except TimeoutError:
         pass

@@ -1,52 +1,41 @@
-"""Watches live acceptance length across a change of drafter.
-
-Owns the comparison, not the rollback (machine.py).
-"""
+"""Compares live acceptance length across a change of drafter."""
 
 from __future__ import annotations
 
-from collections import deque
+from coordinator.machine.events import Event, TasksFinished
+from coordinator.machine.state import Phase, State
 
 
 class AcceptanceWatch:
-    """Compares the first steps of a new drafter with the last steps of the one before.
+    """Compares the first step of a new drafter with the last step of the one before.
 
-    A rise of the policy's own difficulty falls on both sides of a change alike only when the
-    windows are short; gates have judged the candidate on held-out rows already, so this is the
-    guard against a bad swap, not a second gate.
+    Longer windows would come too late: receivers keep the parts of the serving and the previous set
+    only, so the drafter before can be taken back with the next commit alone. Gates have judged the
+    candidate on held-out rows already, so this guards against a bad swap, it is no second gate.
     """
 
-    def __init__(self, drop: float, window_steps: int) -> None:
-        """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off.
-
-        `window_steps`: RL steps.
-        """
+    def __init__(self, drop: float) -> None:
+        """`drop`: tokens of acceptance length that may be lost; 0 switches the watch off."""
         self._drop = drop
-        self._before: float | None = None
-        self._drafter: int | None = None
-        self._window: deque[tuple[int, int]] = deque(maxlen=window_steps)
-        self._judged = True
+        self._last: tuple[int, float] | None = None  # drafter version, its newest length
 
-    def observe(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
-        """One step's rounds of the trained drafter and their tokens; a fall's figures, once per
-        change, else None.
-        """
-        if not rounds or not self._drop:
+    def observe(self, before: State, event: Event) -> dict[str, float] | None:
+        """Takes one transition in; a fall's figures, once per change of drafter, else None."""
+        if not isinstance(event, TasksFinished) or before.phase is not Phase.ROLLOUT:
             return None
-        if drafter_version != self._drafter:
-            self._before = self._mean()
-            self._drafter = drafter_version
-            self._window.clear()
-            self._judged = self._before is None
-        self._window.append((tokens, rounds))
-        if self._judged or len(self._window) < (self._window.maxlen or 0):
+        tokens = event.details.get("trained_round_tokens")
+        rounds = event.details.get("trained_rounds")
+        if not isinstance(tokens, int) or not isinstance(rounds, int):
             return None
-        self._judged = True
-        before, now = self._before, self._mean()
-        if before is None or now is None or before - now <= self._drop:
-            return None
-        return {"before": before, "now": now, "drop": self._drop}
+        return self.compare(before.versions.drafter, tokens, rounds)
 
-    def _mean(self) -> float | None:
-        rounds = sum(r for _, r in self._window)
-        return sum(t for t, _ in self._window) / rounds if rounds else None
+    def compare(self, drafter_version: int, tokens: int, rounds: int) -> dict[str, float] | None:
+        """As `observe`, from one step's rounds of the trained drafter and their tokens."""
+        if not rounds:
+            return None
+        now = tokens / rounds
+        last, self._last = self._last, (drafter_version, now)
+        if last is None or last[0] == drafter_version:
+            return None
+        fell = self._drop > 0 and last[1] - now > self._drop
+        return {"before": last[1], "now": now, "drop": self._drop} if fell else None

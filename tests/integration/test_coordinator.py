@@ -19,6 +19,7 @@ import pytest
 import zmq
 from slot_overlaps import overlaps
 
+from coordinator import server
 from coordinator.config import CoordinatorConfig
 from coordinator.server import RunFailed, serve
 from paceline.config import SecurityConfig, load_config
@@ -55,6 +56,11 @@ from paceline.v1.weights_pb2_grpc import WeightServiceServicer, add_WeightServic
 SECURITY = SecurityConfig()
 WAIT_S = patient(20.0)
 pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _no_late_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "FINISH_GRACE_S", 0.2)
 
 
 @dataclass
@@ -329,7 +335,6 @@ def overrides(peers: Peers, redis_url: str, directory: Path, **more: object) -> 
         "prompts_per_step": 2,
         "samples_per_task": 2,
         "training_interval_steps": 1,
-        "finish_grace_s": 0.2,
         "preempt_deadline_s": 1.0,
         **more,
     }

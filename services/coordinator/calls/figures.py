@@ -1,7 +1,4 @@
-"""Figures of rollouts and of the drafter's gate, from messages.
-
-Pure; owns no call and no record.
-"""
+"""Returns a rollout's figures from the gateway's messages."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from coordinator.calls.groups import FIGURE, group_figure
 from coordinator.machine.events import Figure
 from paceline.trajectory import NEAR_TIE_GAP
-from paceline.v1.drafter_pb2 import GateDecision
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import RunTasksRequest, SampleFinished, TasksFinished
 from paceline.v1.trajectory_pb2 import SpeculationStats
 
 
-class Samples:
+class FinishedSamples:
     """Finished samples of one step by (task index, sample index); a repeated call replaces, it does
     not add.
 
@@ -118,36 +114,6 @@ def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
             summed[arm.arm] = summed.get(arm.arm, 0.0) + cost * arm.pulls
             weights[arm.arm] = weights.get(arm.arm, 0) + arm.pulls
     return {arm: summed[arm] / weights[arm] for arm in sorted(summed)}
-
-
-def gate_figures(gate: GateDecision) -> dict[str, Figure]:
-    """Everything that the journal keeps of a decision of the drafter's gate."""
-    names = (
-        "candidate_accept_length",
-        "serving_accept_length",
-        "noise",
-        "candidate_speedup",
-        "serving_speedup",
-        "speedup_noise",
-        "policy_version",
-        "positions",
-        "optimizer_steps",
-        "temperature",
-        "kind",
-    )
-    return {
-        **{name: getattr(gate, name) for name in names},
-        "costs_measured": int(gate.costs_measured),
-        **{
-            name: tuple(getattr(gate, name))
-            for name in ("survival", "conditional", "serving_survival")
-        },
-        "lengths_by_bucket": dict(gate.lengths_by_bucket),
-        "leaderboard_speedups": {one.kind: one.speedup for one in gate.leaderboard},
-        "leaderboard_lengths": {one.kind: one.accept_length for one in gate.leaderboard},
-        "leaderboard_noises": {one.kind: one.noise for one in gate.leaderboard},
-        "leaderboard_steps": {one.kind: one.optimizer_steps for one in gate.leaderboard},
-    }
 
 
 def pulls(arms: Iterable[ArmStats]) -> dict[str, float | int]:

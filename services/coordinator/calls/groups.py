@@ -1,5 +1,4 @@
-"""The groups that closed with a step's rollouts: what the policy trainer waits for. Owns them, not
-the wait (batcher).
+"""Keeps the groups that closed with a step's rollouts: what the policy trainer waits for.
 
 Built from the run's events alone, like its records, so that a restarted coordinator asks for the
 same groups.

@@ -1,7 +1,4 @@
-"""Channels and stubs of the services that the coordinator commands.
-
-Owns the connections, no call.
-"""
+"""Holds the channels and stubs of the services that the coordinator commands."""
 
 from __future__ import annotations
 

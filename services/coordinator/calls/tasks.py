@@ -1,5 +1,4 @@
-"""The tasks of steps and evaluations as RunTasks requests. Owns which tasks a step gets and their
-group ids.
+"""Draws the tasks of steps and evaluations, as RunTasks requests with their group ids.
 
 A step's tasks depend on the run's seed and the step alone, so a restarted coordinator asks for the
 same again.
@@ -16,6 +15,9 @@ from paceline.errors import ConfigError
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
 from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, CommandContext, SamplingParams
+
+EVALUATION_SEED = 20_000
+"""One for all evaluations, so that their values can be compared between steps and runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class TaskSource:
             tasks=_specs(tasks, f"{kind.value}-{finished_steps}-{epoch}"),
             samples_per_task=1,
             sampling=SamplingParams(temperature=1.0, max_tokens=config.sampling.max_tokens),
-            run_seed=evaluation.seed,
+            run_seed=EVALUATION_SEED,
             environment=environment,
             reward=reward,
             forced_arm=evaluation.probe_arm if probe else evaluation.forced_arm,

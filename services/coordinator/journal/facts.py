@@ -1,11 +1,10 @@
-"""What subscribers are told of a transition, as proto facts. Pure; owns no socket."""
+"""Returns the facts of a transition, which subscribers receive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from coordinator.journal.journal import changed_slots, slot_views
+from coordinator.journal.entry import SlotView, changed_slots, slot_views
 from coordinator.machine import events
 from coordinator.machine.commands import Command, FinishRun
 from coordinator.machine.events import Event
@@ -59,11 +58,11 @@ def slot_statuses(state: State) -> list[pb.SlotStatus]:
     return [slot_status(view) for view in slot_views(state)]
 
 
-def slot_status(view: dict[str, Any]) -> pb.SlotStatus:
+def slot_status(view: SlotView) -> pb.SlotStatus:
     """One slot on the wire."""
     return pb.SlotStatus(
-        slot=view["slot"],
-        holder=f"HOLDER_{view['holder'].upper()}",
-        epoch=view["epoch"],
-        worker_state=f"WORKER_STATE_{view['worker_state'].upper()}",
+        slot=view.slot,
+        holder=f"HOLDER_{view.holder.upper()}",
+        epoch=view.epoch,
+        worker_state=f"WORKER_STATE_{view.worker_state.upper()}",
     )

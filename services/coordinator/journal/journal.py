@@ -1,23 +1,19 @@
-"""The run's journal in the durable Redis: every event, appended before its commands are executed.
+"""Keeps a run's journal in the durable Redis: every event, before its commands are carried out.
 
-Owns order and form of the entries, not their meaning (machine.py) and not their evaluation
-(paceline.report). Entries are numbered 1, 2, 3, ... and the number is the stream id, so that of two
-coordinators of one run only one can append.
+Entries are numbered 1, 2, 3, ... and the number is the stream id, so that of two coordinators of
+one run only one can append. paceline.report reads them afterwards.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
-from coordinator.journal.codec import VERSION, decode_event, encode_event
-from coordinator.machine.events import Event
-from coordinator.machine.state import State
+from coordinator.journal.entry import JournalEntry
 from paceline.errors import DataLoss, FailedPrecondition, Unavailable
 from paceline.streams import run_key
 from paceline.streams.connection import OUTAGE_ERRORS, address_of, redis_errors
@@ -25,72 +21,6 @@ from paceline.streams.connection import OUTAGE_ERRORS, address_of, redis_errors
 NAME = "journal"
 _FIELD = b"entry"
 _PAGE = 500
-
-
-@dataclass(frozen=True, slots=True)
-class JournalEntry:
-    """One event with what it changed."""
-
-    event: Event
-    step: int
-    phase: str
-    slots: tuple[dict[str, Any], ...] = ()  # changed slots: slot, holder, epoch, worker_state
-    record: dict[str, Any] = field(
-        default_factory=dict
-    )  # StepRecord as JSON, with the event that closed the step
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain JSON; the form that paceline.report reads."""
-        values: dict[str, Any] = {
-            "v": VERSION,
-            "at_s": self.event.at_s,
-            "event": type(self.event).__name__,
-            "data": encode_event(self.event),
-            "step": self.step,
-            "phase": self.phase,
-            "slots": list(self.slots),
-        }
-        return values | ({"record": self.record} if self.record else {})
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> JournalEntry:
-        """Raises DataLoss for another version or an event that does not decode."""
-        if values.get("v") != VERSION:
-            raise DataLoss(
-                "a journal entry has another version", seen=values.get("v"), allowed=VERSION
-            )
-        event = decode_event(values["event"], values["at_s"], values["data"])
-        record = values.get("record", {})
-        return cls(event, values["step"], values["phase"], tuple(values["slots"]), record)
-
-
-def entry_of(
-    before: State, event: Event, after: State, record: dict[str, Any] | None = None
-) -> JournalEntry:
-    """The entry of one transition; a slot is listed when its holder, epoch or worker changed."""
-    return JournalEntry(
-        event, before.step, after.phase.value, changed_slots(before, after), record or {}
-    )
-
-
-def changed_slots(before: State, after: State) -> tuple[dict[str, Any], ...]:
-    """The slots whose holder, epoch or worker state differs."""
-    old, new = slot_views(before), slot_views(after)
-    return tuple(view for i, view in enumerate(new) if i >= len(old) or old[i] != view)
-
-
-def slot_views(state: State) -> list[dict[str, Any]]:
-    """All slots as JSON values."""
-    per_worker = state.settings.slots_per_worker
-    return [
-        {
-            "slot": i,
-            "holder": slot.holder.value,
-            "epoch": slot.epoch,
-            "worker_state": state.workers[i // per_worker].value,
-        }
-        for i, slot in enumerate(state.slots)
-    ]
 
 
 class Journal:

@@ -1,9 +1,4 @@
-"""The record of each step, built from the run's events alone, so that a replay builds the same
-records.
-
-Owns the figures of StepRecord; not the machine's decisions and not the summary of a run
-(paceline.report).
-"""
+"""Builds the record of each step from the run's events alone, so that a replay builds the same."""
 
 from __future__ import annotations
 
@@ -35,7 +30,7 @@ class StepRecords:
         """Trace of the newest step, hex."""
         return self._open.trace_id
 
-    def apply(self, before: State, event: Event, after: State) -> StepRecord | None:
+    def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
         """Takes one transition in; returns the record that it closed or amended."""
         self._count_drafter_slots(before, event, after)
         self._note_preemption(before, event, after)

@@ -7,17 +7,17 @@ import json
 
 import pytest
 
+from coordinator.calls.drafter_trainer import gate_figures
 from coordinator.calls.figures import (
-    Samples,
+    FinishedSamples,
     accuracy,
-    gate_figures,
     pulls,
     quantile,
     rollout_figures,
     round_costs,
 )
-from coordinator.journal.codec import decode_event, encode_event
 from coordinator.machine.events import GateDecided
+from paceline.tagged_json import from_object, to_object
 from paceline.v1.drafter_pb2 import Contender, GateDecision
 from paceline.v1.engine_pb2 import ArmStats
 from paceline.v1.rollout_pb2 import (
@@ -36,7 +36,7 @@ def sample(group: str, index: int, **values: object) -> SampleFinished:
 
 def test_samples_are_ordered_by_task_and_sample_and_a_repeated_call_adds_none() -> None:
     tasks = [TaskSpec(group_id=f"g{i}", task_index=i) for i in range(3)]
-    samples = Samples(RunTasksRequest(tasks=tasks))
+    samples = FinishedSamples(RunTasksRequest(tasks=tasks))
     for group, index in (("g2", 0), ("g0", 1), ("g0", 0), ("g2", 0)):
         samples.add(sample(group, index))
     assert [(one.group_id, one.sample_index) for one in samples.ordered] == [
@@ -51,7 +51,7 @@ def test_sessions_of_open_traffic_are_kept_apart_and_in_one_order() -> None:
         sample(group, index, session_id=name)
         for group, index, name in (("b", 0, "s1"), ("a", 0, "s3"), ("a", 0, "s2"), ("b", 0, "s1"))
     ]
-    samples = Samples(RunTasksRequest(open_groups=2))
+    samples = FinishedSamples(RunTasksRequest(open_groups=2))
     for one in ended:
         samples.add(one)
     assert [(one.group_id, one.session_id) for one in samples.ordered] == [
@@ -171,4 +171,4 @@ def test_a_decision_of_the_gate_is_kept_with_all_its_numbers() -> None:
     assert figures["leaderboard_speedups"] == {"lstm": 2.0, "eagle": 1.75}
     assert (figures["lengths_by_bucket"], figures["costs_measured"]) == ({"late": 1.5}, 1)
     event = GateDecided(1.0, 2, "kept", 3, figures)
-    assert decode_event("GateDecided", 1.0, json.loads(json.dumps(encode_event(event)))) == event
+    assert from_object(GateDecided, json.loads(json.dumps(to_object(event)))) == event

@@ -1,0 +1,121 @@
+"""Gives every call what it shares with the others: peers, tasks, the way back to the machine, and
+how a failure becomes an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from coordinator.calls.figures import FinishedSamples
+from coordinator.calls.groups import ClosedGroups
+from coordinator.calls.peers import Peers
+from coordinator.calls.tasks import TaskSource
+from coordinator.config import CoordinatorConfig
+from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
+from coordinator.machine.state import Service
+from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.rpc import responses, rpc_errors
+from paceline.v1.trajectory_pb2 import CommandContext
+
+RANK_LOST = "RANK_LOST"
+WORKER_LOST = "WORKER_LOST"
+_FIRST_PAUSE_S = 0.1
+
+
+class OfCall(Protocol):
+    """A command that is a call."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class Reported(Exception):
+    """A call has failed and its event is out: the coroutine has nothing left to do."""
+
+
+@dataclass(slots=True)
+class Absence:
+    """Since when a service fails, and how long to wait before the next try."""
+
+    since_s: float
+    pause_s: float = _FIRST_PAUSE_S
+
+
+def _no_event(error: PacelineError) -> Event | None:
+    return None
+
+
+@dataclass(slots=True)
+class Calls:
+    """What the calls of one run share."""
+
+    config: CoordinatorConfig
+    peers: Peers
+    source: TaskSource
+    groups: ClosedGroups
+    emit: Callable[[Event], None]
+    now: Callable[[], float]
+    samples: tuple[int, FinishedSamples] | None = None  # of the newest step
+    round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
+    absent: dict[Service, Absence] = field(default_factory=dict)
+
+    def context(self, command: OfCall) -> CommandContext:
+        """What every request carries."""
+        run_id = self.config.run.id
+        return CommandContext(run_id=run_id, step=command.step, epoch=command.epoch)
+
+    @contextmanager
+    def reported(
+        self,
+        service: Service,
+        what: str,
+        epoch: int,
+        *,
+        deadline_s: float,
+        event_of: Callable[[PacelineError], Event | None] = _no_event,
+    ) -> Iterator[None]:
+        """Emits a failure of the block as an event and ends the call with Reported.
+
+        `event_of`: the events of failures that this call alone can have.
+        """
+        try:
+            yield
+        except TimeoutError as error:
+            self.emit(Deadline(self.now(), epoch, what, deadline_s))
+            raise Reported from error
+        except PacelineError as error:
+            known = event_of(error)
+            self.emit(known or self._failure(error, service, what, epoch, deadline_s))
+            raise Reported from error
+        self.absent.pop(service, None)
+
+    def _failure(
+        self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float
+    ) -> Event:
+        if isinstance(error, Unavailable):
+            self.absent.setdefault(service, Absence(self.now()))
+            return ServiceLost(self.now(), service, str(error))
+        if isinstance(error, DeadlineExceeded):
+            return Deadline(self.now(), epoch, what, deadline_s)
+        return CallFailed(self.now(), service, what, str(error))
+
+
+async def answers(call: Any, last: str) -> AsyncGenerator[tuple[str, Any]]:
+    """What a streaming call answers, each with its name, up to the one named `last`.
+
+    Raises Unavailable when the stream ends before it.
+    """
+    with rpc_errors():
+        async with aclosing(responses(call)) as stream:
+            async for response in stream:
+                name = response.WhichOneof("event")
+                yield name, getattr(response, name)
+                if name == last:
+                    return
+    raise Unavailable(f"the stream ended before its {last!r} message", seen="end of stream")

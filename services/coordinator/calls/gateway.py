@@ -1,0 +1,124 @@
+"""Calls the rollout gateway: rollouts, evaluations, and what it serves when a run begins."""
+
+from __future__ import annotations
+
+from coordinator.calls.base import WORKER_LOST, Calls, answers
+from coordinator.calls.figures import (
+    FinishedSamples,
+    accept_length,
+    accuracy,
+    pulls,
+    rollout_figures,
+    round_costs,
+)
+from coordinator.machine import commands, events
+from coordinator.machine.events import Event, Figure
+from coordinator.machine.state import Evaluation, Service
+from paceline.errors import (
+    FailedPrecondition,
+    InvalidInput,
+    MissingCapability,
+    NotFound,
+    PacelineError,
+)
+from paceline.messages import versions_from_proto
+from paceline.rpc import rpc_errors
+from paceline.v1 import rollout_pb2
+from paceline.v1.weights_pb2 import GetVersionsRequest
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+
+_QUERY_DEADLINE_S = 30.0
+
+
+async def run_started(calls: Calls) -> events.RunStarted:
+    """The begin of a run with the gateway's workers and the set that it serves.
+
+    Raises FailedPrecondition when it has no workers.
+    """
+    weights = WeightServiceStub(calls.peers.channels[Service.GATEWAY])  # type: ignore[no-untyped-call]
+    with rpc_errors():
+        status = await calls.peers.rollout.GetStatus(
+            rollout_pb2.GetStatusRequest(), timeout=_QUERY_DEADLINE_S
+        )
+        served = await weights.GetVersions(GetVersionsRequest(), timeout=_QUERY_DEADLINE_S)
+    if not status.workers:
+        raise FailedPrecondition("the gateway has no engine workers", seen=0, allowed="1 or more")
+    settings = calls.config.machine_settings(len(status.workers))
+    return events.RunStarted(calls.now(), settings, versions_from_proto(served.versions))
+
+
+async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
+    """Emits ShareDone for each worker, then TasksFinished; WorkerLost when a worker died."""
+
+    def worker_lost(error: PacelineError) -> Event | None:
+        if error.reason != WORKER_LOST:
+            return None
+        worker = int(error.seen) if error.seen and error.seen.isdecimal() else 0
+        return events.WorkerLost(calls.now(), command.epoch, worker)
+
+    deadline_s = calls.config.step_deadline_s
+    request = calls.source.step_request(command.step, command.epoch)
+    if calls.samples is None or calls.samples[0] != command.step:
+        calls.samples = (command.step, FinishedSamples(request))
+    samples = calls.samples[1]
+    with calls.reported(
+        Service.GATEWAY, "rollout", command.epoch, deadline_s=deadline_s, event_of=worker_lost
+    ):
+        call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
+        async for name, answer in answers(call, last="finished"):
+            match name:
+                case "sample":
+                    samples.add(answer)
+                case "share":
+                    done = events.ShareDone(calls.now(), command.epoch, answer.worker_index)
+                    calls.emit(done)
+                case "finished":
+                    figures = rollout_figures(samples.ordered, answer)
+                    calls.round_costs = round_costs(answer.arms)
+                    calls.emit(events.TasksFinished(calls.now(), command.epoch, figures))
+
+
+async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
+    """Emits EvaluationDone; without a value when the engine cannot draft with the probe's arm."""
+
+    def not_made(error: PacelineError) -> Event | None:
+        cannot = isinstance(error, InvalidInput | MissingCapability | NotFound)
+        if command.kind is not Evaluation.PROBE or not cannot:
+            return None
+        reason: dict[str, Figure] = {"reason": str(error)}
+        return events.EvaluationDone(calls.now(), command.epoch, command.kind, None, reason)
+
+    deadline_s = calls.config.step_deadline_s
+    request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
+    samples = FinishedSamples(request)
+    with calls.reported(
+        Service.GATEWAY, "evaluate", command.epoch, deadline_s=deadline_s, event_of=not_made
+    ):
+        call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
+        async for name, answer in answers(call, last="finished"):
+            match name:
+                case "sample":
+                    samples.add(answer)
+                case "finished":
+                    calls.emit(_evaluation_done(calls, command, samples, answer))
+
+
+def _evaluation_done(
+    calls: Calls,
+    command: commands.Evaluate,
+    samples: FinishedSamples,
+    finished: rollout_pb2.TasksFinished,
+) -> events.EvaluationDone:
+    if command.kind is Evaluation.PROBE:
+        value = accept_length(finished.speculation) or None
+    else:
+        value = accuracy(samples.ordered)
+    figures: dict[str, Figure] = {
+        "finished_steps": command.step,
+        "samples": len(samples.ordered),
+        "response_tokens": finished.response_tokens,
+        "pulls": pulls(finished.arms),
+        "policy_version": finished.versions.policy,
+        "drafter_version": finished.versions.drafter,
+    }
+    return events.EvaluationDone(calls.now(), command.epoch, command.kind, value, figures)

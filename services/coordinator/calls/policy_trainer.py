@@ -1,0 +1,85 @@
+"""Calls the policy trainer: one optimiser step, with the push that follows it."""
+
+from __future__ import annotations
+
+from coordinator.calls.base import RANK_LOST, Calls, answers
+from coordinator.machine import commands, events
+from coordinator.machine.events import Event, Figure
+from coordinator.machine.state import Service
+from paceline.errors import PacelineError
+from paceline.v1 import policy_pb2
+
+
+async def train(calls: Calls, command: commands.TrainPolicy) -> None:
+    """Emits PolicyStepped and PolicyPrepared; TrainerFailed when a rank died.
+
+    The trainer waits for the groups that closed with the step's rollouts.
+    """
+
+    def rank_lost(error: PacelineError) -> Event | None:
+        if error.reason != RANK_LOST:
+            return None
+        return events.TrainerFailed(calls.now(), command.epoch, Service.POLICY_TRAINER, str(error))
+
+    deadline_s = calls.config.step_deadline_s
+    request = _request(calls, command)
+    batch: dict[str, Figure] = {}
+    with calls.reported(
+        Service.POLICY_TRAINER, "policy", command.epoch, deadline_s=deadline_s, event_of=rank_lost
+    ):
+        call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
+        async for name, answer in answers(call, last="prepared"):
+            match name:
+                case "batch":
+                    batch = _batch_figures(answer)
+                case "stepped":
+                    calls.emit(
+                        events.PolicyStepped(
+                            calls.now(),
+                            command.epoch,
+                            answer.policy_version,
+                            batch | _step_figures(answer),
+                        )
+                    )
+                case "prepared":
+                    pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
+                    calls.emit(
+                        events.PolicyPrepared(
+                            calls.now(), command.epoch, answer.policy_version, pushed
+                        )
+                    )
+
+
+def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:
+    closed = calls.groups.of(command.step)
+    return policy_pb2.TrainStepRequest(
+        context=calls.context(command),
+        policy_version=command.policy_version,
+        groups=[
+            policy_pb2.ExpectedGroup(group_id=group, size=size) for group, size in closed.items()
+        ],
+        slots=command.slots,
+        group_deadline_s=calls.config.group_deadline_s,
+    )
+
+
+def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, Figure]:
+    return {
+        "trajectories": batch.trajectories,
+        "batch_tokens": batch.tokens,
+        "groups_dropped": sum(batch.dropped.values()),
+    }
+
+
+def _step_figures(stepped: policy_pb2.PolicyStepped) -> dict[str, Figure]:
+    return {
+        "loss": stepped.loss,
+        "grad_norm": stepped.grad_norm,
+        "reward_mean": stepped.reward_mean,
+        "reward_std": stepped.reward_std,
+        "entropy": stepped.entropy,
+        "behavior_gap": stepped.behavior_gap,
+        "train_s": stepped.train_s,
+        "world_size": stepped.world_size,
+        "batch_hash": stepped.batch_hash,
+    }

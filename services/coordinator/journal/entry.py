@@ -1,0 +1,120 @@
+"""Builds the journal's entries, one a transition, and reads them back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+
+from coordinator.machine.events import Event
+from coordinator.machine.state import Holder, Phase, State, WorkerState
+from coordinator.machine.step import EVENTS
+from paceline.errors import DataLoss
+from paceline.tagged_json import from_object, to_object
+from paceline.v1.coordinator_pb2 import StepRecord
+
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot as readers of the journal and of facts see it."""
+
+    slot: int
+    holder: Holder
+    epoch: int
+    worker_state: WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class EntryBody:
+    """What stands in an entry beside its event."""
+
+    step: int  # before the event
+    phase: Phase  # after it
+    slots: tuple[SlotView, ...] = ()  # those that changed
+
+
+@dataclass(frozen=True, slots=True)
+class JournalEntry:
+    """One event with what it changed."""
+
+    event: Event
+    body: EntryBody
+    record: StepRecord | None = None  # with the event that closed the step
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON; the form that paceline.report reads."""
+        data = to_object(self.event)
+        values: dict[str, Any] = {
+            "v": VERSION,
+            "at_s": data.pop("at_s"),
+            "event": type(self.event).__name__,
+            "data": data,
+            **to_object(self.body),
+        }
+        if self.record is not None:
+            values["record"] = MessageToDict(self.record, preserving_proto_field_name=True)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Any) -> JournalEntry:
+        """The entry that `to_json` was given. Raises DataLoss for another version or form."""
+        if not isinstance(values, Mapping) or values.get("v") != VERSION:
+            seen = values.get("v") if isinstance(values, Mapping) else values
+            raise DataLoss("a journal entry has another version", seen=seen, allowed=VERSION)
+        body = {name: value for name, value in values.items() if name not in _NOT_BODY}
+        return cls(_event(values), from_object(EntryBody, body), _record(values.get("record")))
+
+
+_NOT_BODY = frozenset({"v", "at_s", "event", "data", "record"})
+
+
+def entry_of(
+    before: State, event: Event, after: State, record: StepRecord | None = None
+) -> JournalEntry:
+    """The entry of one transition; `record` stands in it when the transition closed the step."""
+    body = EntryBody(before.step, after.phase, changed_slots(before, after))
+    return JournalEntry(event, body, record if after.step > before.step else None)
+
+
+def changed_slots(before: State, after: State) -> tuple[SlotView, ...]:
+    """The slots whose holder, epoch or worker state differs."""
+    old, new = slot_views(before), slot_views(after)
+    return tuple(view for i, view in enumerate(new) if i >= len(old) or old[i] != view)
+
+
+def slot_views(state: State) -> list[SlotView]:
+    """All slots."""
+    per_worker = state.settings.slots_per_worker
+    return [
+        SlotView(i, slot.holder, slot.epoch, state.workers[i // per_worker])
+        for i, slot in enumerate(state.slots)
+    ]
+
+
+def _event(values: Mapping[str, Any]) -> Event:
+    classes = {cls.__name__: cls for cls in EVENTS}
+    name, data = values.get("event"), values.get("data")
+    cls = classes.get(name) if isinstance(name, str) else None
+    if cls is None:
+        raise DataLoss(
+            "the journal names an event that is not known here",
+            seen=name,
+            allowed=", ".join(classes),
+        )
+    if not isinstance(data, Mapping) or "at_s" in data:
+        raise DataLoss(f"the data of {name} is no object of its fields", seen=str(data)[:200])
+    return from_object(cls, {"at_s": values.get("at_s"), **data})
+
+
+def _record(found: Any) -> StepRecord | None:
+    if found is None:
+        return None
+    try:
+        return ParseDict(found, StepRecord())
+    except (ParseError, TypeError, AttributeError) as error:
+        seen = str(found)[:200]
+        raise DataLoss(f"a step's record does not decode: {error}", seen=seen) from error

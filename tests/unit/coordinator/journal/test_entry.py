@@ -1,0 +1,123 @@
+"""Entries of the journal: every event comes back as it was, and what is no entry is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from coordinator.journal.entry import EntryBody, JournalEntry, SlotView
+from coordinator.machine import events
+from coordinator.machine.state import Holder, Phase, Service, WorkerState
+from coordinator.machine.step import EVENTS
+from paceline.errors import DataLoss
+from paceline.v1.coordinator_pb2 import StepRecord
+
+NUMBERS = st.integers() | st.floats(allow_nan=False)
+FIGURES = (
+    NUMBERS
+    | st.text()
+    | st.none()
+    | st.dictionaries(st.text(), NUMBERS)
+    | st.lists(NUMBERS).map(tuple)
+)
+BODIES = st.builds(EntryBody, slots=st.lists(st.builds(SlotView), max_size=3).map(tuple))
+
+
+def any_event(cls: type[events.Event]) -> st.SearchStrategy[events.Event]:
+    """Events of a class with every field drawn by its annotation."""
+    hints = get_type_hints(cls)
+    drawn = {
+        field.name: st.dictionaries(st.text(), FIGURES)
+        if hints[field.name] == events.Details
+        else st.from_type(hints[field.name])
+        for field in fields(cls)
+    }
+    drawn["at_s"] = st.floats(allow_nan=False)
+    finite = {
+        name: strategy.filter(lambda value: value == value) for name, strategy in drawn.items()
+    }
+    return st.builds(cls, **finite)
+
+
+@pytest.mark.parametrize("cls", EVENTS, ids=lambda cls: cls.__name__)
+@given(data=st.data())
+def test_every_event_comes_back_with_every_field(cls: type[events.Event], data: Any) -> None:
+    entry = JournalEntry(data.draw(any_event(cls)), data.draw(BODIES))
+    again = JournalEntry.from_json(json.loads(json.dumps(entry.to_json())))
+    assert again == entry
+    assert type(again.event) is cls
+
+
+def test_a_record_comes_back_with_the_event_that_closed_its_step() -> None:
+    record = StepRecord(step=3, policy={"loss": 0.5}, arm_rounds={"off": 2}, tokens_hash="ab")
+    entry = JournalEntry(events.StopRequested(1.0), EntryBody(3, Phase.READY), record)
+    assert JournalEntry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+
+
+LOST: dict[str, Any] = JournalEntry(
+    events.ServiceLost(1.5, Service.GATEWAY, "away"),
+    EntryBody(2, Phase.ROLLOUT, (SlotView(0, Holder.ENGINE, 4, WorkerState.GENERATING),)),
+).to_json()
+
+
+def test_an_entry_is_plain_json_that_reports_read() -> None:
+    assert LOST == {
+        "v": 2,
+        "at_s": 1.5,
+        "event": "ServiceLost",
+        "data": {"service": "gateway", "message": "away"},
+        "step": 2,
+        "phase": "rollout",
+        "slots": [{"slot": 0, "holder": "engine", "epoch": 4, "worker_state": "generating"}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"v": 1}, "another version; seen: 1; allowed: 2"),
+        ({"event": "Vanished"}, "names an event that is not known here; seen: Vanished"),
+        ({"event": None}, "names an event"),
+        ({"event": ["ServiceLost"]}, "names an event"),
+        ({"data": None}, "is no object of its fields"),
+        ({"data": {"service": "gateway"}}, "ServiceLost lacks fields; seen: message"),
+        (
+            {"data": {"service": "gateway", "message": "away", "kind": "x"}},
+            "fields not known here; seen: kind",
+        ),
+        ({"data": {"service": "kitchen", "message": "away"}}, r"ServiceLost.service .*'kitchen'"),
+        ({"data": {"service": "gateway", "message": 7}}, "ServiceLost.message"),
+        ({"data": LOST["data"] | {"at_s": 9.0}}, "is no object of its fields"),
+        ({"at_s": "noon"}, "ServiceLost.at_s"),
+        ({"at_s": None}, "ServiceLost.at_s"),
+        ({"step": "2"}, "EntryBody.step"),
+        ({"phase": "lunch"}, "EntryBody.phase"),
+        ({"slots": [{"slot": 0}]}, r"slots\[0\] lacks fields"),
+        ({"surprise": 1}, "fields not known here; seen: surprise"),
+        ({"record": {"step": "x"}}, "record does not decode"),
+        ({"record": {"surprise": 1}}, "record does not decode"),
+        ({"record": 7}, "record does not decode"),
+    ],
+)
+def test_a_malformed_entry_is_data_loss_that_names_what_is_wrong(
+    changed: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(DataLoss, match=says):
+        JournalEntry.from_json(LOST | changed)
+
+
+@pytest.mark.parametrize("name", ["at_s", "event", "data", "step", "phase", "slots"])
+def test_an_entry_that_lacks_a_field_is_data_loss(name: str) -> None:
+    with pytest.raises(DataLoss):
+        JournalEntry.from_json({key: value for key, value in LOST.items() if key != name})
+
+
+@pytest.mark.parametrize("found", [None, 3, "text", []])
+def test_what_is_no_object_is_data_loss(found: Any) -> None:
+    with pytest.raises(DataLoss, match="another version"):
+        JournalEntry.from_json(found)
