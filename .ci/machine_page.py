@@ -24,7 +24,7 @@ def machine_page() -> str:
         "",
         *(f"    {line[4:]}" if line.startswith("    ") else line for line in theory.splitlines()),
         *("", "## Phases", "", *phase_diagram(), ""),
-        "Every phase that goes on may be followed by failed; a resumed run enters again what failed.",
+        "Failed may follow every phase that goes on; a resumed run enters again what failed.",
         *("", *phase_table(), "", "## Events", "", *event_table()),
         *("", "## Workers", "", *worker_diagram()),
     ]
@@ -52,7 +52,7 @@ def diagram(edges: Iterable[tuple[str, str, str]]) -> Iterator[str]:
 
 def phase_table() -> Iterator[str]:
     """What entering each phase does, and whom it waits for."""
-    yield from ("| phase | entering it | begun again when back |", "|---|---|---|")
+    yield from ("| phase | entering it | waits for an answer of |", "|---|---|---|")
     for phase, row in machine.PHASES.items():
         services = ", ".join(service.replace("_", " ") for service in CALLED_IN.get(phase, ()))
         entering = "" if row.enter is Decision else first_paragraph(row.enter)
@@ -64,10 +64,11 @@ def event_table() -> Iterator[str]:
     yield from ("| event | in phases | late | effect |", "|---|---|---|---|")
     for event, row in machine.EVENTS.items():
         phases = NAMED.get(row.phases) or ", ".join(one for one in Phase if one in row.phases)
-        late = first_paragraph(row.late).removeprefix("Late ").rstrip(".")
         place = f"{row.handle.__module__.rsplit('.')[-1]}.{row.handle.__name__}"
         effect = f"{first_paragraph(row.handle)} `{place}`"
-        yield f"| {event.__name__}: {first_paragraph(event)} | {phases} | {late} | {effect} |"
+        late = first_paragraph(row.late).replace("Never late", "never").removeprefix("Late ")
+        meaning = f"{event.__name__}: {first_paragraph(event)}"
+        yield f"| {meaning} | {phases} | {late.rstrip('.')} | {effect} |"
 
 
 def first_paragraph(documented: Callable[..., Any]) -> str:

@@ -116,7 +116,7 @@ def newest_lease(state: State, event: GatePromoted) -> Mark:
 
 
 def lease_or_call(state: State, event: TrainerFailed | Deadline) -> Mark:
-    """As `lease` for news of the drafter, else as `call`."""
+    """Late as `lease` has it for news of the drafter, else as `call` has it."""
     if isinstance(event, TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     else:
