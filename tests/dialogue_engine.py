@@ -18,6 +18,7 @@ from rollout_gateway.calls.planner import Planner
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.nouns import Capability
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.workers.generation import Generation
@@ -56,7 +57,10 @@ class DialogueEngine:
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
         self.seen.append(plan.prompt)
         request = pb.EngineRequest(
-            request_id=1, prompt_token_ids=plan.prompt, sampling=plan.sampling, stream=stream
+            request_id=1,
+            prompt_token_ids=plan.prompt,
+            sampling=wire.sampling_to(plan.sampling),
+            stream=stream,
         )
         generation = Generation(request, worker_index=1)
         ids, marks = self.saying.ids, tuple(-float(next(self._marks)) for _ in self.saying.ids)

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Sequence
 
 from paceline.trajectory import VersionSpan
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.config import SessionsConfig
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 
-SAMPLING = tpb.SamplingParams(temperature=1.0, max_tokens=8, seed=1)
+SAMPLING = Sampling(seed=1, max_tokens=8)
 _NAMES = itertools.count()
 
 

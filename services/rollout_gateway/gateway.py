@@ -8,6 +8,7 @@ import pkgutil
 import secrets
 import tempfile
 from contextlib import AbstractAsyncContextManager, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from rollout_gateway.calls.queue import FairQueue
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig, engine_settings
 from rollout_gateway.engines import ROW_LAYOUTS
-from rollout_gateway.engines.nouns import Capability, RowLayout, missing
+from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
+from rollout_gateway.engines.sampling import UNSEEDED
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.environments import Equipment
@@ -120,18 +122,13 @@ class Gateway:
         Raises InvalidInput for a prompt or sampling the engine would refuse.
         """
         check_request(self.router.ready, plan.prompt, plan.sampling, plan.forced_arm)
-        request = pb.EngineRequest(
-            request_id=next(self._request_ids),
-            prompt_token_ids=plan.prompt,
-            sampling=plan.sampling,
-            stream=stream,
-            capture=plan.capture,
-            forced_arm=plan.forced_arm,
-        )
-        if not plan.sampling.HasField("seed"):
-            request.sampling.seed = secrets.randbits(63)
+        number, sampling = next(self._request_ids), plan.sampling
+        if sampling.seed == UNSEEDED:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        asked = Request(number, plan.prompt, sampling, stream, plan.capture, plan.forced_arm)
+        request = wire.request_to(asked)
         if plan.capture:
-            self.publisher.expect(request.request_id)
+            self.publisher.expect(number)
         self._requests.add(1)
         prefer = plan.session.worker_index if plan.session is not None else None
         rerun = plan.queue_key is None or self.config.engine.kind not in SLOW_STARTERS

@@ -32,7 +32,7 @@ from rollout_gateway.engines.nouns import (
     RoundSplit,
     RowLayout,
 )
-from rollout_gateway.engines.sampling import Sampling
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling
 from rollout_gateway.engines.worker import wire
 
 U32 = st.integers(0, 2**32 - 1)
@@ -85,6 +85,7 @@ def spans_of(lengths: list[int]) -> tuple[VersionSpan, ...]:
 ON = st.floats(0.125, 8, width=32)  # 0 on the wire means: left out
 SAMPLING = every_field(
     Sampling,
+    seed=st.just(UNSEEDED) | st.integers(0, 2**64 - 1),
     top_p=ON,
     repetition_penalty=ON,
     logit_bias=st.dictionaries(U32, FLOATS).map(lambda bias: tuple(sorted(bias.items()))),

@@ -22,6 +22,7 @@ from rollout_gateway.chat.messages import Delta, Message
 from rollout_gateway.chat.parse import finish_name
 from rollout_gateway.chat.reading import Reader
 from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
@@ -56,7 +57,7 @@ class Plan:
 
     completion_id: str
     prompt: tuple[int, ...]  # all tokens that the engine sees first
-    sampling: tpb.SamplingParams
+    sampling: Sampling
     session: Session | None = None
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
@@ -151,7 +152,7 @@ class Call:
             version_spans=tuple(wire.spans_from(chunk.version_spans, shift=len(plan.prompt))),
             finish=FINISH_NAMES[chunk.finish_reason],
             seed=generation.request.sampling.seed,
-            temperature=plan.sampling.temperature,
+            temperature=generation.request.sampling.temperature,
             speculation=stats_from_proto(chunk.speculation),
             smallest_gap=chunk.smallest_gap,
             message=piece.message,

@@ -7,11 +7,9 @@ from dataclasses import fields
 
 from paceline.errors import InvalidInput, MissingCapability
 from paceline.v1 import engine_pb2 as pb
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.nouns import SETTINGS, Capability
 from rollout_gateway.engines.requests.json_schema import check_json_schema
 from rollout_gateway.engines.sampling import Sampling, check_prompt, check_sampling
-from rollout_gateway.engines.worker import wire
 
 CHECKED_FIELDS = (
     *(field.name for field in fields(Sampling)),
@@ -24,15 +22,14 @@ CHECKED_FIELDS = (
 
 
 def check_request(
-    ready: pb.WorkerReady, prompt: Sequence[int], sampling: tpb.SamplingParams, forced_arm: str = ""
+    ready: pb.WorkerReady, prompt: Sequence[int], sampling: Sampling, forced_arm: str = ""
 ) -> None:
     """Raises InvalidInput naming the field that the engine would refuse, or MissingCapability."""
-    checked = wire.sampling_from(sampling)
     check_prompt(tuple(prompt), ready.vocab_size, ready.max_sequence_tokens)
-    check_sampling(checked, ready.vocab_size)
-    _check_capabilities(ready, checked)
-    if checked.json_schema:
-        check_json_schema(checked.json_schema, ignore_eos=checked.ignore_eos)
+    check_sampling(sampling, ready.vocab_size)
+    _check_capabilities(ready, sampling)
+    if sampling.json_schema:
+        check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
     check_arm(ready, forced_arm)
 
 

@@ -17,13 +17,16 @@ from rollout_gateway.chat.messages import ChatRequest, ToolChoice
 from rollout_gateway.chat.reading import Readers
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.registry import Sessions
 from rollout_gateway.sessions.session import Caller, Session
 from rollout_gateway.sessions.tree import Turn
 
-Sampling = Callable[[int, int], tpb.SamplingParams]
-"""(choice, tokens left in the sequence) -> how to draw it."""
+AskedSampling = Callable[[int, int], tpb.SamplingParams]
+"""(choice, tokens left in the sequence) -> how to draw it, as the caller's door spells it."""
+_NOT_YET = Sampling(UNSEEDED, 0)
 
 
 PROMPT_END = 16
@@ -50,7 +53,7 @@ class Planner:
         self,
         caller: Caller,
         request: ChatRequest,
-        sampling: Sampling,
+        sampling: AskedSampling,
         *,
         count: int,
         completion_id: str,
@@ -75,7 +78,7 @@ class Planner:
         plan = Plan(
             completion_id,
             prompt,
-            tpb.SamplingParams(),
+            _NOT_YET,
             parent=parent,
             digest=digests[-1],
             reader=self._readers.reader(request, end, forced),
@@ -88,7 +91,7 @@ class Planner:
         self,
         caller: Caller,
         prompts: Sequence[str | Sequence[int]],
-        sampling: Sampling,
+        sampling: AskedSampling,
         *,
         count: int,
         completion_id: str,
@@ -115,16 +118,15 @@ class Planner:
                 parent, rest = found
                 ids = (*parent.token_ids, *self._codec.encode_piece(rest))
             text = prompt if tree is not None else ""
-            return Plan("", ids, tpb.SamplingParams(), parent=parent, prompt_text=text)
+            return Plan("", ids, _NOT_YET, parent=parent, prompt_text=text)
         ids = tuple(prompt)
         extended = tree.extended_by_tokens(ids) if tree is not None else None
-        return Plan(
-            "", ids, tpb.SamplingParams(), parent=extended[0] if extended is not None else None
-        )
+        return Plan("", ids, _NOT_YET, parent=extended[0] if extended is not None else None)
 
-    def _drawn(self, plan: Plan, sampling: Sampling, index: int) -> Plan:
+    def _drawn(self, plan: Plan, sampling: AskedSampling, index: int) -> Plan:
         ready = self._ready()
-        drawn = sampling(index, max(ready.max_sequence_tokens - len(plan.prompt), 1))
+        room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
+        drawn = wire.sampling_from(sampling(index, room))
         check_request(ready, plan.prompt, drawn, plan.forced_arm)
         return replace(plan, sampling=drawn)
 
@@ -182,14 +184,11 @@ class Planner:
         return None, self._codec.encode_chat(request)
 
 
-def _seeded(base: int | None, sampling: tpb.SamplingParams, number: int) -> tpb.SamplingParams:
+def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:
     """A session with a seed draws its generations by number unless the caller names one."""
-    if sampling.HasField("seed") or base is None:
+    if sampling.seed != UNSEEDED or base is None:
         return sampling
-    seeded = tpb.SamplingParams()
-    seeded.CopyFrom(sampling)
-    seeded.seed = generation_seed(base, number)
-    return seeded
+    return replace(sampling, seed=generation_seed(base, number))
 
 
 def _named(plan: Plan, index: int, count: int) -> Plan:

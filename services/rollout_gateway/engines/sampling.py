@@ -11,20 +11,22 @@ from dataclasses import dataclass, fields
 from paceline.errors import InvalidInput
 
 INT_LIMIT = 2**31
+UNSEEDED = -1
+"""Seed of a request for which nobody has named one."""
 MAX_BIASED_TOKENS = 300
 """Entries of a request's logit bias at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Seed always set. The names are those of proto SamplingParams; a default switches off.
+    """The names are those of proto SamplingParams; a default switches off.
 
     Log-probs are of log_softmax(logits / temperature) of the model's own logits, whatever
     penalties, bias, top_p, top_k and min_p do. With a json_schema they are of the logits that its
     mask leaves.
     """
 
-    seed: int
+    seed: int  # UNSEEDED: drawn when the request goes to an engine
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0

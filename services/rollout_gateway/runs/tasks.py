@@ -19,6 +19,7 @@ from paceline.telemetry import span
 from paceline.trajectory import BranchKey
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import environment
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.open import OpenRuns
@@ -103,7 +104,7 @@ class TaskRuns:
         if request.reward != AGENT:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:
-            check_trainable(request.sampling)
+            check_trainable(wire.sampling_from(request.sampling))
 
     def _jobs(self, request: rpb.RunTasksRequest) -> list[Job]:
         """Sample j of task i goes to worker (i * samples + j) mod workers: equal shares, the same

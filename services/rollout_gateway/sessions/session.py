@@ -17,8 +17,8 @@ from paceline.errors import (
     TrainabilityError,
 )
 from paceline.trajectory import Trajectory
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.config import SessionsConfig
+from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.samples import samples
 from rollout_gateway.sessions.trainable import check_trainable
@@ -81,7 +81,7 @@ class Session:
         """True when a reward was given, to the session or to a turn."""
         return self.reward is not None or any(turn.reward is not None for turn in self.tree.turns)
 
-    def check(self, sampling: tpb.SamplingParams, ahead: int = 0) -> None:
+    def check(self, sampling: Sampling, ahead: int = 0) -> None:
         """Raises what `begin` would raise for this sampling after `ahead` other generations have
         begun.
         """
@@ -101,7 +101,7 @@ class Session:
         if self.tree.tokens + self._active_tokens >= limits.max_tokens:
             raise self._spent("tokens", limits.max_tokens)
 
-    def begin(self, sampling: tpb.SamplingParams, new_tokens: int) -> None:
+    def begin(self, sampling: Sampling, new_tokens: int) -> None:
         """A generation starts, with so many prompt tokens behind its parent's; call `end` once
         afterwards.
 

@@ -6,16 +6,14 @@ The trainer recomputes log-probs by temperature alone.
 from __future__ import annotations
 
 from paceline.errors import TrainabilityError
-from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.sampling import untrainable
-from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.sampling import Sampling, untrainable
 
 SHOWN_CHARACTERS = 40
 
 
-def check_trainable(sampling: tpb.SamplingParams) -> None:
+def check_trainable(sampling: Sampling) -> None:
     """Raises TrainabilityError for sampling whose log-probs the trainer cannot recompute."""
-    if found := untrainable(wire.sampling_from(sampling)):
+    if found := untrainable(sampling):
         raise TrainabilityError(
             "these samples cannot be trained; open the session with trainable=false or leave the "
             "setting out",

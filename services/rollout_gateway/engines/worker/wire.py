@@ -25,7 +25,7 @@ from rollout_gateway.engines.nouns import (
     RoundSplit,
     RowLayout,
 )
-from rollout_gateway.engines.sampling import Sampling
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling
 
 FINISH = {
     Finish.STOP: tpb.FINISH_REASON_STOP,
@@ -147,11 +147,15 @@ def sampling_from(message: tpb.SamplingParams) -> Sampling:
         name: _READ[name](getattr(message, name)) if name in _READ else getattr(message, name)
         for name in _SAMPLING
     }
+    if not message.HasField("seed"):
+        values["seed"] = UNSEEDED
     return Sampling(**values)
 
 
 def sampling_to(sampling: Sampling) -> tpb.SamplingParams:
     values: dict[str, Any] = {name: getattr(sampling, name) for name in _SAMPLING}
+    if sampling.seed == UNSEEDED:
+        del values["seed"]
     return tpb.SamplingParams(**values | {"logit_bias": dict(sampling.logit_bias)})
 
 

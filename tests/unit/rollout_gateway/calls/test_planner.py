@@ -21,6 +21,7 @@ from paceline.errors import (
 )
 from rollout_gateway.calls.call import Call, Plan, generation_seed
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolChoice
+from rollout_gateway.engines.sampling import UNSEEDED
 from rollout_gateway.sessions.assignment import Assignment, SessionState
 from rollout_gateway.sessions.session import Caller, Session
 
@@ -80,7 +81,7 @@ def test_a_seed_of_the_callers_own_is_kept_and_without_any_none_is_set(desk: Des
     (own,) = chat(desk, session(about=Assignment("run", seed=5)), USER, seed=9)
     assert own.sampling.seed == 9
     (none,) = chat(desk, session(), USER)
-    assert not none.sampling.HasField("seed")
+    assert none.sampling.seed == UNSEEDED
 
 
 def test_every_choice_has_a_name_of_its_own(desk: Desk) -> None:

@@ -21,6 +21,7 @@ from rollout_gateway.calls.checks import check_request
 from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.sampling import RANGES, Sampling, untrainable
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.testing.scripted.engine import build_scripted
 from rollout_gateway.testing.scripted.script import ScriptedSpec
 
@@ -47,7 +48,7 @@ def over_http(name: str, value: float) -> None:
 
 def over_grpc(name: str, value: float) -> None:
     values: dict[str, Any] = {"max_tokens": 1, "temperature": 1.0, name: value}
-    check_request(READY, [5], tpb.SamplingParams(**values))
+    check_request(READY, [5], wire.sampling_from(tpb.SamplingParams(**values)))
 
 
 def asked(name: str, value: float) -> Request:
@@ -97,7 +98,7 @@ def test_every_door_accepts_and_refuses_the_same(
 )
 def test_every_door_refuses_the_same_bias(bias: dict[int, float]) -> None:
     with pytest.raises(InvalidInput, match="logit_bias"):
-        check_request(READY, [5], tpb.SamplingParams(max_tokens=1, temperature=1, logit_bias=bias))
+        check_request(READY, [5], Sampling(1, 1, logit_bias=tuple(bias.items())))
     request = Request(1, (5,), Sampling(1, 1, logit_bias=tuple(bias.items())))
     for enqueue in (
         Admission(read_config(DEMO), DEMO, 64).sequence,

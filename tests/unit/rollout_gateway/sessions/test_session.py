@@ -18,14 +18,16 @@ from paceline.errors import (
     TrainabilityError,
 )
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling
+from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Grant
 
 UNTRAINED = Assignment("run", trainable=False)
 
 
-def at(temperature: float) -> tpb.SamplingParams:
-    return tpb.SamplingParams(temperature=temperature, max_tokens=8)
+def at(temperature: float) -> Sampling:
+    return Sampling(UNSEEDED, 8, temperature)
 
 
 def test_a_failed_generation_leaves_no_trace() -> None:
@@ -187,7 +189,8 @@ def test_a_reward_posted_again_after_the_end_changes_nothing() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_sampling_that_cannot_be_trained_is_named(change: dict[str, Any]) -> None:
-    sampling = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **change})
+    asked = tpb.SamplingParams(**{"temperature": 1.0, "max_tokens": 8, **change})
+    sampling = wire.sampling_from(asked)
     with pytest.raises(TrainabilityError, match=next(iter(change))):
         session().begin(sampling, 1)
     session(about=UNTRAINED).begin(sampling, 1)
@@ -197,7 +200,8 @@ def test_sampling_that_cannot_be_trained_is_named(change: dict[str, Any]) -> Non
     "change", [{"repetition_penalty": 0.0}, {"repetition_penalty": 1.0}, {"top_p": 1.0}]
 )
 def test_a_setting_that_is_off_can_be_trained(change: dict[str, Any]) -> None:
-    session().begin(tpb.SamplingParams(temperature=1.0, max_tokens=8, **change), 1)
+    asked = tpb.SamplingParams(temperature=1.0, max_tokens=8, **change)
+    session().begin(wire.sampling_from(asked), 1)
 
 
 def test_a_trained_session_keeps_one_temperature() -> None:

@@ -616,7 +616,7 @@ def test_a_schema_crosses_the_wire_and_an_absent_one_is_none() -> None:
 
 
 def test_the_gateway_refuses_what_the_engine_would() -> None:
-    asked = tpb.SamplingParams(max_tokens=1, json_schema="{}")
+    asked = Sampling(1, 1, json_schema="{}")
     check_request(ready(Capability.JSON_SCHEMA), [5], asked)
     with pytest.raises(
         MissingCapability, match=r"json_schema.*response_format.*engine\.kind=embedded"
@@ -626,16 +626,16 @@ def test_the_gateway_refuses_what_the_engine_would() -> None:
         check_request(
             ready(Capability.JSON_SCHEMA),
             [5],
-            tpb.SamplingParams(max_tokens=1, json_schema="nonsense"),
+            Sampling(1, 1, json_schema="nonsense"),
         )
-    asked.ignore_eos = True
+    asked = Sampling(1, 1, json_schema="{}", ignore_eos=True)
     with pytest.raises(InvalidInput, match="ignore_eos"):
         check_request(ready(Capability.JSON_SCHEMA), [5], asked)
 
 
 def test_a_response_under_a_schema_is_not_trained() -> None:
     with pytest.raises(TrainabilityError, match=r"json_schema=\{\}.*no json_schema"):
-        check_trainable(tpb.SamplingParams(temperature=1, json_schema="{}"))
+        check_trainable(Sampling(1, 1, json_schema="{}"))
 
 
 @given(
