@@ -1,5 +1,4 @@
-"""Whole demo runs as measurements: made in processes of their own, read from their files. Owns no
-comparison.
+"""Makes whole demo runs in processes of their own and reads them from their files.
 
 Finished runs are kept, so a bench that was interrupted goes on where it stood.
 """
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from benchmarks.result import Goal
 from paceline.errors import FailedPrecondition, InvalidInput, NotFound
 
 TAIL = 20
@@ -28,7 +26,7 @@ PROBE = "accept_length_probe"
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DemoRun:
     """One finished run."""
 
     seed: int
@@ -71,7 +69,7 @@ async def finished_run(
     steps: int,
     flags: Callable[[], Awaitable[Sequence[str]]],
     overrides: Sequence[str],
-) -> Run:
+) -> DemoRun:
     """The finished run of a seed and an arm, made now with the demo's `flags` and settings if it is
     not there.
 
@@ -88,30 +86,22 @@ async def finished_run(
         resumed = (directory / "config.toml").is_file()
         chosen = ["--resume", run_id] if resumed else ["--seed", str(seed), *await flags()]
         began = time.monotonic()
-        demo = [
-            sys.executable,
-            "-m",
-            "paceline.cli.main",
-            "demo",
-            "--steps",
-            str(steps),
-            "--out",
-            str(folder),
-        ]
-        cpu_s = await child([*demo, *chosen, *overrides])
+        where = ["--steps", str(steps), "--out", str(folder)]
+        demo = [sys.executable, "-m", "paceline.cli.main", "demo", *where]
+        cpu_s = await run_to_end([*demo, *chosen, *overrides])
         cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": resumed}
         (directory / "bench.json").write_text(json.dumps(cost) + "\n")
     return read_run(directory, seed, arm)
 
 
-def read_run(directory: Path, seed: int, arm: str) -> Run:
+def read_run(directory: Path, seed: int, arm: str) -> DemoRun:
     """A finished run from its files."""
     lines = (directory / "steps.jsonl").read_text(encoding="utf-8").splitlines()
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     cost_file = directory / "bench.json"
     cost = json.loads(cost_file.read_text(encoding="utf-8")) if cost_file.is_file() else {}
     cpu_s = None if cost.get("resumed", True) else float(cost["cpu_s"])
-    return Run(seed, arm, summary, [json.loads(line) for line in lines], cpu_s)
+    return DemoRun(seed, arm, summary, [json.loads(line) for line in lines], cpu_s)
 
 
 def _finished_steps(directory: Path) -> int | None:
@@ -121,38 +111,29 @@ def _finished_steps(directory: Path) -> int | None:
     return int(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["steps"])
 
 
-async def trained_drafter(made: Path, seed: int, like: Run, *options: str) -> Path:
+async def trained_drafter(made: Path, seed: int, like: DemoRun, *options: str) -> Path:
     """A drafter trained offline with the optimiser steps and tokens that `like` spent; further
     make_drafter options.
     """
     if not (made / "model.safetensors").is_file():
         steps, tokens = (
-            max(1, like.summary["drafter_steps"]),
-            max(1, like.summary["drafter_tokens"]),
+            str(max(1, like.summary[f"drafter_{count}"])) for count in ("steps", "tokens")
         )
-        budget = ["--steps", str(steps), "--tokens", str(tokens), "--seed", str(seed)]
-        await child(
-            [
-                sys.executable,
-                str(demo_script("make_drafter.py")),
-                *budget,
-                "--out",
-                str(made),
-                *options,
-            ]
-        )
+        budget = ["--steps", steps, "--tokens", tokens, "--seed", str(seed), "--out", str(made)]
+        script = demo_folder() / "make_drafter.py"
+        await run_to_end([sys.executable, str(script), *budget, *options])
     return made
 
 
-def demo_script(name: str) -> Path:
-    """A file of examples/demo; NotFound outside a clone."""
-    script = Path(paceline.__file__).resolve().parents[2] / "examples/demo" / name
-    if not script.is_file():
-        raise NotFound("this bench needs a clone of the repository", seen=script)
-    return script
+def demo_folder() -> Path:
+    """examples/demo; NotFound without it."""
+    folder = Path(paceline.__file__).resolve().parents[2] / "examples/demo"
+    if not (folder / "policy_trained").is_dir():
+        raise NotFound("this bench needs a clone of the repository", seen=folder)
+    return folder
 
 
-async def child(command: Sequence[str]) -> float:
+async def run_to_end(command: Sequence[str]) -> float:
     """Run to the end, output passed through; returns the CPU-seconds it and its children used."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
@@ -163,13 +144,3 @@ async def child(command: Sequence[str]) -> float:
         )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def at_least(name: str, goal: float, value: float) -> Goal:
-    """A goal that larger values meet."""
-    return Goal(name, goal, value, value >= goal)
-
-
-def say(text: str) -> None:
-    """A line about the bench itself."""
-    sys.stderr.write(f"bench: {text}\n")

@@ -1,9 +1,8 @@
-"""What co-training a drafter is worth: five demo runs over the same tasks, which change their kind
-in the middle.
+"""Measures what co-training a drafter is worth: five demo runs over the same tasks, which change
+their kind in the middle.
 
 No speculation, n-grams, a frozen drafter warmed up on the first tasks, a drafter trained after each
-policy step while everybody waits, and one trained on released slots. Owns the tasks, the arms and
-what is compared.
+policy step while everybody waits, and one trained on released slots.
 """
 
 from __future__ import annotations
@@ -17,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import Run, at_least, demo_script, say
-from benchmarks.paired import paired_ratio
-from benchmarks.result import BenchResult, Goal, Row
+from benchmarks.demo_runs import DemoRun, demo_folder
+from benchmarks.result import BenchResult, Goal, Row, at_least, paired_ratio, ratio_goal, say
 from paceline.tasks import Task, read_tasks, write_tasks
 
 ARMS = ("harvested", "serial", "frozen", "ngram", "none")
@@ -64,7 +62,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     shift = options.shift_at or steps // 2
     out = options.out.absolute()
     mixes = write_mixes(out)
-    runs: dict[str, Run] = {}
+    runs: dict[str, DemoRun] = {}
     for arm in ARMS:
         runs[arm] = await _run_arm(
             out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs
@@ -87,7 +85,7 @@ def write_mixes(out: Path) -> Mixes:
     knows nothing of the second while the policy knows both.
     """
     out.mkdir(parents=True, exist_ok=True)
-    folder = demo_script("tasks_train.jsonl").parent
+    folder = demo_folder()
     mixes = Mixes(
         *(out / f"{name}.jsonl" for name in ("first", "first_heldout", "second", "second_heldout"))
     )
@@ -121,8 +119,8 @@ def _settings(mixes: Mixes, shift: int) -> list[str]:
 
 
 async def _run_arm(
-    out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, Run]
-) -> Run:
+    out: Path, arm: str, seed: int, steps: int, settings: Sequence[str], before: dict[str, DemoRun]
+) -> DemoRun:
     untrained = ["coordinator.drafter_enabled=false", "policy_trainer.push_head=false"]
     match arm:
         case "serial":
@@ -156,7 +154,7 @@ async def _run_arm(
     return await demo_runs.finished_run(out, seed, arm, steps, flags, settings)
 
 
-async def _from_scratch(out: Path, seed: int, harvested: Run, mixes: Mixes) -> float:
+async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) -> float:
     """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
     alone.
     """
@@ -166,8 +164,8 @@ async def _from_scratch(out: Path, seed: int, harvested: Run, mixes: Mixes) -> f
         out / "drafter-scratch",
     )
     if not (policy / "model.safetensors").is_file():
-        script = demo_script("export_policy.py")
-        await demo_runs.child(
+        script = demo_folder() / "export_policy.py"
+        await demo_runs.run_to_end(
             [sys.executable, str(script), "--run", str(directory), "--out", str(policy)]
         )
     tasks = [
@@ -186,11 +184,13 @@ async def _packing(out: Path) -> float:
     """Samples/s of packed rows over padded ones, measured by the drafter trainer's own bench."""
     result = out / "packing.json"
     if not result.is_file():
-        await demo_runs.child([sys.executable, "-m", "benchmarks.packing", "--json", str(result)])
+        await demo_runs.run_to_end(
+            [sys.executable, "-m", "benchmarks.packing", "--json", str(result)]
+        )
     return float(json.loads(result.read_text(encoding="utf-8"))["ratio"])
 
 
-def recovery(one: Run, shift: int) -> tuple[float, float, int | None]:
+def recovery(one: DemoRun, shift: int) -> tuple[float, float, int | None]:
     """Acceptance before the shift, the lowest after it, and the steps until it is back at 95 %;
     None: never.
 
@@ -203,7 +203,7 @@ def recovery(one: Run, shift: int) -> tuple[float, float, int | None]:
     return level, min(value for _, value in after), back
 
 
-def goals(runs: dict[str, Run], shift: int, scratch: float, packing: float) -> list[Goal]:
+def goals(runs: dict[str, DemoRun], shift: int, scratch: float, packing: float) -> list[Goal]:
     """What the five runs were made to show."""
     ours = runs["harvested"]
     back = recovery(ours, shift)[2]
@@ -242,21 +242,20 @@ def goals(runs: dict[str, Run], shift: int, scratch: float, packing: float) -> l
     ]
 
 
-def settled(one: Run) -> float:
+def settled(one: DemoRun) -> float:
     """Mean acceptance length of the last probes."""
     return statistics.fmean(value for _, value in one.probes[-SETTLED:])
 
 
 def _ratio_goal(name: str, over: Sequence[float], under: Sequence[float]) -> Goal:
-    ratio = paired_ratio(over, under)
-    return Goal(f"{name} {ratio}", 1.0, ratio.value, ratio.value >= 1.0 if ratio.resolved else None)
+    return ratio_goal(name, 1.0, paired_ratio(over, under))
 
 
-def _step_seconds(one: Run) -> list[float]:
+def _step_seconds(one: DemoRun) -> list[float]:
     return [float(step["step_s"]) for step in one.steps]
 
 
-def _means(one: Run) -> list[float]:
+def _means(one: DemoRun) -> list[float]:
     values = [value for _, value in one.probes]
     return [
         statistics.fmean(values[first : first + SETTLED])
@@ -264,11 +263,11 @@ def _means(one: Run) -> list[float]:
     ]
 
 
-def _wait_share(one: Run) -> float:
+def _wait_share(one: DemoRun) -> float:
     return float(one.summary["preempt_wait_share"])
 
 
-def _row(arm: str, one: Run, shift: int) -> Row:
+def _row(arm: str, one: DemoRun, shift: int) -> Row:
     before, lowest, back = recovery(one, shift) if one.probes else (None, None, None)
     return {
         "arm": arm,

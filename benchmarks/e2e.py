@@ -1,7 +1,7 @@
-"""Whole demo runs against each other: no speculation, a frozen drafter, a co-trained one.
+"""Compares whole demo runs: no speculation, a frozen drafter, a co-trained one.
 
-Owns the order of the runs and what is compared; a run itself is `paceline demo` in a process of its
-own. Finished runs are kept, so a bench that was interrupted goes on where it stood.
+A run is `paceline demo` in a process of its own. Finished runs are kept, so a bench that was
+interrupted goes on where it stood.
 """
 
 from __future__ import annotations
@@ -12,9 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import demo_runs
-from benchmarks.demo_runs import TAIL, Run, at_least, say
-from benchmarks.paired import Ratio, paired_ratio
-from benchmarks.result import BenchResult, Goal, Row
+from benchmarks.demo_runs import TAIL, DemoRun
+from benchmarks.result import (
+    BenchResult,
+    Goal,
+    Ratio,
+    Row,
+    at_least,
+    paired_ratio,
+    ratio_goal,
+    say,
+)
 from paceline.errors import InvalidInput
 
 ARMS = ("none", "cotrained", "frozen")
@@ -48,7 +56,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
     """
     seeds, steps = (1, 30) if options.quick else (options.seeds, options.steps)
     wanted = chosen_arms(options.arms)
-    runs: list[Run] = []
+    runs: list[DemoRun] = []
     for seed in range(seeds):
         for arm in wanted:
             runs.append(
@@ -70,7 +78,7 @@ def chosen_arms(text: str) -> tuple[str, ...]:
     return tuple(arm for arm in ARMS if arm in named)
 
 
-def compare(runs: Sequence[Run], title: str) -> BenchResult:
+def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
     """Rows and goals of finished runs."""
     by_key = {(one.seed, one.arm): one for one in runs}
     rows = [_row(one, by_key.get((one.seed, "none"))) for one in runs]
@@ -97,8 +105,7 @@ def compare(runs: Sequence[Run], title: str) -> BenchResult:
     for other, goal in (("none", SPEED_GOAL), ("frozen", 1.0)):
         ratio = speed_ratio(runs, other)
         if ratio is not None:
-            met = ratio.value >= goal if ratio.resolved else None
-            goals.append(Goal(f"tokens/s, cotrained / {other} {ratio}", goal, ratio.value, met))
+            goals.append(ratio_goal(f"tokens/s, cotrained / {other}", goal, ratio))
     waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == "cotrained"]
     if waits:
         goals.append(
@@ -107,7 +114,7 @@ def compare(runs: Sequence[Run], title: str) -> BenchResult:
     return BenchResult(title, rows, goals)
 
 
-def speed_ratio(runs: Sequence[Run], other: str) -> Ratio | None:
+def speed_ratio(runs: Sequence[DemoRun], other: str) -> Ratio | None:
     """Rollout speed of the co-trained arm over another's: pairs are equal steps of equal seeds,
     hence equal tasks.
     """
@@ -120,7 +127,7 @@ def speed_ratio(runs: Sequence[Run], other: str) -> Ratio | None:
     return paired_ratio(ours, theirs) if ours else None
 
 
-def first_difference(one: Run, other: Run) -> int | None:
+def first_difference(one: DemoRun, other: DemoRun) -> int | None:
     """First step, counted from 1, whose sampled tokens differ; None when all are equal."""
     pairs = zip(one.steps, other.steps, strict=False)
     return next(
@@ -128,7 +135,7 @@ def first_difference(one: Run, other: Run) -> int | None:
     )
 
 
-def _row(one: Run, baseline: Run | None) -> Row:
+def _row(one: DemoRun, baseline: DemoRun | None) -> Row:
     differs = (
         first_difference(one, baseline) if baseline is not None and one.arm != "none" else None
     )
@@ -155,8 +162,8 @@ def _row(one: Run, baseline: Run | None) -> Row:
 
 
 async def _one(
-    out: Path, seed: int, arm: str, steps: int, overrides: Sequence[str], before: Sequence[Run]
-) -> Run:
+    out: Path, seed: int, arm: str, steps: int, overrides: Sequence[str], before: Sequence[DemoRun]
+) -> DemoRun:
     """The finished run of a seed and an arm, made now if it is not there."""
 
     async def flags() -> list[str]:

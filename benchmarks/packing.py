@@ -1,7 +1,7 @@
-"""Samples per second of an EAGLE drafter's training: packed into one row, and padded to the longest
-of a batch.
+"""Measures samples per second of an EAGLE drafter's training: packed into one row, and padded to
+the longest of a batch.
 
-Run as `python -m benchmarks.packing`. Owns the padded rival; packing is batcher.py's.
+A process of the bench `drafter`: `python -m benchmarks.packing`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ percentile 56.
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PackingRates:
     """Medians over batches, each trained once in either form."""
 
     packed: float  # samples/s
@@ -101,7 +101,7 @@ def padded_loss(net: EagleNet, samples: Sequence[FeatureSample]) -> Objective:
     return eagle_loss(features.flatten(0, 1), targets.flatten(0, 1), net.head, valid.flatten())
 
 
-def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> Figures:
+def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRates:
     """Trains `batches` batches of `samples` sequences in both forms, in turn, the first of each
     pair changing.
     """
@@ -129,7 +129,9 @@ def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> Figures:
     ratios = seconds[:, 1] / seconds[:, 0]
     packed, padded = (samples / np.median(seconds, axis=0)).tolist()
     low, high = np.quantile(ratios, (0.25, 0.75)).tolist()
-    return Figures(packed, padded, float(np.median(ratios)), (low, high), float(np.median(filled)))
+    return PackingRates(
+        packed, padded, float(np.median(ratios)), (low, high), float(np.median(filled))
+    )
 
 
 def main() -> None:

@@ -1,5 +1,4 @@
-"""Child processes of a bench and what they cost. Owns starting, asking and stopping them; not what
-they do.
+"""Starts, asks and stops child processes of a bench, and measures what they cost.
 
 A child reads one JSON line per request from its standard input, answers with one on its standard
 output, and ends when its input closes.
@@ -48,7 +47,7 @@ class Meter:
         return float(times.user + times.system)
 
 
-class Child:
+class BenchChild:
     """A running child that answers requests."""
 
     def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
@@ -89,7 +88,7 @@ class Child:
 
 
 @asynccontextmanager
-async def child(module: str, *argv: str) -> AsyncIterator[Child]:
+async def child(module: str, *argv: str) -> AsyncIterator[BenchChild]:
     """Runs `python -m module argv` for the time of the block."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -100,7 +99,7 @@ async def child(module: str, *argv: str) -> AsyncIterator[Child]:
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        yield Child(process, f"{module} {' '.join(argv)}".strip())
+        yield BenchChild(process, f"{module} {' '.join(argv)}".strip())
     finally:
         assert process.stdin is not None
         process.stdin.close()

@@ -1,5 +1,4 @@
-"""The far ends of the transport bench: `python -m benchmarks.receivers weights|tcp|redis ARGS`.
-Measures nothing.
+"""Receives what the transport bench sends: `python -m benchmarks.receivers weights|tcp|redis ARGS`.
 
 Each prints one JSON line when ready and one per request; it ends when its standard input closes.
 """

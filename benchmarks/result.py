@@ -1,4 +1,4 @@
-"""Prints what a bench found as tables and writes it as JSON: rows, goals, machine, versions."""
+"""Compares paired measurements, prints what a bench found as tables and writes it as JSON."""
 
 from __future__ import annotations
 
@@ -10,12 +10,62 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from paceline.errors import InvalidInput
 from paceline.report.machine import machine_in_words, versions
 
 Row = Mapping[str, str | float | int | None]
+
+
+RESAMPLES = 4000
+RESOLVED_WITHIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Median of the pairs' ratios and its bootstrap 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def resolved(self) -> bool:
+        """The interval lies within 5 % of the ratio."""
+        return self.low >= self.value * (1 - RESOLVED_WITHIN) and self.high <= self.value * (
+            1 + RESOLVED_WITHIN
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.value:.3f} [{self.low:.3f}, "
+            f"{self.high:.3f}]{'' if self.resolved else ' unresolved'}"
+        )
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
+    """Median of ours[i] / theirs[i]; the interval is the percentile bootstrap over pairs (Efron
+    1979).
+
+    Raises InvalidInput for unequal or empty sequences and for numbers that are not positive.
+    """
+    if len(ours) != len(theirs) or not ours:
+        raise InvalidInput(
+            "paired measurements come in pairs",
+            seen=(len(ours), len(theirs)),
+            allowed="equal, >= 1",
+        )
+    if (least := min(*ours, *theirs)) <= 0:
+        raise InvalidInput("measurements are positive", seen=least, allowed="> 0")
+    ratios = np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64)
+    draws = np.random.default_rng(seed).integers(0, len(ratios), (RESAMPLES, len(ratios)))
+    medians = np.median(ratios[draws], axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return Ratio(float(np.median(ratios)), float(low), float(high), len(ratios))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +76,22 @@ class Goal:
     goal: float
     value: float
     met: bool | None
+
+
+def at_least(name: str, goal: float, value: float) -> Goal:
+    """A goal that larger values meet."""
+    return Goal(name, goal, value, value >= goal)
+
+
+def ratio_goal(name: str, goal: float, ratio: Ratio, fewest_pairs: int = 1) -> Goal:
+    """A goal on a ratio; open when the pairs are too few or do not resolve it."""
+    judged = ratio.resolved and ratio.pairs >= fewest_pairs
+    return Goal(f"{name} {ratio}", goal, ratio.value, ratio.value >= goal if judged else None)
+
+
+def say(text: str) -> None:
+    """One line of progress."""
+    sys.stderr.write(f"bench: {text}\n")
 
 
 def machine() -> str:

@@ -1,5 +1,5 @@
-"""The SGLang engine beside the embedded one: start, tokens/s, acceptance length, what capture
-costs.
+"""Compares the SGLang engine with the embedded one: start, tokens/s, acceptance length, what
+capture costs.
 
 Both serve the demo's trained policy and drafter with workers of one thread: one that captures every
 request's hidden rows and one started without any capture; all but one are idle. Runs interleave; a
@@ -21,10 +21,8 @@ from typing import Any
 
 import zmq.asyncio
 
-import paceline
-from benchmarks.paired import Ratio, paired_ratio
-from benchmarks.result import BenchResult, Goal, Row
-from paceline.errors import NotFound
+from benchmarks.demo_runs import demo_folder
+from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -42,7 +40,7 @@ READY_S, RUN_S = 180.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BatchRun:
     """One batch of requests from the first to the last token."""
 
     seconds: float
@@ -91,7 +89,7 @@ class BenchWorker:
         if self._wanted <= self._done.keys():
             self._all_done.set()
 
-    async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> Run:
+    async def run(self, prompts: Sequence[Sequence[int]], arm: str, max_tokens: int) -> BatchRun:
         """All prompts at once; `arm` empty lets the bandit choose."""
         await self._process.ask(
             pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm)), RUN_S
@@ -117,7 +115,7 @@ class BenchWorker:
         rounds = sum(chunk.speculation.drafted_rounds for chunk in chunks)
         drafted = sum(chunk.speculation.drafted_round_tokens for chunk in chunks)
         tokens = tuple(tuple(chunk.token_ids) for chunk in chunks)
-        return Run(seconds, sum(map(len, tokens)), drafted / rounds if rounds else 1.0, tokens)
+        return BatchRun(seconds, sum(map(len, tokens)), drafted / rounds if rounds else 1.0, tokens)
 
 
 def settings(kind: str) -> dict[str, Any]:
@@ -133,14 +131,6 @@ def settings(kind: str) -> dict[str, Any]:
         "arms": list(ARMS),
         **({"device": "cpu"} if kind == "sglang" else {}),
     }
-
-
-def demo_folder() -> Path:
-    """Raises NotFound outside a clone."""
-    folder = Path(paceline.__file__).resolve().parents[2] / "examples" / "demo"
-    if not (folder / "policy_trained").is_dir():
-        raise NotFound("this bench needs a clone of the repository", seen=folder)
-    return folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +168,7 @@ async def _compare(
     max_tokens: int,
 ) -> BenchResult:
     ways = {"off": "off", "bandit": ""}
-    runs: dict[tuple[str, str, bool], list[Run]] = {}
+    runs: dict[tuple[str, str, bool], list[BatchRun]] = {}
     for number in range(pairs + 1):  # the first warms up
         for name, arm in ways.items():
             for (kind, captures), worker in workers.items():
@@ -190,20 +180,14 @@ async def _compare(
     goals = [Goal("tokens of both engines, all arms, equal (1: yes)", 1.0, float(equal), equal)]
     for name in ways:
         cost = _ratio(runs["sglang", name, True], runs["sglang", name, False])
-        met = cost.value >= CAPTURE_GOAL if cost.resolved else None
         goals.append(
-            Goal(
-                f"sglang {name}: tokens/s with capture / without {cost}",
-                CAPTURE_GOAL,
-                cost.value,
-                met,
-            )
+            ratio_goal(f"sglang {name}: tokens/s with capture / without", CAPTURE_GOAL, cost)
         )
     return BenchResult("SGLang beside the embedded engine, one thread each, CPU, fp32", rows, goals)
 
 
 def _row(
-    kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[Run]]
+    kind: str, name: str, start_s: float, runs: Mapping[tuple[str, str, bool], list[BatchRun]]
 ) -> Row:
     plain, captured = runs[kind, name, False], runs[kind, name, True]
     return {
@@ -217,5 +201,5 @@ def _row(
     }
 
 
-def _ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
+def _ratio(ours: Sequence[BatchRun], theirs: Sequence[BatchRun]) -> Ratio:
     return paired_ratio([one.rate for one in ours], [one.rate for one in theirs])

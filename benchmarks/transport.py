@@ -1,9 +1,8 @@
-"""Weights over gRPC and hidden-state batches through Redis, each against a raw TCP copy of the same
-bytes.
+"""Measures weights over gRPC and hidden-state batches through Redis, each beside a raw TCP copy of
+the same bytes.
 
-Owns what is compared; the far ends are processes of their own (receivers). Runs interleave (ours,
-raw, ours, raw), and a pair's two runs are neighbours in time. Both sides check the CRC-32 of every
-chunk of 1 MiB.
+The far ends are processes of their own (receivers). Runs interleave (ours, raw, ours, raw), and a
+pair's two runs are neighbours in time. Both sides check the CRC-32 of every chunk of 1 MiB.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.paired import Ratio, paired_ratio
 from benchmarks.processes import Meter, child
 from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
-from benchmarks.result import BenchResult, Goal, Row
+from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
 from paceline.config import SecurityConfig
 from paceline.rpc import channel, set_malloc_thresholds
 from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
@@ -44,7 +42,7 @@ READ_COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TransferCost:
     """One transfer; seconds, and MiB for the peak of each process."""
 
     wall_s: float
@@ -53,14 +51,6 @@ class Run:
     far_peak_mib: float  # receiver, and the Redis server where there is one
     spool_s: float = 0.0
     fan_out_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How many pairs to run before each look at the interval, and how many looks at most."""
-
-    pairs: int
-    looks: int
 
 
 Transfer = Callable[[], Awaitable[tuple[float, float, float]]]
@@ -93,13 +83,15 @@ async def run(options: argparse.Namespace) -> BenchResult:
         ("redis", REDIS_GOAL, _compare_redis),
         ("weight push", PUSH_GOAL, _compare_push),
     ):
-        ours, raw, ratio = await compare(mib, Plan(pairs, looks))
+        ours, raw, ratio = await compare(mib, pairs, looks)
         rows += [_row(name, mib, ours, str(ratio)), _row(f"raw TCP ({name})", mib, raw, "")]
-        goals.append(Goal(f"{name} / raw TCP copy", goal, ratio.value, _met(ratio, goal)))
+        goals.append(ratio_goal(f"{name} / raw TCP copy", goal, ratio))
     return BenchResult(f"transport, {mib} MiB", rows, goals)
 
 
-async def _compare_push(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Ratio]:
+async def _compare_push(
+    mib: int, pairs: int, looks: int
+) -> tuple[list[TransferCost], list[TransferCost], Ratio]:
     tensors = _weights(mib)
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(child(RECEIVERS, "weights"))
@@ -115,10 +107,12 @@ async def _compare_push(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Rat
         async def forget() -> None:
             await abort_version(to, CONTEXT, WEIGHT_TARGET_POLICY, 1)
 
-        return await _interleave(plan, (push, [receiver.pid], forget), raw)
+        return await _interleave(pairs, looks, (push, [receiver.pid], forget), raw)
 
 
-async def _compare_redis(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Ratio]:
+async def _compare_redis(
+    mib: int, pairs: int, looks: int
+) -> tuple[list[TransferCost], list[TransferCost], Ratio]:
     fields, payload = _features()
     async with AsyncExitStack() as stack:
         url, server = await _redis(stack)
@@ -138,23 +132,24 @@ async def _compare_redis(mib: int, plan: Plan) -> tuple[list[Run], list[Run], Ra
             await receiver.answer()
             return time.monotonic() - started_s, 0.0, 0.0
 
-        return await _interleave(plan, (append, [receiver.pid, server], None), raw)
+        return await _interleave(pairs, looks, (append, [receiver.pid, server], None), raw)
 
 
 async def _interleave(
-    plan: Plan,
+    pairs: int,
+    looks: int,
     ours: tuple[Transfer, list[int], Callable[[], Awaitable[None]] | None],
     raw: tuple[Transfer, list[int]],
-) -> tuple[list[Run], list[Run], Ratio]:
+) -> tuple[list[TransferCost], list[TransferCost], Ratio]:
     """Runs the pairs; throughput ratio = raw wall / our wall.
 
     Ending at the first resolved look makes the interval a little too narrow (optional stopping);
     the number of looks is small for that reason.
     """
     transfer, pids, forget = ours
-    runs: tuple[list[Run], list[Run]] = ([], [])
-    for look in range(plan.looks):
-        for _ in range(plan.pairs + (0 if look else WARM_PAIRS)):
+    runs: tuple[list[TransferCost], list[TransferCost]] = ([], [])
+    for look in range(looks):
+        for _ in range(pairs + (0 if look else WARM_PAIRS)):
             runs[0].append(await _measure(transfer, pids))
             if forget is not None:
                 await forget()
@@ -166,14 +161,14 @@ async def _interleave(
     return kept[0], kept[1], ratio
 
 
-async def _measure(transfer: Transfer, far: list[int]) -> Run:
+async def _measure(transfer: Transfer, far: list[int]) -> TransferCost:
     """One transfer between this process and the far ones."""
     meters = [Meter(pid) for pid in (os.getpid(), *far)]
     wall_s, spool_s, fan_out_s = await transfer()
     sender, *others = (meter.read() for meter in meters)
     peak_mib = sum(one.peak_rss_mib for one in others)
     cpu_s = sender.cpu_s + sum(one.cpu_s for one in others)
-    return Run(wall_s, cpu_s, sender.peak_rss_mib, peak_mib, spool_s, fan_out_s)
+    return TransferCost(wall_s, cpu_s, sender.peak_rss_mib, peak_mib, spool_s, fan_out_s)
 
 
 async def _raw_copy(
@@ -258,8 +253,8 @@ def _features() -> tuple[dict[str, str], bytes]:
     return encode_features(batch)
 
 
-def _row(name: str, mib: int, runs: Sequence[Run], ratio: str) -> Row:
-    def middle(pick: Callable[[Run], float]) -> float:
+def _row(name: str, mib: int, runs: Sequence[TransferCost], ratio: str) -> Row:
+    def middle(pick: Callable[[TransferCost], float]) -> float:
         return statistics.median(map(pick, runs))
 
     wall_s = middle(lambda one: one.wall_s)
@@ -275,7 +270,3 @@ def _row(name: str, mib: int, runs: Sequence[Run], ratio: str) -> Row:
         "far peak MiB": round(max(one.far_peak_mib for one in runs)),
         "ratio [95 %]": ratio,
     }
-
-
-def _met(ratio: Ratio, goal: float) -> bool | None:
-    return ratio.value >= goal if ratio.resolved else None

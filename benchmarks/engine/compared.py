@@ -1,59 +1,65 @@
-"""Sections of the embedded engine's bench that need more than arms: transformers, injected
-acceptance, bf16, profile.
-
-Each returns rows and goals, as those of engine_sections.py do.
+"""Compares the embedded engine with transformers, injected acceptance and bf16, and measures memory
+and the time of a round beside the matrix products alone.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from benchmarks.engine import injected as injected
-from benchmarks.engine.profile import (
-    STAGES,
-    flops_per_token,
-    linear_seconds,
-    matmul_gflops,
-)
 from benchmarks.engine.runs import (
-    Answer,
+    PROMPT_LOOKUP,
+    Decoded,
     Flips,
-    Run,
+    TimedRun,
+    TransformersModel,
     Way,
     Workload,
     decode,
     flips,
     held_out_prompts,
     rate_ratio,
-    say,
     take_turns,
     workload,
 )
 from benchmarks.engine.sections import (
     ARMS,
     OFF,
+    Extent,
     Findings,
-    Plan,
-    at_least,
     chosen,
     equality_goal,
     forced,
+    judged,
     speed_rows,
 )
 from benchmarks.processes import Meter
-from benchmarks.result import Goal, Row
+from benchmarks.result import Goal, Row, say
 from paceline.models.config import ModelConfig, read_config
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.arms import slack
 from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.nouns import RoundSplit
+
+STAGES = tuple(one.name for one in fields(RoundSplit) if one.name.endswith("_s"))
+"""Stages of a round, as the engine counts their seconds."""
+
+REPEATS = 15
+SQUARE = 1024
+
 
 GENERATE = "transformers generate"
 PLAIN_GOALS = {1: 1.25, 8: 2.0}
@@ -64,11 +70,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MIB = 2**20
 
 
-async def beside_transformers(plan: Plan) -> Findings:
+async def beside_transformers(plan: Extent) -> Findings:
     """Greedy on both sides, so that both have the same tokens to give."""
-    # transformers loads here, so that the section on memory does not count it.
-    from benchmarks.engine.transformers import PROMPT_LOOKUP, TransformersModel
-
     engine, bandits = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
     model = TransformersModel(plan.demo / "policy_trained")
     assistant = TransformersModel(plan.demo / "policy_start").model
@@ -89,12 +92,12 @@ async def beside_transformers(plan: Plan) -> Findings:
         if batch in PLAIN_GOALS:
             ratio = rate_ratio(runs[OFF], runs[GENERATE])
             goals.append(
-                at_least(f"batch {batch}: off / transformers generate", PLAIN_GOALS[batch], ratio)
+                judged(f"batch {batch}: off / transformers generate", PLAIN_GOALS[batch], ratio)
             )
     return Findings(rows, [*goals, equality_goal("beside transformers", rows)])
 
 
-async def injected_acceptance(plan: Plan) -> Findings:
+async def injected_acceptance(plan: Extent) -> Findings:
     """A model of random weights whose drafts are right with a chosen probability and cost
     nothing.
     """
@@ -146,12 +149,12 @@ def _injected_run(
     work: Workload,
     arm: str,
     threads: int,
-) -> Run:
+) -> TimedRun:
     known.know(right, acceptance, seed=1)
     return decode(engine, work, arm, threads)
 
 
-async def in_bf16(plan: Plan) -> Findings:
+async def in_bf16(plan: Extent) -> Findings:
     """bf16 beside fp32: speed, and how often equal seeds give other tokens."""
     rows: list[Row] = []
     flipping: list[Row] = []
@@ -182,7 +185,7 @@ async def in_bf16(plan: Plan) -> Findings:
     return Findings(rows + flipping, goals)
 
 
-async def _fastest_arm(engine: Engine, plan: Plan) -> str:
+async def _fastest_arm(engine: Engine, plan: Extent) -> str:
     """By the median of a few runs at the middle batch size."""
     work = plan.work(plan.batches[len(plan.batches) // 2])
     runs = await take_turns(
@@ -191,14 +194,14 @@ async def _fastest_arm(engine: Engine, plan: Plan) -> str:
     return max(runs, key=lambda arm: sum(one.rate for one in runs[arm]))
 
 
-def _flips_of(engine: Engine, best: str, plan: Plan) -> dict[str, Flips]:
+def _flips_of(engine: Engine, best: str, plan: Extent) -> dict[str, Flips]:
     """Off against an arm on many sequences, and one sequence at a time against eight on a quarter
     of them.
     """
     prompts = held_out_prompts(plan.demo, 8 if plan.quick else FLIP_SEQUENCES)
     few = prompts[: max(8, len(prompts) // 4)]
 
-    def answers(some: list[tuple[int, ...]], batch: int, arm: str) -> tuple[Answer, ...]:
+    def answers(some: list[tuple[int, ...]], batch: int, arm: str) -> tuple[Decoded, ...]:
         return decode(engine, workload(some, batch, plan.max_tokens), arm, plan.threads).answers
 
     return {
@@ -223,7 +226,7 @@ def _flip_row(dtype: str, name: str, found: Flips) -> Row:
     }
 
 
-async def memory(plan: Plan) -> Findings:
+async def memory(plan: Extent) -> Findings:
     """Peak resident memory of this process, before anything else is loaded, beside what the caches
     hold by size.
     """
@@ -264,7 +267,7 @@ def cache_mib(config: ModelConfig, spec: EmbeddedSpec) -> dict[str, float]:
     }
 
 
-async def profile(plan: Plan) -> Findings:
+async def profile(plan: Extent) -> Findings:
     """Milliseconds of a round by stage, and what the matrix products alone would take."""
     engine = plan.engine("policy_trained")
     best = await _fastest_arm(engine, plan)
@@ -291,7 +294,9 @@ async def profile(plan: Plan) -> Findings:
     return Findings([*rows, limit], [])
 
 
-def _profile_row(batch: int, arm: str, run: Run, spent: RoundSplit, config: ModelConfig) -> Row:
+def _profile_row(
+    batch: int, arm: str, run: TimedRun, spent: RoundSplit, config: ModelConfig
+) -> Row:
     per_round = 1e3 / run.rounds
     nodes = spent.nodes / spent.rounds
     seconds = {stage.removesuffix("_s"): getattr(spent, stage) for stage in STAGES}
@@ -306,3 +311,58 @@ def _profile_row(batch: int, arm: str, run: Run, spent: RoundSplit, config: Mode
         "rest": (run.seconds - sum(seconds.values())) * per_round,
         "products alone": linear_seconds(config, round(nodes)) * 1e3,
     }
+
+
+def matmul_gflops(dtype: torch.dtype = torch.float32) -> float:
+    """10^9 floating-point operations per second of a 1024 x 1024 x 1024 product with torch's
+    threads.
+    """
+    a, b = torch.randn(SQUARE, SQUARE).to(dtype), torch.randn(SQUARE, SQUARE).to(dtype)
+    return 2 * SQUARE**3 / _median_seconds(lambda: a @ b) / 1e9
+
+
+def linear_shapes(config: ModelConfig) -> list[tuple[int, int]]:
+    """[out, in] of every matrix a token passes, as the engine fuses them; the embedding is a
+    lookup.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries = config.num_heads * config.head_dim
+    layer = [
+        (queries + config.kv_width, hidden),
+        (hidden, queries),
+        (2 * inner, hidden),
+        (hidden, inner),
+    ]
+    return layer * config.num_layers + [(config.vocab_size, hidden)]
+
+
+def flops_per_token(config: ModelConfig) -> int:
+    """Two operations per weight of linear_shapes; attention itself is left out."""
+    return 2 * sum(out * width for out, width in linear_shapes(config))
+
+
+def linear_seconds(config: ModelConfig, rows: int) -> float:
+    """Seconds of the model's matrix products alone on `rows` tokens, fp32, each matrix at its own
+    place in memory.
+    """
+    pairs = [
+        (torch.randn(rows, width), torch.randn(out, width)) for out, width in linear_shapes(config)
+    ]
+
+    def products() -> Tensor:
+        for x, weight in pairs:
+            out = functional.linear(x, weight)
+        return out
+
+    return _median_seconds(products)
+
+
+@torch.inference_mode()
+def _median_seconds(work: Callable[[], Tensor]) -> float:
+    seconds = []
+    for number in range(REPEATS + 1):
+        began = time.perf_counter()
+        work()
+        if number:  # the first warms up
+            seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

@@ -1,7 +1,7 @@
-"""A model of random weights and a speculator that knows its answers: speculation with a chosen
-acceptance.
+"""Builds a model of random weights and a speculator that knows its answers: speculation with a
+chosen acceptance.
 
-Owns both. The speculator drafts at no cost, so what is measured is verification alone: the most
+The speculator drafts at no cost, so what is measured is verification alone: the most
 that any drafter of this acceptance could give.
 """
 

@@ -1,7 +1,5 @@
-"""Runs of an engine in this process, timed from the first round to the last, and runs that take
-turns.
-
-Owns requests, runs, pairs and what differs between two runs; not which models or arms are compared.
+"""Runs an engine, or transformers, in this process, timed from the first round to the last; runs
+that are compared take turns.
 """
 
 from __future__ import annotations
@@ -9,16 +7,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.paired import Ratio, paired_ratio
+from benchmarks.result import Ratio, paired_ratio, say
 from paceline.errors import InvalidInput
+from paceline.models.loading import DTYPES
 from paceline.trajectory import NEAR_TIE_GAP
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.engines.base import Engine
@@ -42,7 +41,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Decoded:
     """What one request got, its stop token included."""
 
     tokens: tuple[int, ...]
@@ -50,11 +49,11 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One workload from the first to the last token, prompts included in the seconds."""
 
     seconds: float
-    answers: tuple[Answer, ...]  # in the order of the requests
+    answers: tuple[Decoded, ...]  # in the order of the requests
     rounds: int = 0
     accept_length: float | None = (
         None  # tokens per drafted round of a sequence; None when nothing was drafted
@@ -71,7 +70,7 @@ class Run:
         return self.tokens / self.seconds
 
 
-Way = Callable[[], Run]
+Way = Callable[[], TimedRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +153,7 @@ def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -
     )
 
 
-def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
+def decode(engine: Engine, work: Workload, arm: str, threads: int) -> TimedRun:
     """All waves with one arm; "" lets the engine's bandit choose."""
     torch.set_num_threads(threads)
     engine.force_arm(arm)
@@ -173,17 +172,17 @@ def decode(engine: Engine, work: Workload, arm: str, threads: int) -> Run:
     chunks = [ended[request.request_id] for request in work.requests]
     drafted = sum(chunk.speculation.drafted_rounds for chunk in chunks)
     gained = sum(chunk.speculation.drafted_round_tokens for chunk in chunks)
-    answers = tuple(Answer(chunk.token_ids, chunk.smallest_gap) for chunk in chunks)
-    return Run(seconds, answers, rounds, gained / drafted if drafted else None)
+    answers = tuple(Decoded(chunk.token_ids, chunk.smallest_gap) for chunk in chunks)
+    return TimedRun(seconds, answers, rounds, gained / drafted if drafted else None)
 
 
-async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str, list[Run]]:
+async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str, list[TimedRun]]:
     """Every way once per pair; the first to run changes from pair to pair.
 
     One more pair before them warms up.
     """
     names = list(ways)
-    runs: dict[str, list[Run]] = {name: [] for name in names}
+    runs: dict[str, list[TimedRun]] = {name: [] for name in names}
     for number in range(pairs + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -199,17 +198,17 @@ async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str
     return runs
 
 
-def median_rate(runs: Sequence[Run]) -> float:
+def median_rate(runs: Sequence[TimedRun]) -> float:
     """Tokens per second."""
     return statistics.median(one.rate for one in runs)
 
 
-def rate_ratio(ours: Sequence[Run], theirs: Sequence[Run]) -> Ratio:
+def rate_ratio(ours: Sequence[TimedRun], theirs: Sequence[TimedRun]) -> Ratio:
     """Tokens per second of ours over theirs, pair by pair."""
     return paired_ratio([one.rate for one in ours], [one.rate for one in theirs])
 
 
-def flips(reference: Sequence[Answer], other: Sequence[Answer]) -> Flips:
+def flips(reference: Sequence[Decoded], other: Sequence[Decoded]) -> Flips:
     """Compares answers to the same requests."""
     pairs = [
         (one, two) for one, two in zip(reference, other, strict=True) if one.tokens != two.tokens
@@ -231,6 +230,70 @@ def _equal_tokens(one: Sequence[int], two: Sequence[int]) -> int:
     )
 
 
-def say(text: str) -> None:
-    """One line of progress."""
-    sys.stderr.write(f"bench: {text}\n")
+PROMPT_LOOKUP = {"prompt_lookup_num_tokens": 10}
+"""The length transformers' documentation uses."""
+
+
+class TransformersModel:
+    """One checkpoint in transformers: its generate, greedy, on the engine's requests.
+
+    Its own speculation is prompt lookup (Saxena 2023) and assisted generation (Leviathan et al.
+    2023), both with the library's settings.
+    """
+
+    def __init__(self, directory: Path, dtype: str = "float32") -> None:
+        import transformers  # here, so that the section on memory does not count it
+
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=DTYPES[dtype]
+        ).eval()
+        config = self.model.generation_config
+        ends = config.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self._pad = config.pad_token_id if config.pad_token_id is not None else min(self._ends)
+
+    @torch.inference_mode()
+    def generate(
+        self, work: Workload, threads: int, how: Mapping[str, Any] | None = None
+    ) -> TimedRun:
+        """Each wave as one left-padded batch.
+
+        Raises InvalidInput for requests that are not greedy.
+        """
+        for request in work.requests:
+            if request.sampling.temperature:
+                raise InvalidInput(
+                    "only greedy decoding gives both sides the same tokens",
+                    seen=request.sampling.temperature,
+                    allowed="temperature 0",
+                )
+        torch.set_num_threads(threads)
+        answers: list[Decoded] = []
+        began = time.perf_counter()
+        for wave in work.waves:
+            answers += self._wave(wave, dict(how or {}))
+        return TimedRun(time.perf_counter() - began, tuple(answers))
+
+    def _wave(self, wave: Sequence[Request], how: dict[str, Any]) -> list[Decoded]:
+        width = max(len(request.prompt) for request in wave)
+        padding = [width - len(request.prompt) for request in wave]
+        rows = [
+            [self._pad] * pad + list(request.prompt)
+            for pad, request in zip(padding, wave, strict=True)
+        ]
+        seen = [[0] * pad + [1] * (width - pad) for pad in padding]
+        out = self.model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(seen),
+            max_new_tokens=wave[0].sampling.max_tokens,
+            do_sample=False,
+            pad_token_id=self._pad,
+            **how,
+        )
+        return [Decoded(self._until_end(row)) for row in out[:, width:].tolist()]
+
+    def _until_end(self, row: list[int]) -> tuple[int, ...]:
+        end = next((index + 1 for index, token in enumerate(row) if token in self._ends), len(row))
+        return tuple(row[:end])

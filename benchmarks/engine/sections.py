@@ -1,8 +1,5 @@
-"""Sections of the embedded engine's bench on the demo's policies: arms and bandits, drafters of
-little use, rollouts.
-
-Each section returns rows and goals. Owns which runs stand beside each other; how a run is made is
-engine_runs.py's.
+"""Compares ways to decode with the demo's policies: arms and bandits, drafters of little use,
+rollouts.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from operator import add
 from pathlib import Path
 
 from benchmarks.engine.runs import (
-    Run,
+    TimedRun,
     Way,
     Workload,
     decode,
@@ -27,8 +24,7 @@ from benchmarks.engine.runs import (
     take_turns,
     workload,
 )
-from benchmarks.paired import Ratio
-from benchmarks.result import Goal, Row
+from benchmarks.result import Goal, Ratio, Row, ratio_goal
 from rollout_gateway.bandits import BanditSettings
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
@@ -53,7 +49,7 @@ FEWEST_PAIRS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Extent:
     """How much is measured."""
 
     demo: Path
@@ -81,7 +77,7 @@ class Plan:
         greedy: bool = False,
         waves: int | None = None,
     ) -> Workload:
-        """Even waves for a policy of the demo (engine_runs.even_waves); waves None: those of
+        """Even waves for a policy of the demo (runs.even_waves); waves None: those of
         WAVES.
         """
         count, waves = (QUICK_POOL, 1) if self.quick else (POOL, waves or WAVES.get(batch, 1))
@@ -140,14 +136,13 @@ class Findings:
     goals: list[Goal]
 
 
-def at_least(name: str, goal: float, ratio: Ratio) -> Goal:
+def judged(name: str, goal: float, ratio: Ratio) -> Goal:
     """A goal on a ratio; open when the pairs are too few or do not resolve it."""
-    met = ratio.value >= goal if ratio.resolved and ratio.pairs >= FEWEST_PAIRS else None
-    return Goal(f"{name} {ratio}", goal, ratio.value, met)
+    return ratio_goal(name, goal, ratio, FEWEST_PAIRS)
 
 
 def speed_rows(
-    section: str, batch: int, runs: Mapping[str, Sequence[Run]], base: str = OFF
+    section: str, batch: int, runs: Mapping[str, Sequence[TimedRun]], base: str = OFF
 ) -> list[Row]:
     """One row per way, each over the base in the same pairs."""
     rows: list[Row] = []
@@ -193,10 +188,10 @@ def chosen(engines: Mapping[str, Engine], work: Workload, threads: int) -> dict[
     return {name: partial(decode, engine, work, "", threads) for name, engine in engines.items()}
 
 
-async def arms_and_bandits(plan: Plan) -> Findings:
+async def arms_and_bandits(plan: Extent) -> Findings:
     """The trained policy at every batch size."""
     engine, bandits = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
-    judged = next(iter(bandits))
+    first = next(iter(bandits))
     rows: list[Row] = []
     goals: list[Goal] = []
     for batch in plan.batches:
@@ -204,7 +199,7 @@ async def arms_and_bandits(plan: Plan) -> Findings:
         ways = forced(engine, work, plan.threads) | chosen(bandits, work, plan.threads)
         runs = await take_turns(ways, plan.pairs, f"policy_trained, batch {batch}")
         rows += speed_rows("policy_trained, fp32", batch, runs)
-        speedup = rate_ratio(runs[judged], runs[OFF])
+        speedup = rate_ratio(runs[first], runs[OFF])
         if batch in PROTOTYPE_RATES and plan.threads == 1:
             rate, floor = median_rate(runs[OFF]), PROTOTYPE_RATES[batch]
             met = rate >= floor if plan.pairs >= FEWEST_PAIRS else None
@@ -212,17 +207,17 @@ async def arms_and_bandits(plan: Plan) -> Findings:
                 Goal(f"batch {batch}: tokens/s without drafts (prototype's rate)", floor, rate, met)
             )
         goals.append(
-            at_least(f"batch {batch}: bandit / off", SPEEDUP_GOALS.get(batch, NEVER_BELOW), speedup)
+            judged(f"batch {batch}: bandit / off", SPEEDUP_GOALS.get(batch, NEVER_BELOW), speedup)
         )
         best = max((OFF, *ARMS), key=lambda arm: median_rate(runs[arm]))
-        ratio = rate_ratio(runs[judged], runs[best])
+        ratio = rate_ratio(runs[first], runs[best])
         goals.append(
-            at_least(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio)
+            judged(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio)
         )
     return Findings(rows, [*goals, equality_goal("policy_trained", rows)])
 
 
-async def drafters_of_little_use(plan: Plan) -> Findings:
+async def drafters_of_little_use(plan: Extent) -> Findings:
     """The start policy with its trained drafter and with one of random weights: what speculation
     costs at worst.
     """
@@ -239,7 +234,7 @@ async def drafters_of_little_use(plan: Plan) -> Findings:
         rows += speed_rows("policy_start, fp32", batch, runs)
         for name in (*alive, *dead):
             goals.append(
-                at_least(
+                judged(
                     f"policy_start, batch {batch}: {name} / off",
                     NEVER_BELOW,
                     rate_ratio(runs[name], runs[OFF]),
@@ -248,22 +243,22 @@ async def drafters_of_little_use(plan: Plan) -> Findings:
     return Findings(rows, [*goals, equality_goal("policy_start", rows)])
 
 
-async def rollouts(plan: Plan) -> Findings:
+async def rollouts(plan: Extent) -> Findings:
     """Requests of very different length at once, from the first to the end of the last."""
     several = 4 if plan.quick else ROLLOUT
     engine = plan.engine("policy_trained", max_batch=several)
     bandits = plan.bandit_engines("policy_trained", max_batch=several)
-    judged = next(iter(bandits))
+    first = next(iter(bandits))
     distinct = plan.at_once(several)
     arms = forced(engine, distinct, plan.threads)
     runs = await take_turns(
         arms | chosen(bandits, distinct, plan.threads), plan.pairs, f"rollout, {several} prompts"
     )
     rows = rollout_rows(f"rollout of {several} prompts, fp32", runs)
-    goal = at_least(
+    goal = judged(
         f"rollout of {several} prompts: bandit / off",
         ROLLOUT_GOAL,
-        rate_ratio(runs[judged], runs[OFF]),
+        rate_ratio(runs[first], runs[OFF]),
     )
     grouped = grouped_work(distinct, runs[OFF][0], max(2, several // 8))
     ways = forced(engine, grouped, plan.threads, (OFF,)) | chosen(bandits, grouped, plan.threads)
@@ -272,7 +267,7 @@ async def rollouts(plan: Plan) -> Findings:
     return Findings(rows, [goal, equality_goal("rollouts", rows)])
 
 
-def rollout_rows(section: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+def rollout_rows(section: str, runs: Mapping[str, Sequence[TimedRun]]) -> list[Row]:
     """speed_rows with the seconds and how long the tail is."""
     answers = runs[OFF][0].answers
     lengths = sorted(len(answer.tokens) for answer in answers)
@@ -285,7 +280,7 @@ def rollout_rows(section: str, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
     ]
 
 
-def grouped_work(work: Workload, run: Run, groups: int) -> Workload:
+def grouped_work(work: Workload, run: TimedRun, groups: int) -> Workload:
     """As many requests, but `groups` prompts with equally many samples: every n-th by length, the
     longest included.
     """
@@ -296,7 +291,7 @@ def grouped_work(work: Workload, run: Run, groups: int) -> Workload:
     return workload(repeated, len(repeated), work.requests[0].sampling.max_tokens)
 
 
-async def more_threads(plan: Plan) -> Findings:
+async def more_threads(plan: Extent) -> Findings:
     """Two threads beside one."""
     engine, bandit = plan.engine("policy_trained"), plan.bandit_engines("policy_trained")
     rows: list[Row] = []

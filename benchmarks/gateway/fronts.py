@@ -1,7 +1,4 @@
-"""What the gateway's bench measures: our gateway and LiteLLM's proxy, each a process.
-
-Owns their start and end.
-"""
+"""Starts and ends the fronts that are measured, our gateway and LiteLLM's proxy, each a process."""
 
 from __future__ import annotations
 
@@ -18,9 +15,15 @@ from typing import Any
 
 import httpx
 
-from benchmarks.demo_runs import say
-from benchmarks.gateway.script import MAX_BATCH, MODEL
-from paceline.errors import DeadlineExceeded, FailedPrecondition, NotFound, Unavailable
+from benchmarks.gateway.backends import MAX_BATCH, MODEL
+from benchmarks.result import say
+from paceline.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InternalError,
+    NotFound,
+    Unavailable,
+)
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.processes import child_environment, last_lines
@@ -36,6 +39,12 @@ DYING_EXEC = (
     "die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
 )
 """Becomes another program that ends with the bench, even when the bench is killed."""
+
+
+AT_ONCE = 16
+"""Sessions that are opened at once."""
+
+SESSION_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +251,30 @@ async def version_of_litellm(python: Path) -> str:
     )
     output, _ = await process.communicate()
     return output.decode().strip()
+
+
+async def open_sessions(front: Front, count: int, timeout_s: float) -> Sequence[str]:
+    """Keys of new sessions that may be silent so long.
+
+    Raises InternalError when one cannot be opened.
+    """
+    numbers = iter(range(count))
+    keys: list[str] = []
+
+    async def some(client: httpx.AsyncClient) -> None:
+        for number in numbers:
+            body = {"task_id": f"bench-{number}", "trainable": False, "timeout_s": timeout_s}
+            answer = await client.post("/v1/sessions", json=body)
+            if answer.status_code != 201:
+                raise InternalError(
+                    "a session cannot be opened", seen=f"{answer.status_code}: {answer.text[:300]}"
+                )
+            keys.append(answer.json()["api_key"])
+
+    async with (
+        httpx.AsyncClient(base_url=front.url, timeout=SESSION_DEADLINE_S) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(AT_ONCE):
+            group.create_task(some(client))
+    return keys

@@ -1,19 +1,22 @@
-"""Runs of the gateway's bench: each load on each front and on what lies behind it, in turns.
-
-Owns order and repeats.
+"""Measures fronts: each load on each front and on what lies behind it, in turns; then sessions held
+open. Returns tables and goals.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.gateway.fronts import Front
-from benchmarks.gateway.load import Order
-from benchmarks.gateway.script import MODEL, Pace, paces_s, texts
-from benchmarks.processes import Child, Meter
+import psutil
+
+from benchmarks.gateway.backends import MODEL, ScriptPace, paces_s, texts
+from benchmarks.gateway.fronts import AT_ONCE, LITELLM, OURS, Front, open_sessions
+from benchmarks.gateway.load import Order, median
+from benchmarks.processes import BenchChild, Meter
+from benchmarks.result import Goal, Row
 from paceline.errors import InternalError
 
 WARM_S = 2.0
@@ -21,8 +24,27 @@ WARM_STREAMS = 16
 SEEDS_OF_A_RUN = 1 << 24
 """Prompts hold their seed, so that no run repeats one of another."""
 
+MORE_TIMEOUT_S = 600.0
+
+ADDED_P50_GOAL_MS, ADDED_P99_GOAL_MS, TIMES_LITELLM_GOAL = 2.0, 10.0, 3.0
+GOAL_STREAMS = 16
+SATURATED = 0.9
+"""Share of a core above which the load's own process may have set the figures."""
+
+LATENCIES = ("first_p50_ms", "first_p99_ms", "whole_p50_ms", "whole_p99_ms")
+ADDED = {
+    "first_p50_ms": "first p50",
+    "first_p99_ms": "first p99",
+    "late_p50_ms": "end p50",
+    "late_p99_ms": "end p99",
+}
+"""Compared with the backend's: first content, and how long after the rounds of its response a
+stream's end came.
+"""
+
+
 Run = Mapping[str, Any]
-"""What gateway_load.summary says, and "cpu_ms_per_request" of the front."""
+"""What load.summary says, and "cpu_ms_per_request" of the front."""
 
 Direct = Callable[[Order], Awaitable[Run]]
 
@@ -43,7 +65,7 @@ class Level:
 
 
 @dataclass
-class Contender:
+class FrontUnderTest:
     """A front and the way to its backend; what was measured, by level, one entry per repeat."""
 
     front: Front
@@ -55,20 +77,20 @@ class Contender:
 class Measurement:
     """The runs of one bench. `load` is the load's process."""
 
-    def __init__(self, load: Child, pace: Pace, seconds: float) -> None:
+    def __init__(self, load: BenchChild, pace: ScriptPace, seconds: float) -> None:
         self._load = load
         self._pace = pace
         self._seconds = seconds
         self._numbers = itertools.count()
 
-    async def warm(self, contenders: Sequence[Contender]) -> None:
+    async def warm(self, contenders: Sequence[FrontUnderTest]) -> None:
         """What is loaded at a first request is loaded; not counted."""
         for one in contenders:
             order = self.order(Level(WARM_STREAMS), WARM_S)
             await one.direct(order)
             await self.under_load(one.front, order)
 
-    async def repeat(self, contenders: Sequence[Contender], levels: Sequence[Level]) -> None:
+    async def repeat(self, contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> None:
         """Every level once, the contenders in turns; a front's run follows that of its backend."""
         for level in levels:
             for one in contenders:
@@ -106,3 +128,140 @@ class Measurement:
             keys=tuple(keys),
             first_seed=next(self._numbers) * SEEDS_OF_A_RUN,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSessions:
+    """What was found."""
+
+    sessions: int
+    hold_s: float
+    open_kib: float  # memory of the gateway for one session that has said nothing
+    used_kib: float  # after one turn of each
+    turns: Run
+
+
+async def hold_sessions(
+    front: Front, measurement: Measurement, count: int, hold_s: float
+) -> HeldSessions:
+    """Open sessions, hold them, then one turn under each key.
+
+    Raises InternalError when one cannot be opened.
+    """
+    process = psutil.Process(front.pid)
+    await open_sessions(
+        front, AT_ONCE, hold_s + MORE_TIMEOUT_S
+    )  # what the first sessions load is not theirs
+    await measurement.under_load(front, measurement.order(Level(AT_ONCE), 1.0))
+    before = process.memory_info().rss
+    keys = await open_sessions(front, count, hold_s + MORE_TIMEOUT_S)
+    await asyncio.sleep(hold_s)
+    opened = process.memory_info().rss
+    turns = await measurement.under_load(front, measurement.order(Level(AT_ONCE), 0.0, keys))
+    used = process.memory_info().rss
+    return HeldSessions(
+        count, hold_s, (opened - before) / count / 1024, (used - before) / count / 1024, turns
+    )
+
+
+def latency_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> list[Row]:
+    """Medians over the repeats: latencies at the front, and what they add to the backend's own."""
+    rows: list[Row] = []
+    for level in levels:
+        for one in contenders:
+            row: dict[str, str | float | None] = {
+                "section": "latency of streamed chat completions, ms",
+                "load": level.name,
+                "front": one.front.name,
+            }
+            for key in LATENCIES:
+                row[key.removesuffix("_ms").replace("_", " ")] = median(
+                    run[key] for run in one.runs[level]
+                )
+            for key, name in ADDED.items():
+                row[f"added {name}"] = added_ms(one, level, key)
+            rows.append(row)
+    return rows
+
+
+def work_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> list[Row]:
+    """Requests a second, what one costs the front's process, and what came of all of them."""
+    rows: list[Row] = []
+    for level in levels:
+        for one in contenders:
+            runs = one.runs[level]
+            busy = max(run["load_cpu_share"] for run in runs)
+            rows.append(
+                {
+                    "section": "requests and their cost",
+                    "load": level.name,
+                    "front": one.front.name,
+                    "requests/s": median(run["requests_per_s"] for run in runs),
+                    "CPU ms/request": median(run["cpu_ms_per_request"] for run in runs),
+                    "chunks/request": median(run["chunks_per_request"] for run in runs),
+                    "right": sum(run["right"] for run in runs),
+                    "wrong": sum(run["wrong"] for run in runs),
+                    "failed": sum(run["failed"] for run in runs),
+                    "load generator's core": f"{busy:.0%}"
+                    + (" saturated" if busy > SATURATED else ""),
+                }
+            )
+    return rows
+
+
+def session_row(held: HeldSessions) -> Row:
+    """Sessions held open."""
+    return {
+        "section": "sessions held open",
+        "sessions": held.sessions,
+        "held s": held.hold_s,
+        "KiB a session": held.open_kib,
+        "KiB after a turn": held.used_kib,
+        "answered right": held.turns["right"],
+        "wrong": held.turns["wrong"],
+        "failed": held.turns["failed"],
+    }
+
+
+def goals(
+    contenders: Sequence[FrontUnderTest], levels: Sequence[Level], held: HeldSessions | None
+) -> list[Goal]:
+    """Added latency, no token lost, sessions that answer, margin to LiteLLM.
+
+    All are `at least`, hence signs.
+    """
+    by_name = {one.front.name: one for one in contenders}
+    ours = by_name[OURS]
+    found: list[Goal] = []
+    level = Level(GOAL_STREAMS)
+    if level in levels:
+        for percent, goal in (("p50", ADDED_P50_GOAL_MS), ("p99", ADDED_P99_GOAL_MS)):
+            worst = max(
+                added_ms(ours, level, f"{part}_{percent}_ms") or 0.0 for part in ("first", "late")
+            )
+            name = f"minus added {percent} at {level.name}, ms, the worse of first content and end"
+            found.append(Goal(name, -goal, -worst, worst <= goal))
+    bad = sum(run["wrong"] + run["failed"] for runs in ours.runs.values() for run in runs)
+    found.append(
+        Goal("minus streams of ours with lost, doubled or other tokens", 0, -bad, bad == 0)
+    )
+    if held is not None:
+        value = held.turns["right"] / held.sessions
+        found.append(Goal("share of held sessions that answer", 1.0, value, value == 1))
+    closed = [level for level in levels if not level.rate]
+    if LITELLM in by_name and closed:
+        most = closed[-1]
+        pairs = zip(ours.runs[most], by_name[LITELLM].runs[most], strict=True)
+        times = median(one["requests_per_s"] / other["requests_per_s"] for one, other in pairs)
+        assert times is not None
+        name = f"requests/s over LiteLLM's at {most.name}"
+        found.append(Goal(name, TIMES_LITELLM_GOAL, times, times >= TIMES_LITELLM_GOAL))
+    return found
+
+
+def added_ms(one: FrontUnderTest, level: Level, key: str) -> float | None:
+    """Median over repeats of a front's percentile less the same percentile of its backend; None
+    without the latter.
+    """
+    direct = one.direct_runs.get(level, [])
+    return median(run[key] - base[key] for run, base in zip(one.runs[level], direct, strict=False))

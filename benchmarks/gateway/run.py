@@ -1,11 +1,10 @@
-"""The gateway's front door beside LiteLLM's: streamed chat completions over HTTP before the same
-scripted responses.
+"""Measures the gateway's front door beside LiteLLM's: streamed chat completions over HTTP before
+the same scripted responses.
 
 Ours stands before its engine worker, LiteLLM before an HTTP server; both backends give the same
 tokens at the same pace and are called directly as well, which is what a front's latency is compared
 with. Load, fronts and backends are processes of their own; CPU time is that of the front alone.
-Then sessions held open, and turns of agents that find their prefix in the cache. Owns the options
-and the order.
+Then sessions held open, and turns of agents that find their prefix in the cache.
 """
 
 from __future__ import annotations
@@ -20,35 +19,42 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.demo_runs import say
 from benchmarks.gateway import fronts as fronts
-from benchmarks.gateway.direct import direct_worker
+from benchmarks.gateway.backends import (
+    MAX_BATCH,
+    ScriptPace,
+    direct_worker,
+    engine_settings,
+    write_model,
+)
 from benchmarks.gateway.load import Order
-from benchmarks.gateway.measure import Contender, Level, Measurement, Run
-from benchmarks.gateway.report import (
+from benchmarks.gateway.measure import (
+    FrontUnderTest,
+    HeldSessions,
+    Level,
+    Measurement,
+    Run,
     goals,
+    hold_sessions,
     latency_rows,
     session_row,
-    turn_goals,
-    turn_rows,
     work_rows,
 )
-from benchmarks.gateway.script import MAX_BATCH, Pace, engine_settings, write_model
-from benchmarks.gateway.sessions import Held, hold_sessions
-from benchmarks.gateway.turns import TurnPlan, TurnRun, measure_turns
+from benchmarks.gateway.turns import TurnPlan, TurnRun, measure_turns, turn_goals, turn_rows
+from benchmarks.options import above_zero, counts, not_negative
 from benchmarks.processes import child
-from benchmarks.result import BenchResult, Row
+from benchmarks.result import BenchResult, Row, say
 from paceline.errors import InvalidInput
 
-LOAD, BACKEND = "benchmarks.gateway.load", "benchmarks.gateway.backend"
+LOAD, BACKEND = "benchmarks.gateway.load", "benchmarks.gateway.backends"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GatewayPlan:
     """What the options ask for."""
 
     levels: tuple[Level, ...]
-    pace: Pace
+    pace: ScriptPace
     seconds: float
     repeats: int
     sessions: int
@@ -65,48 +71,23 @@ class Plan:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of this bench."""
-    parser.add_argument(
-        "--streams", default="1,16,128", help="closed loops at once, one table row each"
-    )
-    parser.add_argument(
-        "--rate", type=float, default=20.0, help="arrivals a second of the open loop; 0: none"
-    )
-    parser.add_argument("--seconds", type=float, default=8.0, help="of one run")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="runs of each kind; medians are shown"
-    )
-    parser.add_argument("--tokens", type=int, default=128, help="of a response")
-    parser.add_argument(
-        "--tokens-per-round", type=int, default=4, help="tokens of a streamed chunk"
-    )
-    parser.add_argument(
-        "--round-ms", type=float, default=10.0, help="time of a round of the backends; 0: none"
-    )
-    parser.add_argument("--sessions", type=int, default=1000, help="sessions held open; 0: none")
-    parser.add_argument(
-        "--hold-s", type=float, default=60.0, help="seconds for which they are held"
-    )
-    parser.add_argument("--turns", type=int, default=6, help="turns of a growing dialogue; 0: none")
-    parser.add_argument("--dialogues", type=int, default=8, help="such dialogues at once")
-    parser.add_argument(
-        "--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn"
-    )
-    parser.add_argument(
-        "--litellm",
-        action="store_true",
-        help="beside LiteLLM's proxy, installed into the cache once",
-    )
-    parser.add_argument(
-        "--litellm-python", type=Path, help="beside the LiteLLM of this interpreter"
-    )
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our gateway"
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one short run of each, 50 sessions, 2 dialogues: shows the form",
-    )
+    option = parser.add_argument
+    option("--streams", type=counts, default=(1, 16, 128), help="closed loops at once, a row each")
+    option("--rate", type=not_negative(float), default=20.0, help="arrivals/s, open loop; 0: none")
+    option("--seconds", type=above_zero(float), default=8.0, help="of one run")
+    option("--repeats", type=above_zero(int), default=3, help="runs of each; medians are shown")
+    option("--tokens", type=above_zero(int), default=128, help="of a response")
+    option("--tokens-per-round", type=above_zero(int), default=4, help="tokens of a streamed chunk")
+    option("--round-ms", type=not_negative(float), default=10.0, help="of the backends; 0: none")
+    option("--sessions", type=not_negative(int), default=1000, help="held open; 0: none")
+    option("--hold-s", type=not_negative(float), default=60.0, help="for which they are held")
+    option("--turns", type=not_negative(int), default=6, help="of a growing dialogue; 0: none")
+    option("--dialogues", type=int, default=8, help="such dialogues at once")
+    option("--turn-tokens", type=int, default=256, help="mean new prompt tokens of a turn")
+    option("--litellm", action="store_true", help="beside LiteLLM's proxy, installed once")
+    option("--litellm-python", type=Path, help="beside the LiteLLM of this interpreter")
+    option("--set", action="append", default=[], metavar="KEY=VALUE", help="for our gateway")
+    option("--quick", action="store_true", help="one short run of each, 50 sessions, 2 dialogues")
 
 
 async def run(options: argparse.Namespace) -> BenchResult:
@@ -143,13 +124,13 @@ async def run(options: argparse.Namespace) -> BenchResult:
 
 @asynccontextmanager
 async def _contenders(
-    plan: Plan, measurement: Measurement, folder: Path, model: Path, script: Path
-) -> AsyncIterator[list[Contender]]:
+    plan: GatewayPlan, measurement: Measurement, folder: Path, model: Path, script: Path
+) -> AsyncIterator[list[FrontUnderTest]]:
     """The fronts, each with its own backend; all serve inside the block."""
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(fronts.gateway(folder, model, script, plan.settings))
         worker = await stack.enter_async_context(direct_worker(folder, model, plan.engine))
-        found = [Contender(ours, worker.run)]
+        found = [FrontUnderTest(ours, worker.run)]
         if plan.litellm is not None:
             backend = await stack.enter_async_context(child(BACKEND, json.dumps(asdict(plan.pace))))
             port = int((await backend.answer())["port"])
@@ -158,13 +139,13 @@ async def _contenders(
             async def direct(order: Order) -> Run:
                 return await measurement.ask(port, order)
 
-            found.append(Contender(theirs, direct))
+            found.append(FrontUnderTest(theirs, direct))
         yield found
 
 
 async def _held(
-    plan: Plan, measurement: Measurement, folder: Path, model: Path, script: Path
-) -> Held | None:
+    plan: GatewayPlan, measurement: Measurement, folder: Path, model: Path, script: Path
+) -> HeldSessions | None:
     """Sessions held open in a gateway that has done nothing else."""
     if not plan.sessions:
         return None
@@ -173,29 +154,15 @@ async def _held(
         return await hold_sessions(front, measurement, plan.sessions, plan.hold_s)
 
 
-async def plan_of(options: argparse.Namespace) -> Plan:
+async def plan_of(options: argparse.Namespace) -> GatewayPlan:
     """Raises InvalidInput naming the option, and what litellm_python raises."""
-    numbers: Mapping[str, float] = {
-        "--seconds": options.seconds,
-        "--repeats": options.repeats,
-        "--tokens": options.tokens,
-        "--tokens-per-round": options.tokens_per_round,
-    }
-    for name, value in numbers.items():
-        if value <= 0:
-            raise InvalidInput(f"{name} is too small", seen=value, allowed="> 0")
-    for name in ("rate", "round_ms", "sessions", "hold_s"):
-        if getattr(options, name) < 0:
-            raise InvalidInput(
-                f"--{name.replace('_', '-')} is negative",
-                seen=getattr(options, name),
-                allowed=">= 0",
-            )
+    if options.streams[-1] > MAX_BATCH:
+        raise InvalidInput("--streams are too many", seen=options.streams[-1], allowed=MAX_BATCH)
     wanted = options.litellm or options.litellm_python is not None
-    levels = [Level(count) for count in stream_counts(options.streams)]
-    plan = Plan(
+    levels = [Level(count) for count in options.streams]
+    plan = GatewayPlan(
         levels=(*levels, Level(rate=options.rate)) if options.rate else tuple(levels),
-        pace=Pace(options.tokens, options.tokens_per_round, options.round_ms / 1e3),
+        pace=ScriptPace(options.tokens, options.tokens_per_round, options.round_ms / 1e3),
         seconds=options.seconds,
         repeats=options.repeats,
         sessions=options.sessions,
@@ -207,7 +174,7 @@ async def plan_of(options: argparse.Namespace) -> Plan:
     return dataclasses.replace(plan, **_quick(plan)) if options.quick else plan
 
 
-def _quick(plan: Plan) -> dict[str, Any]:
+def _quick(plan: GatewayPlan) -> dict[str, Any]:
     sessions = min(plan.sessions, 50)
     turns = plan.turns and dataclasses.replace(
         plan.turns, dialogues=min(plan.turns.dialogues, 2), repeats=1
@@ -227,13 +194,3 @@ def _turn_plan(options: argparse.Namespace) -> TurnPlan | None:
     return TurnPlan(
         options.turns, options.dialogues, options.turn_tokens, options.repeats, tuple(options.set)
     )
-
-
-def stream_counts(text: str) -> tuple[int, ...]:
-    """Ascending counts of a comma-separated list. Raises InvalidInput."""
-    parts = text.split(",")
-    if not all(part.isdecimal() and 0 < int(part) <= MAX_BATCH for part in parts):
-        raise InvalidInput(
-            "--streams takes counts", seen=text, allowed=f"1 to {MAX_BATCH}, e.g. 1,16,128"
-        )
-    return tuple(sorted({int(part) for part in parts}))

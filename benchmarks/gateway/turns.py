@@ -1,9 +1,8 @@
-"""Prefix reuse between the turns of agents: growing dialogues, each in a session of a gateway with
-embedded engines.
+"""Measures prefix reuse between the turns of agents: growing dialogues, each in a session of a
+gateway with embedded engines.
 
 Two gateways take turns at the same dialogues: as it is, and with prefix_slots=0, which computes
-every prompt anew. Drafts are off and end tokens ignored, so that both do the same work. Owns the
-dialogues and their runs, not the tables.
+every prompt anew. Drafts are off and end tokens ignored, so that both do the same work.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import random
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 
 import httpx
 
-from benchmarks.demo_runs import say
+from benchmarks.demo_runs import demo_folder
 from benchmarks.gateway import fronts as fronts
-from benchmarks.gateway.sessions import open_sessions
-from benchmarks.sglang import demo_folder
+from benchmarks.gateway.fronts import open_sessions
+from benchmarks.gateway.load import median, percentile_ms
+from benchmarks.result import Goal, Row, paired_ratio, say
 from paceline.errors import InternalError, InvalidInput
 
+CACHED_GOAL = 0.9
 CACHE, NO_CACHE = "as it is", "prefix_slots=0"
 ARMS: Mapping[str, tuple[str, ...]] = {CACHE: (), NO_CACHE: ("engine.embedded.prefix_slots=0",)}
 WORKERS = 2
@@ -92,7 +93,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AnsweredTurn:
     """One answered request.
 
     `cacheable`: its prompt's tokens that the turn before has left computed.
@@ -110,15 +111,15 @@ class TurnRun:
     """All dialogues once, at the same time."""
 
     seconds: float
-    dialogues: tuple[tuple[Turn, ...], ...]
+    dialogues: tuple[tuple[AnsweredTurn, ...], ...]
 
     @property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[AnsweredTurn]:
         """Of all dialogues."""
         return [turn for dialogue in self.dialogues for turn in dialogue]
 
     @property
-    def later(self) -> list[Turn]:
+    def later(self) -> list[AnsweredTurn]:
         """Those with a turn before them."""
         return [turn for dialogue in self.dialogues for turn in dialogue[1:]]
 
@@ -212,10 +213,12 @@ async def _run(front: fronts.Front, drawn: Sequence[Sequence[Part]]) -> TurnRun:
         return TurnRun(time.perf_counter() - began, tuple(task.result() for task in tasks))
 
 
-async def _dialogue(client: httpx.AsyncClient, key: str, parts: Sequence[Part]) -> tuple[Turn, ...]:
+async def _dialogue(
+    client: httpx.AsyncClient, key: str, parts: Sequence[Part]
+) -> tuple[AnsweredTurn, ...]:
     """All turns of one session, each as soon as the one before has ended."""
     known: list[int] = []
-    turns: list[Turn] = []
+    turns: list[AnsweredTurn] = []
     for number, part in enumerate(parts):
         # The last token of a response was drawn but never read by the model: nothing is computed
         # for it yet.
@@ -234,7 +237,7 @@ async def _turn(
     cacheable: int,
     response: int,
     seed: int,
-) -> Turn:
+) -> AnsweredTurn:
     """One streamed completion. Raises InternalError unless it has all its tokens."""
     body = {
         "prompt": list(prompt),
@@ -266,7 +269,7 @@ async def _turn(
             seen=f"{len(tokens)} tokens, {usage}",
             allowed=f"{response} tokens",
         )
-    return Turn(
+    return AnsweredTurn(
         len(prompt),
         cacheable,
         usage["prompt_tokens_details"]["cached_tokens"],
@@ -284,3 +287,71 @@ async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
         if "error" in event:
             raise InternalError("a turn failed", seen=str(event["error"])[:300])
         yield event
+
+
+TURN_SECTION = "turns of agents, embedded engine, fp32"
+
+
+def _later_first_ms(run: TurnRun, percent: int) -> float:
+    value = percentile_ms([turn.first_s for turn in run.later], percent)
+    assert value is not None
+    return value
+
+
+TURN_FIGURES: Mapping[str, Callable[[TurnRun], float]] = {
+    "first token p50 ms": lambda run: _later_first_ms(run, 50),
+    "first token p99 ms": lambda run: _later_first_ms(run, 99),
+    "tokens/s": lambda run: run.rate,
+}
+"""Of each run of the dialogues; first tokens are those of turns with a turn before them."""
+
+
+def turn_rows(runs: Mapping[str, Sequence[TurnRun]]) -> list[Row]:
+    """What turns found in the cache and what came of it, by arm; then the first arm over the
+    second, run by run.
+    """
+    if not runs:
+        return []
+    rows = [_turn_row(name, several, runs[CACHE]) for name, several in runs.items()]
+    ratios = {
+        figure: paired_ratio(
+            [read(run) for run in runs[CACHE]], [read(run) for run in runs[NO_CACHE]]
+        ).value
+        for figure, read in TURN_FIGURES.items()
+    }
+    return [*rows, {"section": TURN_SECTION, "gateway": f"{CACHE} / {NO_CACHE}", **ratios}]
+
+
+def _turn_row(name: str, runs: Sequence[TurnRun], reference: Sequence[TurnRun]) -> Row:
+    """Shares and counts over all runs of an arm, medians of their figures; its tokens beside the
+    reference's.
+    """
+    turns = [turn for run in runs for turn in run.turns]
+    later = [turn for run in runs for turn in run.later]
+    pairs = [
+        pair
+        for one, two in zip(runs, reference, strict=True)
+        for pair in zip(one.dialogues, two.dialogues, strict=True)
+    ]
+    return {
+        "section": TURN_SECTION,
+        "gateway": name,
+        "dialogues": len(pairs),
+        "with other tokens": sum(
+            [turn.tokens for turn in one] != [turn.tokens for turn in two] for one, two in pairs
+        ),
+        "prompt tokens a turn": sum(turn.prompt for turn in turns) / len(turns),
+        "share cached": sum(turn.cached for turn in turns) / sum(turn.prompt for turn in turns),
+        "turns that found all": sum(turn.cached >= turn.cacheable for turn in later) / len(later),
+        **{figure: median(read(run) for run in runs) for figure, read in TURN_FIGURES.items()},
+    }
+
+
+def turn_goals(runs: Mapping[str, Sequence[TurnRun]]) -> list[Goal]:
+    """How much of what the turn before had left computed was found."""
+    later = [turn for run in runs.get(CACHE, ()) for turn in run.later]
+    if not later:
+        return []
+    share = sum(turn.cached for turn in later) / sum(turn.cacheable for turn in later)
+    name = "share found in the cache of what the turns before had left there"
+    return [Goal(name, CACHED_GOAL, share, share >= CACHED_GOAL)]

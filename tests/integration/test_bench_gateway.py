@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.gateway.report import turn_goals, turn_rows
-from benchmarks.gateway.turns import TurnPlan, measure_turns
+from benchmarks.gateway.turns import TurnPlan, measure_turns, turn_goals, turn_rows
 from paceline.local.patience import patient
 
 COMMAND = [

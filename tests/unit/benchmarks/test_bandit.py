@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 
 from benchmarks.bandit import run as bandit
-from benchmarks.bandit.rivals import OURS, RIVALS, AdaptiveSteps, Fixed, Truth
-from benchmarks.bandit.traces import Drafter, Step, Trace, read_trace, read_traces
-from benchmarks.bandit.world import Moment, World
+from benchmarks.bandit.run import OURS, RIVALS, AdaptiveSteps, Fixed, Truth
+from benchmarks.bandit.world import (
+    Drafter,
+    Moment,
+    Step,
+    Trace,
+    World,
+    read_trace,
+    read_traces,
+)
 from paceline.errors import InvalidInput, NotFound
 from paceline.trajectory import Target
 

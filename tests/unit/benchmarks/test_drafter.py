@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import drafter
-from benchmarks.demo_runs import Run
+from benchmarks.demo_runs import DemoRun
 from benchmarks.drafter import goals, recovery, write_mixes
 from benchmarks.result import Goal
 from paceline.tasks import read_tasks
@@ -18,7 +18,7 @@ SHIFT = 30
 
 def run(
     arm: str, probes: list[float], *, rate: float = 1000.0, step_s: float = 1.0, wait: float = 0.0
-) -> Run:
+) -> DemoRun:
     steps: list[dict[str, Any]] = [
         {
             "step": str(i),
@@ -31,14 +31,14 @@ def run(
         for i, value in enumerate(probes)
     ]
     summary = {"preempt_wait_share": wait, "drafter_steps_per_rl_step": 6.0, "wall_s": 60.0}
-    return Run(0, arm, summary, steps, 1.0)
+    return DemoRun(0, arm, summary, steps, 1.0)
 
 
 RECOVERS = [2.0] * 20 + [4.0] * 10 + [2.0, 2.5, 3.0, 3.9] + [4.4] * 26
 FROZEN = [4.2] * 30 + [1.5] * 30
 
 
-def runs(wait: float = 0.01) -> dict[str, Run]:
+def runs(wait: float = 0.01) -> dict[str, DemoRun]:
     return {
         "harvested": run("harvested", RECOVERS, rate=1500.0, wait=wait),
         "serial": run("serial", RECOVERS, rate=1500.0, step_s=1.2),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import demo_runs, e2e
-from benchmarks.demo_runs import Run, read_run
+from benchmarks.demo_runs import DemoRun, read_run
 from benchmarks.e2e import chosen_arms, compare, first_difference, speed_ratio
 from paceline.errors import InvalidInput
 
@@ -42,7 +42,7 @@ def run(
     last: float = 0.9,
     probe: float | None = None,
     differs_at: int = 0,
-) -> Run:
+) -> DemoRun:
     summary = {
         "accuracy_first": 0.5,
         "accuracy_last": last,
@@ -54,10 +54,10 @@ def run(
         "drafter_steps": 60,
         "drafter_tokens": 900,
     }
-    return Run(seed, arm, summary, steps(rate, differs_at=differs_at, probe=probe), 100.0)
+    return DemoRun(seed, arm, summary, steps(rate, differs_at=differs_at, probe=probe), 100.0)
 
 
-def runs() -> list[Run]:
+def runs() -> list[DemoRun]:
     made = []
     for seed, last in ((0, 0.7), (1, 0.85), (2, 0.95)):
         made += [
@@ -120,7 +120,7 @@ def test_arms_run_in_the_order_in_which_they_need_each_other() -> None:
     assert chosen_arms("frozen,none,cotrained") == ("none", "cotrained", "frozen")
 
 
-def write(directory: Path, one: Run, **cost: Any) -> None:
+def write(directory: Path, one: DemoRun, **cost: Any) -> None:
     directory.mkdir(parents=True)
     (directory / "summary.json").write_text(json.dumps(one.summary))
     (directory / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in one.steps))
@@ -137,7 +137,7 @@ async def test_finished_runs_are_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     async def refuse(command: list[str]) -> float:
         pytest.fail(f"started {command}")
 
-    monkeypatch.setattr(demo_runs, "child", refuse)
+    monkeypatch.setattr(demo_runs, "run_to_end", refuse)
     for one in runs()[:2]:
         write(tmp_path / f"{one.arm}-0" / "demo-0-1", one, cpu_s=12.5, resumed=False)
     result = await e2e.run(options(tmp_path))
@@ -166,7 +166,7 @@ async def test_unfinished_runs_are_taken_up_and_new_ones_begun(
     started = tmp_path / "cotrained-0" / "demo-0-1"
     started.mkdir(parents=True)
     (started / "config.toml").write_text("")
-    monkeypatch.setattr(demo_runs, "child", pretend)
+    monkeypatch.setattr(demo_runs, "run_to_end", pretend)
     await e2e.run(options(tmp_path))
     assert "--no-speculation" in commands[0]
     assert commands[1][-2:] == ["--resume", "demo-0-1"]

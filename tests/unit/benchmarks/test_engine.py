@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.demo_runs import demo_folder
 from benchmarks.engine import run as bench
+from benchmarks.engine.compared import STAGES, flops_per_token
 from benchmarks.engine.injected import (
     RANDOM_56M,
     RANDOM_TINY,
@@ -20,20 +22,19 @@ from benchmarks.engine.injected import (
     expected_accept_length,
     write_random_model,
 )
-from benchmarks.engine.profile import STAGES, flops_per_token
 from benchmarks.engine.runs import (
-    Answer,
-    Run,
+    Decoded,
+    TimedRun,
+    TransformersModel,
     decode,
     even_waves,
     flips,
     take_turns,
     workload,
 )
-from benchmarks.engine.sections import ARMS, at_least, grouped_work
-from benchmarks.engine.transformers import TransformersModel
-from benchmarks.paired import paired_ratio
-from benchmarks.sglang import demo_folder
+from benchmarks.engine.sections import ARMS, grouped_work, judged
+from benchmarks.options import counts
+from benchmarks.result import paired_ratio
 from paceline.errors import InvalidInput
 from paceline.models.config import parse_config
 from paceline.models.loading import model_shapes
@@ -116,16 +117,16 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
 
 def test_flips_count_sequences_near_ties_and_what_comes_after_a_difference() -> None:
     reference = [
-        Answer((1, 2, 3, 4)),
-        Answer((1, 2, 3), 1e-6),
-        Answer((1, 2)),
-        Answer((7, 8, 9), 0.5),
+        Decoded((1, 2, 3, 4)),
+        Decoded((1, 2, 3), 1e-6),
+        Decoded((1, 2)),
+        Decoded((7, 8, 9), 0.5),
     ]
     other = [
-        Answer((1, 2, 3, 4)),
-        Answer((1, 5, 3), 0.1),
-        Answer((1, 2, 3)),
-        Answer((6, 8, 9), 0.5),
+        Decoded((1, 2, 3, 4)),
+        Decoded((1, 5, 3), 0.1),
+        Decoded((1, 2, 3)),
+        Decoded((6, 8, 9), 0.5),
     ]
     found = flips(reference, other)
     assert (found.sequences, found.flipped, found.near_ties, found.unexplained) == (4, 3, 1, 2)
@@ -136,9 +137,9 @@ def test_flips_count_sequences_near_ties_and_what_comes_after_a_difference() -> 
 async def test_ways_take_turns_and_the_first_turn_does_not_count() -> None:
     order: list[str] = []
 
-    def way(name: str) -> Run:
+    def way(name: str) -> TimedRun:
         order.append(name)
-        return Run(1.0 + order.count(name), (Answer((1, 2)),))
+        return TimedRun(1.0 + order.count(name), (Decoded((1, 2)),))
 
     runs = await take_turns({name: lambda name=name: way(name) for name in "ab"}, 3, "test")  # type: ignore[misc]
     assert "".join(order) == "abbaabba"
@@ -167,15 +168,15 @@ def test_even_waves_are_of_like_length_and_stand_at_even_quantiles() -> None:
 
 def test_grouped_work_takes_prompts_of_every_length_and_the_longest() -> None:
     work = workload(PROMPTS, 4, 8)
-    run = Run(1.0, tuple(Answer((1,) * length) for length in (9, 2, 4, 1)))
+    run = TimedRun(1.0, tuple(Decoded((1,) * length) for length in (9, 2, 4, 1)))
     grouped = grouped_work(work, run, 2)
     assert [request.prompt for request in grouped.requests] == [PROMPTS[1]] * 2 + [PROMPTS[0]] * 2
 
 
 def test_fewer_than_three_pairs_judge_nothing() -> None:
-    assert at_least("x", 1.0, paired_ratio([2.0] * 2, [1.0] * 2)).met is None
-    assert at_least("x", 1.0, paired_ratio([2.0] * 3, [1.0] * 3)).met is True
-    assert at_least("x", 3.0, paired_ratio([2.0] * 3, [1.0] * 3)).met is False
+    assert judged("x", 1.0, paired_ratio([2.0] * 2, [1.0] * 2)).met is None
+    assert judged("x", 1.0, paired_ratio([2.0] * 3, [1.0] * 3)).met is True
+    assert judged("x", 3.0, paired_ratio([2.0] * 3, [1.0] * 3)).met is False
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 1.0])
@@ -243,19 +244,18 @@ def test_transformers_is_asked_for_greedy_decoding_only() -> None:
 
 
 @pytest.mark.parametrize("text", ["0", "1,,2", "a", "-1", ""])
-def test_batches_must_be_sizes(text: str) -> None:
-    with pytest.raises(InvalidInput):
-        bench.batch_sizes(text)
+def test_counts_must_be_counts(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="e\\.g\\. 1,4,8"):
+        counts(text)
 
 
-def test_batches_come_in_ascending_order_once() -> None:
-    assert bench.batch_sizes("8,1,8") == (1, 8)
+def test_counts_come_in_ascending_order_once() -> None:
+    assert counts("8,1,8") == (1, 8)
 
 
-@pytest.mark.parametrize("changes", [{"only": "rollouts"}, {"pairs": 0}, {"threads": 0}])
-async def test_options_that_make_no_sense_are_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(InvalidInput):
-        await bench.run(options(**changes))
+async def test_a_section_that_is_none_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="no such section"):
+        await bench.run(options(only="rollouts"))
 
 
 def test_sections_run_in_their_own_order() -> None:

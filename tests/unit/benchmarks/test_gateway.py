@@ -18,19 +18,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from benchmarks.demo_runs import demo_folder
 from benchmarks.gateway import run as bench
-from benchmarks.gateway.connection import contents, unchunked
+from benchmarks.gateway.backends import ScriptPace, lengths, paces_s, pieces, texts
 from benchmarks.gateway.fronts import LITELLM, OURS, Front, litellm_python
-from benchmarks.gateway.load import Load, Order, percentile_ms
-from benchmarks.gateway.measure import Contender, Level
-from benchmarks.gateway.report import added_ms, goals, turn_goals, turn_rows, work_rows
-from benchmarks.gateway.script import Pace, lengths, paces_s, pieces, texts
-from benchmarks.gateway.turns import CACHE, NO_CACHE, Turn, TurnRun
+from benchmarks.gateway.load import LoadRun, Order, contents, percentile_ms, unchunked
+from benchmarks.gateway.measure import FrontUnderTest, Level, added_ms, goals, work_rows
+from benchmarks.gateway.turns import CACHE, NO_CACHE, AnsweredTurn, TurnRun, turn_goals, turn_rows
 from benchmarks.processes import child
-from benchmarks.sglang import demo_folder
 from paceline.errors import InvalidInput, NotFound
 
-PACE = Pace(tokens=24, tokens_per_round=5, round_s=0.0)
+PACE = ScriptPace(tokens=24, tokens_per_round=5, round_s=0.0)
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -61,7 +59,7 @@ def chunked(body: bytes, sizes: list[int]) -> bytes:
 def test_texts_are_as_many_tokens_as_stated_and_their_pieces_are_those_of_the_rounds(
     tokens: int, size: int
 ) -> None:
-    pace = Pace(tokens, size, 0.01)
+    pace = ScriptPace(tokens, size, 0.01)
     tokenizer = Tokenizer.from_file(str(demo_folder() / "policy_start" / "tokenizer.json"))
     for text, length, seconds in zip(texts(pace), lengths(pace), paces_s(pace), strict=True):
         assert len(tokenizer.encode(text, add_special_tokens=False).ids) == length
@@ -142,7 +140,7 @@ async def test_lost_and_doubled_tokens_are_counted(
     change: Callable[[list[str]], list[str]], counted: str
 ) -> None:
     async with server(saying(change)) as port:
-        found = await Load(order(port, keys=("a", "b", "c"))).run()
+        found = await LoadRun(order(port, keys=("a", "b", "c"))).run()
     assert found[counted] == found["requests"] == 3
     assert bool(found["example"]) == (counted == "wrong")
 
@@ -165,7 +163,7 @@ async def test_broken_and_refused_streams_are_counted_as_failed(
     answer: Answer, example: str
 ) -> None:
     async with server(answer) as port:
-        found = await Load(order(port, keys=("a",))).run()
+        found = await LoadRun(order(port, keys=("a",))).run()
     assert (found["failed"], found["requests_per_s"]) == (1, 0)
     assert example in found["example"]
 
@@ -173,20 +171,20 @@ async def test_broken_and_refused_streams_are_counted_as_failed(
 async def test_a_server_that_is_not_there_fails_requests_and_not_the_run() -> None:
     async with server(refuse) as port:
         pass
-    found = await Load(order(port, keys=("a", "b"))).run()
+    found = await LoadRun(order(port, keys=("a", "b"))).run()
     assert found["failed"] == 2
     assert "cannot connect" in found["example"]
 
 
 async def test_arrivals_keep_their_rate_while_answers_are_slow_and_their_wait_counts() -> None:
     async with server(saying(lambda said: said, after_s=0.2)) as port:
-        found = await Load(order(port, rate=100.0, seconds=0.5)).run()
+        found = await LoadRun(order(port, rate=100.0, seconds=0.5)).run()
     assert 25 <= found["right"] <= 80  # 50 on average; closed loops would have waited
     assert found["whole_p50_ms"] >= 190
 
 
 async def test_the_backend_and_the_load_are_processes_that_understand_each_other() -> None:
-    pace = Pace(24, 5, 0.001)
+    pace = ScriptPace(24, 5, 0.001)
     words = json.dumps({"tokens": 24, "tokens_per_round": 5, "round_s": 0.001})
     async with child(bench.BACKEND, words) as backend, child(bench.LOAD) as load:
         port = (await backend.answer())["port"]
@@ -197,7 +195,7 @@ async def test_the_backend_and_the_load_are_processes_that_understand_each_other
     assert found["whole_p50_ms"] > 1e3 * min(paces_s(pace)) / 2
 
 
-def contender(name: str, rates: list[float], late_ms: list[float]) -> Contender:
+def contender(name: str, rates: list[float], late_ms: list[float]) -> FrontUnderTest:
     zero = {"first_p50_ms": 5.0, "first_p99_ms": 5.0, "late_p50_ms": 1.0, "late_p99_ms": 1.0}
     runs = [
         {
@@ -213,7 +211,7 @@ def contender(name: str, rates: list[float], late_ms: list[float]) -> Contender:
         }
         for rate, late in zip(rates, late_ms, strict=True)
     ]
-    found = Contender(Front(name, 1, 1), lambda order: asyncio.sleep(0, {}))
+    found = FrontUnderTest(Front(name, 1, 1), lambda order: asyncio.sleep(0, {}))
     found.runs, found.direct_runs = {Level(16): runs}, {Level(16): [zero] * len(runs)}
     return found
 
@@ -241,9 +239,10 @@ def turn_run(
     seconds: float, cached: tuple[int, int], first_s: tuple[float, float], last: int = 7
 ) -> TurnRun:
     """Two dialogues of two turns; the second turns found `cached` of 120 tokens."""
-    first = Turn(prompt=100, cacheable=0, cached=0, first_s=9.0, tokens=(5, 6))
+    first = AnsweredTurn(prompt=100, cacheable=0, cached=0, first_s=9.0, tokens=(5, 6))
     later = [
-        Turn(200, 120, found, at_s, (last,)) for found, at_s in zip(cached, first_s, strict=True)
+        AnsweredTurn(200, 120, found, at_s, (last,))
+        for found, at_s in zip(cached, first_s, strict=True)
     ]
     return TurnRun(seconds, tuple((first, turn) for turn in later))
 
@@ -282,15 +281,29 @@ def options(*words: str) -> argparse.Namespace:
     [
         ["--streams", "0"],
         ["--streams", "1,x"],
-        ["--streams", "5000"],
         ["--seconds", "0"],
         ["--repeats", "0"],
+        ["--repeats", "many"],
         ["--tokens-per-round", "0"],
         ["--rate", "-1"],
         ["--round-ms", "-1"],
         ["--sessions", "-1"],
-        ["--turns", "1"],
         ["--turns", "-1"],
+    ],
+)
+def test_options_of_no_sense_are_refused_by_name(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        options(*words)
+    assert f"argument {words[0]}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--streams", "5000"],
+        ["--turns", "1"],
         ["--turns", "100"],
         ["--dialogues", "0"],
         ["--turn-tokens", "127"],

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from benchmarks.paired import paired_ratio
-from benchmarks.result import BenchResult, Goal, Row
+from benchmarks.result import BenchResult, Goal, Row, paired_ratio
 from paceline.errors import InvalidInput
 
 

@@ -1,10 +1,13 @@
-"""Makes the traces: `python -m benchmarks.bandit.traces.make [FOLDER]`. Owns what each family
-is.
+"""Makes the traces of the bandit bench: `python -m benchmarks.bandit.make_traces [FOLDER]`.
 
 The CPU costs are the embedded engine's, measured on one core with the demo's policy; the GPU-like
 ones follow a roofline: reading the weights costs the same for few tokens, each verified token costs
 more from there on, so that speculation loses in large batches. Families `mixed` and `wandering`
 were not played while a bandit was tuned.
+
+The recorded family decodes without speculation; before each round every speculator drafts at its
+longest, for all rows. What it proposed is compared with the response afterwards, so that a round of
+any chain arm can be replayed from any token.
 """
 
 from __future__ import annotations
@@ -12,12 +15,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from benchmarks.bandit.traces import FOLDER, Drafter, Step, Trace
-from benchmarks.sglang import demo_folder
+from benchmarks.bandit.world import FOLDER, Drafter, Step, Trace
+from benchmarks.demo_runs import demo_folder
+from paceline.models.sampling import DrawParams
+from paceline.speculators.base import DraftBatch, DraftShape
 from paceline.tasks import read_tasks
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.engines.embedded.build import build_embedded
+from rollout_gateway.engines.embedded.engine import EmbeddedEngine
+from rollout_gateway.engines.embedded.nodes import Nodes
+from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.embedded.speculative import DraftPart
+from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.sampling import Sampling
 
 SEED = 20261121
 LIMIT = 512
@@ -258,10 +273,85 @@ def wandering(source: np.random.Generator) -> list[Trace]:
     ]
 
 
+RECORDED_DRAFTS = {"eagle": 7, "ngram": 4}
+"""Drafts recorded from every token."""
+RIGHT_AT_MOST = 9
+
+
+class Listener:
+    """Takes the place of an engine's drafting: asks all speculators, proposes nothing."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.proposals: dict[
+            tuple[str, int, int], list[int]
+        ] = {}  # speculator, request, response token -> drafts
+
+    def draft(
+        self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams
+    ) -> tuple[Nodes, list[DraftPart]]:
+        """The roots alone."""
+        engine = self._engine
+        slots = engine._scheduler.ready()
+        running = [engine._scheduler.running[slot] for slot in slots]
+        store = engine._store
+        batch = DraftBatch(slots, [one.length for one in running], store.token_ids, store.hidden)
+        for name, speculator in engine._speculation.drafters.live.items():
+            speculator.catch_up(batch)
+            proposed = speculator.propose(batch, DraftShape(RECORDED_DRAFTS[name])).tokens.tolist()
+            for one, drafts in zip(running, proposed, strict=True):
+                self.proposals[name, one.request.request_id, len(one.tokens)] = drafts
+        return Nodes(last), []
+
+
+def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -> Step:
+    """One rollout: `samples` responses to each question at temperature 1."""
+    demo = demo_folder()
+    arms = ("off", "eagle:7_1_8", "ngram:4_1_5")
+    settings = {
+        "model_dir": str(demo / "policy_trained"),
+        "drafter": str(demo / "drafter_trained"),
+        "arms": arms,
+    }
+    engine = build_embedded(EmbeddedSpec.model_validate(settings))
+    assert isinstance(engine, EmbeddedEngine)
+    listener = Listener(engine)
+    engine._speculation.draft = listener.draft  # type: ignore[method-assign]
+    engine.force_arm("off")
+    codec = TextCodec(demo / "policy_trained")
+    prompts = [codec.encode(question) for question in questions for _ in range(samples)]
+    for number, prompt in enumerate(prompts):
+        engine.enqueue(
+            Request(number, prompt, Sampling(seed=seed * 1000 + number, max_tokens=limit))
+        )
+    said: dict[int, tuple[int, ...]] = {}
+    while engine.has_work:
+        said |= {chunk.request_id: chunk.token_ids for chunk in engine.step()}
+    runs = {
+        name: tuple(
+            "".join(
+                str(right(listener.proposals[name, number, start], said[number][start:]))
+                for start in range(len(said[number]))
+            )
+            for number in range(len(prompts))
+        )
+        for name in RECORDED_DRAFTS
+    }
+    return Step(lengths=tuple(len(said[number]) for number in range(len(prompts))), runs=runs)
+
+
+def right(drafts: Sequence[int], tokens: Sequence[int]) -> int:
+    """Drafts from the first on that are the response's tokens."""
+    count = 0
+    for draft, token in zip(drafts, tokens, strict=False):
+        if draft != token:
+            break
+        count += 1
+    return min(count, RIGHT_AT_MOST)
+
+
 def recorded(source: np.random.Generator) -> list[Trace]:
     """The demo's trained policy and drafter on held-out questions, 16 x 4 responses a step."""
-    from benchmarks.bandit.traces.record import record_step  # loads torch
-
     questions = [task.prompt for task in read_tasks(demo_folder() / "tasks_heldout.jsonl")]
     steps = [
         record_step(questions[16 * number : 16 * number + 16], 4, 160, number)
