@@ -24,7 +24,7 @@ class DraftRows:
     rows: Tensor
     """int64 [R]: row of the round, ascending."""
     parents: Tensor
-    """int64 [R]: stamp of engines/ring.py."""
+    """int64 [R]: stamp of engines/worker/ring.py."""
     positions: Tensor
     """int64 [R]"""
     token_ids: Tensor

@@ -2,7 +2,7 @@
 every draft node.
 
 Owns one matcher per request with a schema and the masks on the logits; not what a schema may be and
-how its grammar is built (engines/json_schema.py), not the draw. Masked logits take the place of the
+how its grammar is built (json_schema.py), not the draw. Masked logits take the place of the
 model's for everything after: penalties, masks by probability, the draw, and the log-probs that are
 reported, which are hence those of the masked distribution at the request's temperature.
 

@@ -4,7 +4,7 @@ round's tensors.
 A draft is rejected when it was verified with tokens of the sequence before it, or with such tokens
 and other rejected drafts, and the sequence went on otherwise. Its state comes from the round's one
 forward; nothing is computed for it. Owns the choice and its bound; not the writing of rows and not
-what `parents` means to readers (engines/ring.py).
+what `parents` means to readers (engines/worker/ring.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RejectedDrafts:
     nodes: Tensor
     """int64 [R]: node of that row."""
     parents: Tensor
-    """int64 [R]: the stamp of engines/ring.py, 1 or more."""
+    """int64 [R]: the stamp of engines/worker/ring.py, 1 or more."""
     left_out: int
     """Rejected drafts beyond the bound."""
 
