@@ -13,6 +13,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.journal.facts import slot_statuses
 from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
+from coordinator.machine.step import LIVE
 from coordinator.runner import Runner
 from paceline.errors import FailedPrecondition
 from paceline.events import FactPublisher
@@ -43,10 +44,9 @@ class RunFailed(FailedPrecondition):
 class CoordinatorServicer(CoordinatorServiceServicer):
     """Answers from the runner's memory."""
 
-    def __init__(self, run_id: str, runner: Runner, facts: FactPublisher) -> None:
+    def __init__(self, run_id: str, runner: Runner) -> None:
         self._run_id = run_id
         self._runner = runner
-        self._facts = facts
 
     async def GetSnapshot(
         self, request: pb.GetSnapshotRequest, context: grpc.aio.ServicerContext
@@ -60,10 +60,8 @@ class CoordinatorServicer(CoordinatorServiceServicer):
             phase=state.phase.value,
             slots=slot_statuses(state),
             versions=versions_to_proto(state.versions),
-            fact_sequence=self._facts.sequence,
             last_step=records.finished[-1] if records.finished else None,
             failure=state.failure,
-            trace_id=records.trace_id,
         )
 
     async def ListSteps(
@@ -73,10 +71,12 @@ class CoordinatorServicer(CoordinatorServiceServicer):
         return pb.ListStepsResponse(steps=self._runner.records.finished[request.from_step :])
 
     async def StopRun(self, request: pb.StopRunRequest, context: grpc.aio.ServicerContext) -> Any:
-        """Ends the run with the running step. FailedPrecondition before the run began."""
-        if self._runner.state.phase is Phase.NEW:
-            raise FailedPrecondition("the run has not begun", seen=Phase.NEW.value)
-        return pb.StopRunResponse(last_step=max(0, self._runner.request_stop() - 1))
+        """Ends the run with the running step. FailedPrecondition when no run goes on."""
+        phase = self._runner.state.phase
+        if phase not in LIVE:
+            allowed = ", ".join(one for one in Phase if one in LIVE)
+            raise FailedPrecondition("no run goes on", seen=phase, allowed=f"phase {allowed}")
+        return pb.StopRunResponse(total_steps=self._runner.request_stop())
 
 
 async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
@@ -91,7 +91,7 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     server = Server(config.addresses.coordinator, config.security)
     try:
         runner = Runner(config, Journal(client, config.run.id), peers, facts.publish, time.time)
-        servicer = CoordinatorServicer(config.run.id, runner, facts)
+        servicer = CoordinatorServicer(config.run.id, runner)
         server.add(add_CoordinatorServiceServicer_to_server, servicer, SERVICE_NAME)
         await server.start()
         if await runner.run(stop):

@@ -5,23 +5,29 @@ ZeroMQ.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import signal
 import sys
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
+from rich.console import Console
 from slot_overlaps import overlaps
 
 from coordinator import server
 from coordinator.config import CoordinatorConfig
+from coordinator.journal.journal import Journal
+from coordinator.machine.state import Phase
+from coordinator.runner import Runner
 from coordinator.server import RunFailed, serve
+from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
     ConfigError,
@@ -617,10 +623,98 @@ async def test_a_stopped_run_ends_with_the_running_step_and_answers_snapshots(
             assert (snapshot.step, snapshot.total_steps, snapshot.phase) == (1, 3, "rollout")
             assert [slot.holder for slot in snapshot.slots] == [pb.HOLDER_DRAFTER, pb.HOLDER_ENGINE]
             assert len((await stub.ListSteps(pb.ListStepsRequest())).steps) == 1
-            assert (await stub.StopRun(pb.StopRunRequest())).last_step == 1
+            assert (await stub.StopRun(pb.StopRunRequest())).total_steps == 2
         script.released.set()
         await run
     assert len(records_of(await journal_of(config))) == 2
+
+
+async def test_paceline_stop_ends_the_run_with_the_running_step_and_says_what_it_waits_for(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        said = Said()
+        stopping = asyncio.create_task(stop_run(config.addresses.coordinator, Console(file=said)))
+        await asyncio.wait_for(said.waiting.wait(), WAIT_S)
+        script.released.set()
+        assert await asyncio.wait_for(stopping, WAIT_S) == 0
+        await run
+    lines = said.getvalue().splitlines()
+    assert lines[:2] == ["the run ends with 2 steps", "waiting for step 1: rollout"]
+    assert lines[-1] in ("the run has ended after 2 steps", "the coordinator has left")
+    assert script.trained == [0, 1]
+    assert len(records_of(await journal_of(config))) == 2
+
+
+class Said(io.StringIO):
+    """What a console prints, and an event for the first thing that it waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = asyncio.Event()
+
+    def write(self, text: str) -> int:
+        if "waiting for" in text:
+            self.waiting.set()
+        return super().write(text)
+
+
+async def test_ctrl_c_ends_the_waiting_of_paceline_stop_and_not_the_run(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(script := Script(hold_step=1)) as peers:
+        config = config_of(overrides(peers, redis_url, tmp_path))
+        run = asyncio.create_task(run_to_end(config))
+        await asyncio.wait_for(script.holding.wait(), WAIT_S)
+        stopping = await _stop_process(config.addresses.coordinator)
+        assert stopping.stdout is not None
+        said = [await asyncio.wait_for(stopping.stdout.readline(), WAIT_S) for _ in range(2)]
+        assert said == [b"the run ends with 2 steps\n", b"waiting for step 1: rollout\n"]
+        stopping.send_signal(signal.SIGINT)
+        rest, error = await asyncio.wait_for(stopping.communicate(), WAIT_S)
+        assert (stopping.returncode, rest) == (130, b"not waiting any longer; the run still ends\n")
+        assert b"Traceback" not in error
+        script.released.set()
+        await run
+    assert script.trained == [0, 1]
+
+
+async def test_paceline_stop_where_nothing_runs_names_the_address() -> None:
+    address = f"127.0.0.1:{free_port()}"
+    stopping = await _stop_process(address)
+    said, error = await asyncio.wait_for(stopping.communicate(), WAIT_S)
+    assert (stopping.returncode, said) == (2, b"")
+    assert f"no coordinator answers; seen: {address}" in " ".join(error.decode().split())
+
+
+async def test_a_run_that_has_not_begun_or_is_over_cannot_be_stopped(
+    redis_url: str, tmp_path: Path
+) -> None:
+    async with running_peers(Script()) as peers:
+        words = overrides(peers, redis_url, tmp_path, steps=1)
+        config = config_of(words)
+        await run_to_end(config)
+        client = connect(config.redis.durable)
+        runner = Runner(config, Journal(client, config.run.id), None, None, lambda: 0.0)  # type: ignore[arg-type]
+        servicer: Any = server.CoordinatorServicer(config.run.id, runner)
+        with pytest.raises(FailedPrecondition, match="no run goes on; seen: new"):
+            await servicer.StopRun(pb.StopRunRequest(), None)
+        runner.state = replace(runner.state, phase=Phase.FINISHED)
+        with pytest.raises(FailedPrecondition, match="no run goes on; seen: finished"):
+            await servicer.StopRun(pb.StopRunRequest(), None)
+        await client.aclose()
+
+
+async def _stop_process(address: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "paceline.cli.main", "stop", "--address", address),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
 
 
 async def test_a_second_coordinator_of_the_same_run_cannot_write(

@@ -174,6 +174,16 @@ def status(
     _run(show_status(address, Console()))
 
 
+@app.command()
+def stop(
+    address: Annotated[str, typer.Option(help="address of the coordinator")] = "127.0.0.1:7400",
+) -> None:
+    """End a run with the step that runs now, and wait for it; Ctrl-C only ends the waiting."""
+    from paceline.cli.stop import stop_run
+
+    _run(stop_run(address, Console()))
+
+
 @app.command(context_settings=REST)
 def bench(context: typer.Context) -> None:
     """Run a benchmark of this checkout: paceline bench NAME [--json FILE] ..., or list."""

@@ -47,11 +47,6 @@ class FactPublisher:
         """Endpoint bound, with the real port."""
         return bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
 
-    @property
-    def sequence(self) -> int:
-        """Number of the newest fact; first_sequence - 1 before any."""
-        return self._next - 1
-
     async def publish(self, fact: Fact) -> int:
         """Number and send one fact, which is not changed; returns the number.
 

@@ -53,28 +53,24 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetSnapshotResponse(_message.Message):
-    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "fact_sequence", "last_step", "failure", "trace_id")
+    __slots__ = ("run_id", "step", "total_steps", "phase", "slots", "versions", "last_step", "failure")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    FACT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
-    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     total_steps: int
     phase: str
     slots: _containers.RepeatedCompositeFieldContainer[SlotStatus]
     versions: _trajectory_pb2.VersionSet
-    fact_sequence: int
     last_step: StepRecord
     failure: str
-    trace_id: str
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., fact_sequence: _Optional[int] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ..., trace_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., total_steps: _Optional[int] = ..., phase: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotStatus, _Mapping]]] = ..., versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., last_step: _Optional[_Union[StepRecord, _Mapping]] = ..., failure: _Optional[str] = ...) -> None: ...
 
 class StepRecord(_message.Message):
     __slots__ = ("step", "versions", "reward_mean", "response_tokens", "rollout_s", "policy_s", "step_s", "accept_length", "arm_rounds", "drafter_steps", "drafter_slot_s", "preempt_wait_s", "policy", "evaluations", "tokens_hash", "near_ties", "finished_at_s", "trace_id", "response_length_quantiles")
@@ -156,10 +152,10 @@ class StopRunRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StopRunResponse(_message.Message):
-    __slots__ = ("last_step",)
-    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
-    last_step: int
-    def __init__(self, last_step: _Optional[int] = ...) -> None: ...
+    __slots__ = ("total_steps",)
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    total_steps: int
+    def __init__(self, total_steps: _Optional[int] = ...) -> None: ...
 
 class Fact(_message.Message):
     __slots__ = ("sequence", "context", "at_s", "step_began", "slot_changed", "version_committed", "step_finished", "run_finished")

@@ -25,11 +25,6 @@ class StepRecords:
         self._drafter_since: dict[int, float] = {}
         self._pulls: Counter[str] = Counter()
 
-    @property
-    def trace_id(self) -> str:
-        """Trace of the newest step, hex."""
-        return self._open.trace_id
-
     def observe(self, before: State, event: Event, after: State) -> StepRecord | None:
         """Takes one transition in; returns the record that it closed or amended."""
         self._count_drafter_slots(before, event, after)
@@ -106,7 +101,7 @@ class StepRecords:
         record.step_s = event.at_s - self._began_s
         record.finished_at_s = event.at_s
         self.finished.append(record)
-        self._open = StepRecord(trace_id=record.trace_id)
+        self._open = StepRecord()
         return record
 
     def _count_drafter_slots(self, before: State, event: Event, after: State) -> None:
