@@ -1,5 +1,4 @@
-"""`python -m drafter_trainer.export`: a trained drafter as another engine's checkpoint. Owns the
-files it writes.
+"""Writes a trained drafter as another engine's checkpoint: `python -m drafter_trainer.export`.
 
 What each engine wants is paceline.speculators.export. What was written is read back and compared,
 name by name.

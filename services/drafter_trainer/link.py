@@ -1,7 +1,4 @@
-"""What reaches a rank from outside: commands of its parent, rows of the features stream.
-
-Owns both connections.
-"""
+"""Receives the parent's commands and the rows of the features stream, for one rank."""
 
 from __future__ import annotations
 

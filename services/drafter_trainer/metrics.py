@@ -1,12 +1,13 @@
-"""Instruments of the drafter trainer (docs/metrics.md). Owns names and labels, no figure."""
+"""Records the drafter trainer's metrics (docs/metrics.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from drafter_trainer.messages import Judged
-from paceline.telemetry import meter
+from paceline.telemetry import meter, span
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
     from drafter_trainer.learn.learner import MicroResult
@@ -93,3 +94,29 @@ class LeaseMetrics:
     def preempted(self, seconds: float) -> None:
         """The slots were free so long after the command."""
         self._preemption.record(seconds)
+
+
+@contextmanager
+def micro_step_span(policy_version: int, kind: str) -> Iterator[Callable[[MicroResult], None]]:
+    """The span of one micro-batch; call what it gives with the result."""
+    with span("drafter.micro_step", policy_version=policy_version, drafter=kind) as current:
+
+        def record(result: MicroResult) -> None:
+            current.set_attribute("positions", result.positions)
+            current.set_attribute("loss", result.loss)
+            current.set_attribute("stepped", result.stepped)
+
+        yield record
+
+
+@contextmanager
+def gate_span(drafter_version: int) -> Iterator[Callable[[Iterable[Judged]], None]]:
+    """The span of one piece of a round; call what it gives with the decisions."""
+    with span("drafter.gate", drafter_version=drafter_version) as current:
+
+        def record(decisions: Iterable[Judged]) -> None:
+            for decision in decisions:
+                current.set_attribute("decision", decision.decision)
+                current.set_attribute("drafter", decision.kind)
+
+        yield record

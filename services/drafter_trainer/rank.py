@@ -1,6 +1,5 @@
-"""`python -m drafter_trainer.rank`: one rank of the trainer.
-
-Owns set-up and what a rank does between leases.
+"""Runs one rank of the drafter trainer, `python -m drafter_trainer.rank`: set-up, leases,
+checkpoints.
 """
 
 from __future__ import annotations

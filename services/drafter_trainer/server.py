@@ -17,7 +17,7 @@ from drafter_trainer.driver import DrafterDriver, Lease
 from drafter_trainer.gate.publish import Promoter, PushOutcome
 from drafter_trainer.metrics import LeaseMetrics
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
-from paceline.rpc import EpochGuard, Server, channel
+from paceline.rpc import EpochGuard, Server, channel, check_run
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
 from paceline.v1 import drafter_pb2 as pb
@@ -72,7 +72,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         DeadlineExceeded when training has not begun in time: the ranks are then told to stop, or
         killed.
         """
-        self._check_run(request.context)
+        check_run(request.context, self._config.run.id)
         slots = _checked(request.slots)
         self._guard.check(request.context)
         epoch = request.context.epoch
@@ -162,7 +162,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
 
         No newer command fences it off: to free slots is always right.
         """
-        self._check_run(request.context)
+        check_run(request.context, self._config.run.id)
         self._preempted_epoch = max(self._preempted_epoch, request.context.epoch)
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
@@ -191,7 +191,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self, request: pb.SaveDrafterCheckpointRequest, context: Any
     ) -> pb.SaveDrafterCheckpointResponse:
         """Returns when the checkpoint is on disk."""
-        self._check_run(request.context)
+        check_run(request.context, self._config.run.id)
         self._guard.check(request.context)
         saved = await self._ranks.save(SAVE_DEADLINE_S)
         return pb.SaveDrafterCheckpointResponse(path=saved.path, total_steps=saved.version)
@@ -200,12 +200,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         """Ends the connection to the gateway."""
         self._promoter.cancel()
         await self._gateway.close()
-
-    def _check_run(self, context: CommandContext) -> None:
-        if context.run_id != self._config.run.id:
-            raise InvalidInput(
-                "this trainer serves another run", seen=context.run_id, allowed=self._config.run.id
-            )
 
 
 def _checked(slots: Sequence[int]) -> list[int]:
@@ -277,23 +271,11 @@ async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     server = Server(config.addresses.drafter_trainer, config.security)
     server.add(drafter_pb2_grpc.add_DrafterServiceServicer_to_server, servicer, SERVICE_NAME)
     server.add(add_weight_service, weights, WEIGHT_SERVICE)
-    server.set_serving(SERVICE_NAME, False)
-    await server.start()
-    supervision = asyncio.create_task(ranks.watched.supervise())
-    health = asyncio.create_task(ranks.watched.show_health(server, SERVICE_NAME))
-    stopped = asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if supervision.done():
-            await supervision
+        # The ranks stop a running activation within the grace, and save all that was learned.
+        async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=GRACE_S):
+            pass
     finally:
-        for task in (health, stopped, supervision):
-            task.cancel()
-        await asyncio.gather(health, stopped, supervision, return_exceptions=True)
-        await ranks.watched.stop(
-            GRACE_S
-        )  # a running activation stops and all that was learned is saved
-        await server.stop(0)
         await servicer.close()
 
 

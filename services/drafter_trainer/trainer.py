@@ -1,12 +1,10 @@
-"""The loop of rank 0: learn while the lease lives, judge, hand over what is better.
-
-Owns the order of things.
-"""
+"""Trains on rank 0 while the lease lives: learns, judges, hands over what is better."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +14,15 @@ from drafter_trainer.gate.candidates import Candidates
 from drafter_trainer.gate.gate import PublishGate
 from drafter_trainer.learn import sharing
 from drafter_trainer.learn.heads import PolicyHeads
+from drafter_trainer.learn.learner import MicroResult
 from drafter_trainer.learn.students import Students
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
-from drafter_trainer.metrics import TrainerMetrics
+from drafter_trainer.metrics import TrainerMetrics, gate_span, micro_step_span
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample
-from paceline.telemetry import link_current, span
+from paceline.speculators.packed import PackedRow
+from paceline.telemetry import link_current
 
 FIRST_MICRO_BATCH_TOKENS = 128
 DATA_POLL_S = 0.05
@@ -42,9 +42,25 @@ class Activation:
     tokens: int = 0
     loss_sum: float = 0.0
     busy_s: float = 0.0
+    last_s: float = 0.0  # of the last piece of work
     batches: set[str] = field(
         default_factory=set
     )  # traceparents of the feature batches it learned from
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Counts what is done inside as busy."""
+        started = time.perf_counter()
+        yield
+        self.last_s = time.perf_counter() - started
+        self.busy_s += self.last_s
+
+    def learned(self, rows: Sequence[PackedRow], result: MicroResult) -> None:
+        """Counts one micro-batch, a row of each rank."""
+        self.micro_batches += len(rows)
+        self.steps += result.stepped
+        self.tokens += sum(int(row.valid.sum()) for row in rows)
+        self.loss_sum += result.loss * len(rows)
 
 
 class DrafterTrainer:
@@ -138,31 +154,21 @@ class DrafterTrainer:
         return len(samples)
 
     def _train(self, activation: Activation, drawn: list[list[FeatureSample]]) -> None:
-        started = time.perf_counter()
-        rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
-        head = self._heads.get(rows[0].lm_head_hash)
-        assert head is not None
-        student = self.students.take_turn(rows[0].layers)
-        with span(
-            "drafter.micro_step", policy_version=head.policy_version, drafter=student.kind
-        ) as current:
-            row = sharing.hand_out(rows, student.learner.members, student.index)
-            result = student.learner.micro_step(row, head)
-            current.set_attribute("positions", result.positions)
-            current.set_attribute("loss", result.loss)
-            current.set_attribute("stepped", result.stepped)
-        seconds = time.perf_counter() - started
-        student.learn_speed(seconds / max(len(rows[0]), 1))
-        activation.busy_s += seconds
-        activation.batches |= {
-            sample.traceparent for samples in drawn for sample in samples if sample.traceparent
-        }
+        """One micro-batch of the drafter whose turn it is."""
+        with activation.timed():
+            rows = [pack(samples, window=self._config.buffer.window) for samples in drawn]
+            head = self._heads.get(rows[0].lm_head_hash)
+            assert head is not None
+            student = self.students.take_turn(rows[0].layers)
+            with micro_step_span(head.policy_version, student.kind) as record:
+                row = sharing.hand_out(rows, student.learner.members, student.index)
+                result = student.learner.micro_step(row, head)
+                record(result)
+        student.learn_speed(activation.last_s / max(len(rows[0]), 1))
+        activation.batches |= {one.traceparent for samples in drawn for one in samples} - {""}
         self._metrics.learned(student.kind, result, samples=sum(map(len, drawn)))
-        if student is self.students.primary:  # limits, passes and the loss told are the primary's
-            activation.micro_batches += len(rows)
-            activation.steps += result.stepped
-            activation.tokens += sum(int(row.valid.sum()) for row in rows)
-            activation.loss_sum += result.loss * len(rows)
+        if student is self.students.primary:  # limits, passes and the loss reported are its own
+            activation.learned(rows, result)
         if result.stepped:
             self.after_step()
         if time.monotonic() >= activation.ingest_due:
@@ -189,13 +195,9 @@ class DrafterTrainer:
         return max(32, min(fitting, self._config.max_micro_batch_tokens))
 
     def _advance_gate(self, activation: Activation) -> None:
-        started = time.perf_counter()
-        with span("drafter.gate", drafter_version=self.gate.next_version) as current:
+        with activation.timed(), gate_span(self.gate.next_version) as record:
             decisions = self.gate.advance(activation.epoch)
-            for decision in decisions:
-                current.set_attribute("decision", decision.decision)
-                current.set_attribute("drafter", decision.kind)
-        activation.busy_s += time.perf_counter() - started
+            record(decisions)
         self._tell(decisions)
 
     def _tell(self, decisions: Iterable[m.Judged]) -> None:

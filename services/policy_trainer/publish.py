@@ -1,7 +1,4 @@
-"""Weights from rank 0 to their receivers.
-
-Owns which tensors go where; not the transfer (paceline.weights).
-"""
+"""Pushes weights from rank 0 to the gateway and the drafter trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One rank of the policy trainer: `python -m policy_trainer.rank`, started by the service only.
-
-Owns how a rank comes up and takes commands; not what they do (trainer).
-"""
+"""Runs one rank of the policy trainer, `python -m policy_trainer.rank`, started by the service."""
 
 from __future__ import annotations
 

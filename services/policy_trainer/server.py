@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.ranks.messages import Save, Saved
-from paceline.rpc import EpochGuard, Server
+from paceline.rpc import EpochGuard, Server, check_run
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
@@ -71,10 +71,7 @@ class PolicyServicer(PolicyServiceServicer):
         )
 
     def _sender(self, context: CommandContext) -> Sender:
-        if context.run_id != self._config.run.id:
-            raise InvalidInput(
-                "this trainer serves another run", seen=context.run_id, allowed=self._config.run.id
-            )
+        check_run(context, self._config.run.id)
         self._guard.check(context)
         return Sender(context.run_id, context.step, context.epoch, inject())
 
@@ -118,26 +115,12 @@ async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     ranks = PolicyDriver(config)
     server = Server(config.addresses.policy_trainer, config.security)
     server.add(add_PolicyServiceServicer_to_server, PolicyServicer(config, ranks), SERVICE_NAME)
-    server.set_serving(SERVICE_NAME, False)
-    await server.start()
-    supervision = asyncio.create_task(ranks.watched.supervise())
-    health = asyncio.create_task(ranks.watched.show_health(server, SERVICE_NAME))
-    stopped = asyncio.create_task(stop.wait())
-    try:
-        await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if supervision.done():
-            await supervision
+    async with ranks.watched.served(server, SERVICE_NAME, stop, grace_s=1.0):
         await server.stop(STOP_GRACE_S / 2)
-        await _save_final(config, ranks)
-    finally:
-        for task in (health, stopped, supervision):
-            task.cancel()
-        await asyncio.gather(health, stopped, supervision, return_exceptions=True)
-        await server.stop(0)
-        await ranks.watched.stop(1.0)
+        await _save_final(ranks)
 
 
-async def _save_final(config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
+async def _save_final(ranks: PolicyDriver) -> None:
     """A last checkpoint when there is something new and the ranks are idle; a busy rank is
     abandoned, its step is replayed by the next start.
     """

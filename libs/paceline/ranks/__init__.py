@@ -1,1 +1,1 @@
-"""Rank processes of a trainer: started, watched, asked, ended."""
+"""Rank processes of a trainer: started, watched, commanded, ended."""

@@ -1,12 +1,10 @@
-"""Ranks that are listened to and started again when one is lost.
-
-Owns their life; not what the messages mean.
-"""
+"""Listens to ranks, starts them again when one is lost, and serves while they take commands."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.ranks.group import RankGroup
@@ -87,7 +85,32 @@ class WatchedRanks:
                 "the ranks are not ready", seen=f"{deadline_s} s", reason="RANK_LOST"
             ) from error
 
-    async def show_health(self, server: Server, service: str) -> None:
+    @asynccontextmanager
+    async def served(
+        self, server: Server, service: str, stop: asyncio.Event, grace_s: float
+    ) -> AsyncIterator[None]:
+        """Starts server and ranks and waits for `stop`; the body runs while the ranks still do.
+
+        Raises what the first start of the ranks raised. Afterwards no rank is left.
+        """
+        server.set_serving(service, False)
+        await server.start()
+        supervision = asyncio.create_task(self.supervise())
+        health = asyncio.create_task(self._show_health(server, service))
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({supervision, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if supervision.done():
+                await supervision
+            yield
+        finally:
+            for task in (health, stopped, supervision):
+                task.cancel()
+            await asyncio.gather(health, stopped, supervision, return_exceptions=True)
+            await self.stop(grace_s)
+            await server.stop(0)
+
+    async def _show_health(self, server: Server, service: str) -> None:
         """For ever: the service serves while the ranks take commands."""
         while True:
             await self._ready.wait()

@@ -4,7 +4,7 @@ Owns transport, security, errors and fencing, no service.
 """
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
-from paceline.rpc.epochs import EpochGuard
+from paceline.rpc.epochs import EpochGuard, check_run
 from paceline.rpc.malloc import set_malloc_thresholds
 from paceline.rpc.security import is_loopback
 from paceline.rpc.server import Server
@@ -14,6 +14,7 @@ __all__ = [
     "EpochGuard",
     "Server",
     "channel",
+    "check_run",
     "error_from_rpc",
     "is_loopback",
     "responses",

@@ -1,4 +1,4 @@
-"""Fencing by lease epoch. Owns the highest epoch seen per run, nothing on disk."""
+"""Refuses commands of another run, and of leases that a newer one has replaced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from paceline.v1.trajectory_pb2 import CommandContext
 
 _RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 _RUNS_KEPT = 64
+
+
+def check_run(context: CommandContext, run_id: str) -> None:
+    """Raises InvalidInput when a command is of another run than this service."""
+    if context.run_id != run_id:
+        raise InvalidInput("this trainer serves another run", seen=context.run_id, allowed=run_id)
 
 
 class EpochGuard:

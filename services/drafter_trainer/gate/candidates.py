@@ -1,7 +1,4 @@
-"""Drafter versions on disk: what was promoted, to be pushed, judged against and rolled back to.
-
-Owns the directory.
-"""
+"""Keeps promoted drafters on disk, to be pushed, judged against and rolled back to."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Measuring drafters on held-out rows, in pieces short enough to be preempted.
-
-Owns the estimates, no decision.
-"""
+"""Measures drafters on held-out rows, in pieces short enough to be preempted."""
 
 from __future__ import annotations
 

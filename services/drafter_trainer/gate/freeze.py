@@ -1,7 +1,4 @@
-"""When training no longer pays, and when it does again.
-
-Owns the rule and its memory; pure arithmetic.
-"""
+"""Decides when training no longer pays, and when it does again. Pure arithmetic."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How the kinds of drafters stand, and decisions of the gate as records.
-
-Owns their numbers' form, no decision.
-"""
+"""Ranks the kinds of drafters, and records the gate's decisions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Promoted drafters on their way to the gateway.
-
-Bytes only; owns no decision about promotion or commit.
-"""
+"""Pushes promoted drafters to the gateway."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The policy's embedding and head, kept by hash for the versions whose rows may still be trained
-on.
-"""
+"""Keeps the policy's embedding and head by hash, for versions whose rows may still be used."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Network, optimiser and the partial gradient between two optimiser steps.
-
-Owns no data, no lease.
-"""
+"""Adds up gradients over micro-batches and steps the drafter's optimiser."""
 
 from __future__ import annotations
 

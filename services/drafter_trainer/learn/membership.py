@@ -1,7 +1,4 @@
-"""Which ranks train under a lease, and where each computes.
-
-Owns process groups and devices, not what is on them.
-"""
+"""Forms the process groups of the ranks that train under a lease, and places them on devices."""
 
 from __future__ import annotations
 

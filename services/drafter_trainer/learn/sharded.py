@@ -1,8 +1,5 @@
-"""A drafter and its optimiser as one membership holds them: FSDP2 shards, on the device or laid
-aside on the CPU.
-
-Owns where the numbers are and how they get there; not the step, not which ranks are members
-(membership.py).
+"""Shards a drafter and its optimiser over the members (FSDP2), lays them aside on the CPU, moves
+them to other members.
 """
 
 from __future__ import annotations

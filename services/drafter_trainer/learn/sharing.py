@@ -1,7 +1,4 @@
-"""How rank 0 hands each rank its row.
-
-Owns the few bytes of protocol between ranks, as plain tensors.
-"""
+"""Hands each rank its row from rank 0, as plain tensors."""
 
 from __future__ import annotations
 

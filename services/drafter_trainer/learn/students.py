@@ -1,5 +1,4 @@
-"""The drafters that learn from one stream: the primary one and its shadows. Owns whose turn it is,
-not what they learn.
+"""Takes turns between the drafters that learn from one stream: the primary one and its shadows.
 
 All ranks hold the same students in the same order; rank 0 chooses and says which (sharing.py).
 """

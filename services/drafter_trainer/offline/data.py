@@ -1,5 +1,4 @@
-"""Training data on disk: JSONL and Parquet records into token sequences with a mask. Owns the words
-of bad lines.
+"""Reads training data, JSONL or Parquet, into token sequences with a mask.
 
 A record is one of
     {"messages": [{"role": ..., "content": ...}, ...]}     under the model's chat template

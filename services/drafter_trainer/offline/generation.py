@@ -1,8 +1,4 @@
-"""Answers of the model itself to the prompts of the data, so that a drafter learns what it will be
-asked to guess.
-
-Owns the draws and the file that keeps them; not what is done with them.
-"""
+"""Draws the model's own answers to the prompts of the data: what drafters will have to guess."""
 
 from __future__ import annotations
 

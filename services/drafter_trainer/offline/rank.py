@@ -1,7 +1,4 @@
-"""`python -m drafter_trainer.offline.rank`: one rank of an offline run.
-
-Owns its set-up and signals.
-"""
+"""Runs one rank of an offline run, `python -m drafter_trainer.offline.rank`: set-up and signals."""
 
 from __future__ import annotations
 

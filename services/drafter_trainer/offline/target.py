@@ -1,5 +1,4 @@
-"""The model a drafter drafts for: forward over packed rows, sharded, frozen or trained along. Owns
-no drafter.
+"""Runs the model a drafter drafts for over packed rows: sharded, frozen or trained along.
 
 Its forward is transformers', the states are named as in CaptureSpec: a number is what enters that
 decoder layer.

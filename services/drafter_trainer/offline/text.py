@@ -1,5 +1,4 @@
-"""Text records into tokens under a model's tokenizer and chat template. Owns which tokens count as
-the model's own.
+"""Encodes text records under a model's tokenizer and chat template; marks the model's own tokens.
 
 A conversation is rendered once and cut where each answer begins, and the parts are tokenised apart:
 an answer is then tokenised as it was generated, after the end of its prompt.

@@ -1,5 +1,4 @@
-"""The offline run on one rank: rows in, optimiser steps, held-out figures, checkpoints. Owns the
-order of things.
+"""Trains offline on one rank: rows in, optimiser steps, held-out figures, checkpoints.
 
 With a frozen base model the loss is the speculator's. Otherwise the base model learns
     sum over its tokens of -log p(token) / tokens  +  speculator_weight * (speculator's loss / its

@@ -1,4 +1,4 @@
-"""Packs samples into one row. Pure; owns no buffer, no model, not what a row means (packed.py).
+"""Packs samples into one row.
 
 Positions count from the start of a document's window, not of its sequence: rotary attention depends
 on distances alone, and a drafter then trains on the angles that it needs for short sequences as
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from drafter_trainer.rows.sample import FeatureSample
-from paceline.errors import InvalidInput
 from paceline.speculators.packed import PackedRow
 
 
@@ -41,58 +40,6 @@ def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
         lm_head_hash=samples[0].lm_head_hash,
         layers=samples[0].layers,
     )
-
-
-def pack_jagged(
-    states: Tensor,
-    token_ids: Tensor,
-    mask: Tensor,
-    *,
-    hidden_size: int,
-    lm_head_hash: str,
-    layers: str = "last",
-) -> PackedRow:
-    """One row from jagged nested tensors (torch.jagged): states [B, j, W], token_ids and mask [B, j
-    + 1].
-
-    Sequence b has j rows, at its tokens 0 .. j - 1; mask is True at tokens that may be a drafting
-    target. The last `hidden_size` of the W columns are the last hidden state. Raises InvalidInput
-    for other layouts or lengths.
-    """
-    batches = (states, token_ids, mask)
-    if not all(batch.is_nested and batch.layout == torch.jagged for batch in batches):
-        raise InvalidInput(
-            "a batch is not jagged", seen=[str(b.layout) for b in batches], allowed="torch.jagged"
-        )
-    samples = list[FeatureSample]()
-    if len({batch.size(0) for batch in batches}) > 1:
-        raise InvalidInput(
-            "batches differ in their number of sequences", seen=[batch.size(0) for batch in batches]
-        )
-    for number, (rows, tokens, targets) in enumerate(
-        zip(*(batch.unbind() for batch in batches), strict=True)
-    ):
-        lengths = (len(rows), len(tokens), len(targets))
-        if len(rows) < 2 or lengths[1:] != (len(rows) + 1, len(rows) + 1):
-            raise InvalidInput(
-                "lengths of a sequence do not fit",
-                seen=(number, *lengths),
-                allowed="j >= 2 rows, j + 1 tokens",
-            )
-        samples.append(
-            FeatureSample(
-                "",
-                0,
-                0,
-                lm_head_hash,
-                rows,
-                tokens.long(),
-                targets.bool(),
-                hidden_size,
-                layers=layers,
-            )
-        )
-    return pack(samples, window=max(sample.positions for sample in samples))
 
 
 def _sequence(sample: FeatureSample) -> dict[str, Tensor]:

@@ -1,9 +1,4 @@
-"""Samples waiting to be learned from: bounded in samples and bytes, split into training and
-held-out.
-
-Owns what is kept and what is drawn; not what a sample is (sample.py), where samples come from
-(rank.py) nor how they are packed (batcher.py).
-"""
+"""Keeps samples to learn from, bounded in samples and bytes, and draws from them."""
 
 from __future__ import annotations
 

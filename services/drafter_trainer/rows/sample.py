@@ -1,8 +1,4 @@
-"""One finished request as the trainer learns from it: its rows, its rejected drafts, windows of it.
-
-Owns what a sample is and which stream entries make one; not what is kept (buffer.py) nor how it is
-packed (batcher.py).
-"""
+"""Makes a sample of a finished request: its rows, its rejected drafts, windows of it."""
 
 from __future__ import annotations
 

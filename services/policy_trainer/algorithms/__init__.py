@@ -1,4 +1,4 @@
-"""The algorithms, by the name used in `algorithm.name`.
+"""Names the algorithms, as `algorithm.name` does.
 
 A new one is a file here and a line in the table.
 """

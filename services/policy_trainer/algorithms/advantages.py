@@ -1,4 +1,4 @@
-"""Advantages as pure functions. Owns formulas; not which algorithm uses which.
+"""Computes advantages, as pure functions.
 
 Shape letters: B trajectories of a batch, G groups.
 """

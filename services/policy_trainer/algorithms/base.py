@@ -1,5 +1,4 @@
-"""The algorithm contract. Owns the shape of what an algorithm gets and gives; not the formulas, not
-the model.
+"""Declares what an algorithm gets and gives.
 
 Shape letters: B trajectories of a batch, N trained tokens of a micro-batch.
 """

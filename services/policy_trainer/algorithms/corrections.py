@@ -1,4 +1,4 @@
-"""Corrections for tokens that another policy drew. Owns formulas; not whether they are on.
+"""Corrects for tokens that another policy drew, as pure functions.
 
 Shape letters: N trained tokens.
 """

@@ -1,7 +1,4 @@
-"""GRPO: group-relative advantages and the clipped surrogate.
-
-Owns how the formulas are put together.
-"""
+"""Puts GRPO together: group-relative advantages and the clipped surrogate."""
 
 from __future__ import annotations
 

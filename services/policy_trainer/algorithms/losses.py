@@ -1,5 +1,4 @@
-"""Token losses as pure functions. Owns formulas; not advantages, not the division by the global
-token count.
+"""Computes token log-probs, entropies and losses, as pure functions.
 
 Shape letters: N trained tokens, V vocabulary.
 """

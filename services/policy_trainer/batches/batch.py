@@ -1,5 +1,4 @@
-"""A training batch as tensors. Owns the layout of a batch and of its packed micro-batches; not
-where they come from.
+"""Lays trajectories out as tensors: a batch, and its packed micro-batches.
 
 Shape letters: B trajectories, N tokens of all trajectories, R rows, W row width, M trained tokens
 of a micro-batch.

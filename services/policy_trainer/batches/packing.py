@@ -1,5 +1,4 @@
-"""Which trajectory goes to which rank, row and micro-batch. Owns the plan, in plain integers; not
-the tensors.
+"""Plans which trajectory goes to which rank, row and micro-batch, in plain integers.
 
 Several trajectories share a row: their positions restart at 0, which is what the attention mask
 reads as a document boundary. Rows are short (`row_tokens`), because attention inside a row is

@@ -1,7 +1,4 @@
-"""One optimiser step on a batch.
-
-Owns the update and its figures; not where batches come from or weights go to.
-"""
+"""Takes optimiser steps on batches, and measures them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The policy as a module that gives log-probs. Owns loading and the forward over packed rows; not
-sharding, not loss.
+"""Loads the policy, and runs it over packed rows to log-probs.
 
 Shape letters: R rows, W row width, M trained tokens, V vocabulary.
 """

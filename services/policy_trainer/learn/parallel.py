@@ -1,7 +1,4 @@
-"""FSDP2 on the ranks of one trainer.
-
-Owns process group, shards, broadcasts and gathers; not the step.
-"""
+"""Joins the ranks of one trainer: process group, FSDP2 shards, broadcasts and gathers."""
 
 from __future__ import annotations
 

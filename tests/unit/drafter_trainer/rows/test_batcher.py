@@ -11,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from unit.drafter_trainer.samples import (
-    HASH,
-    HIDDEN,
     PROMPT,
     TARGET,
     VOCABULARY,
@@ -23,9 +21,8 @@ from unit.drafter_trainer.samples import (
     with_rejected,
 )
 
-from drafter_trainer.rows.batcher import pack, pack_jagged
+from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.sample import Branches, FeatureSample, sample_from
-from paceline.errors import InvalidInput
 from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.packed import PackedRow
 from paceline.streams import decode_features, encode_features
@@ -255,40 +252,3 @@ def test_states_of_an_older_policy_version_and_drafts_under_them_are_no_target()
     assert made_of.branches is not None
     assert 0 < len(made_of.branches) < 20
     assert (made_of.branches.roots >= 7).all()
-
-
-def jagged(parts: Sequence[Tensor]) -> Tensor:
-    return torch.nested.nested_tensor(list(parts), layout=torch.jagged)
-
-
-def test_a_jagged_batch_packs_as_its_samples() -> None:
-    samples = made(sample)
-    expected = packed(samples)
-    got = pack_jagged(
-        jagged([one.hidden for one in samples]),
-        jagged([one.token_ids for one in samples]),
-        jagged([one.generated for one in samples]),
-        hidden_size=HIDDEN,
-        lm_head_hash=HASH,
-    )
-    for part in fields(PackedRow):
-        one, other = getattr(expected, part.name), getattr(got, part.name)
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other, part.name
-
-
-def test_jagged_batches_of_another_form_are_refused() -> None:
-    states = [torch.zeros(4, HIDDEN), torch.zeros(3, HIDDEN)]
-    tokens = [torch.zeros(5, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)]
-    good = (jagged(states), jagged(tokens), jagged([part.bool() for part in tokens]))
-    for bad, what in (
-        ((torch.zeros(2, 4, HIDDEN), *good[1:]), "jagged"),
-        ((good[0], jagged(tokens[:1]), good[2]), "number of sequences"),
-        ((good[0], jagged(tokens[::-1]), good[2]), "lengths"),
-        ((good[0], good[1], jagged([part[1:].bool() for part in tokens])), "lengths"),
-        (
-            (jagged([part[:1] for part in states]), jagged([part[:2] for part in tokens]), good[2]),
-            "lengths",
-        ),
-    ):
-        with pytest.raises(InvalidInput, match=what):
-            pack_jagged(*bad, hidden_size=HIDDEN, lm_head_hash=HASH)
