@@ -1,1 +1,1 @@
-"""The `paceline` command. Imports no service: services and benches are started as processes."""
+"""Is the `paceline` command; services and benches are started as processes, never imported."""

@@ -12,6 +12,7 @@ from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
 from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
 from paceline.errors import ConfigError, NotFound
 from paceline.local.ports import free_ports
+from paceline.report.machine import usable_cores
 
 EXAMPLES = Path("examples/demo")
 """Where the demo's model, tasks and settings lie, from the root of the repository."""
@@ -61,11 +62,6 @@ class RunFiles:
     def spans(self) -> Path:
         """Span files of all processes."""
         return self.directory / "spans"
-
-    @property
-    def logs(self) -> Path:
-        """Log file of each process."""
-        return self.directory / "logs"
 
     @property
     def summary(self) -> Path:
@@ -184,9 +180,7 @@ def _variant(options: DemoOptions) -> Tree:
 
 def _workers(tree: Tree) -> Tree:
     """No more engine workers than cores."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    cores = usable_cores()
     wanted = int(tree.get("gateway", {}).get("engine", {}).get("workers", 0))
     return {"gateway": {"engine": {"workers": min(wanted or cores, cores)}}}
 

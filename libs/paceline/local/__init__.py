@@ -1,3 +1,1 @@
-"""Processes on one machine: the service table, the supervisor, Redis, trainer ranks and how a
-service starts.
-"""
+"""Starts, watches and ends the processes of a run on one machine."""

@@ -1,7 +1,4 @@
-"""One supervised process: started, watched, restarted with backoff, stopped with its whole group.
-
-Knows no other.
-"""
+"""Starts one process, watches it, restarts it with backoff and stops it with its whole group."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ class Launch:
 
     name: str
     command: tuple[str, ...]  # () for a server that others run: only its health is awaited
-    healthy: Callable[[float], Awaitable[None]] | None = (
-        None  # (deadline in s); raises PacelineError
-    )
+    # Gets a deadline in seconds; raises PacelineError.
+    healthy: Callable[[float], Awaitable[None]] | None = None
     depends_on: tuple[str, ...] = ()  # names that must be healthy first
     ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -82,11 +78,8 @@ class Child:
     @property
     def pid(self) -> int:
         """Process id; 0 when none runs."""
-        return (
-            self._process.pid
-            if self._process is not None and self._process.returncode is None
-            else 0
-        )
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else 0
 
     async def run(self) -> None:
         """Start and restart; returns when the process exits with status 0.
@@ -194,12 +187,8 @@ class Child:
 
     def _failure(self, what: str) -> Unavailable:
         end = last_lines(self.log)
-        return Unavailable(
-            f"{self.launch.name} {what}; its log {self.log} ends:\n{end}"
-            if end
-            else f"{self.launch.name} {what}",
-            reason="SERVICE_FAILED",
-        )
+        quoted = f"; its log {self.log} ends:\n{end}" if end else ""
+        return Unavailable(f"{self.launch.name} {what}{quoted}", reason="SERVICE_FAILED")
 
     def _tell(self, kind: EventKind, detail: str = "") -> None:
         self._on_event(

@@ -1,7 +1,4 @@
-"""How a service process starts and ends: arguments, config, telemetry, signals, exit status.
-
-It owns no service.
-"""
+"""Starts and ends a service process: arguments, config, telemetry, signals, exit status."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def run_service(
     """Run one service until it ends by itself or a signal stops it; leaves the process.
 
     Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
-    config error, 1 for any other error of Paceline, told in one line on stderr.
+    config error, 1 for any other error of Paceline, printed as one line on stderr.
     """
     die_with_parent()
     try:
@@ -71,20 +68,10 @@ def _only_error(raised: PacelineError | ExceptionGroup[Exception]) -> PacelineEr
 
 def _arguments(name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m {service(name).module}", allow_abbrev=False)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="TOML; may be repeated",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the whole configuration and exit"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that outrank the files"
-    )
+    option = parser.add_argument
+    option("--config", type=Path, action="append", default=[], metavar="FILE", help="TOML")
+    option("--print-config", action="store_true", help="print the whole configuration and exit")
+    option("overrides", nargs="*", metavar="key=value", help="settings that outrank the files")
     return parser
 
 

@@ -1,7 +1,6 @@
-"""`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`: exit 0 when it serves,
-1 when not.
+"""Checks that one server serves: exits with 0, or with 1 when it does not.
 
-For readiness probes; the supervisor calls the same functions itself.
+`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`, for readiness probes.
 """
 
 from __future__ import annotations

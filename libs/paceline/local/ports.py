@@ -1,4 +1,4 @@
-"""Ports of a local run: find a free one, refuse a taken one by name. It holds no port open."""
+"""Finds free ports for a local run and refuses taken ones by the setting that names them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Child processes of a local run: they die with their parent, their log's end can be shown.
-
-Starts nothing.
-"""
+"""Ties child processes to their parent, signals their group and describes how they ended."""
 
 from __future__ import annotations
 

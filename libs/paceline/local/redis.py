@@ -1,5 +1,4 @@
-"""Redis for a local run, one process per role. Finds the server and its settings; the supervisor
-keeps it running.
+"""Finds a Redis server for each role of a local run, and its settings.
 
 `python -m paceline.local.redis --role durable|features [--config FILE] [key=value ...]` becomes the
 server process. Order: $REDIS_URL (nothing is started), redis-server on PATH, the binary that the
@@ -76,26 +75,20 @@ class RedisLauncher:
         features: memory only; a full memory refuses appends, because only the stream knows which
         entry is the oldest.
         """
-        words = [
-            str(find_redis_server()),
-            "--bind",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--save",
-            "",
-        ]
-        words += [
-            "--dir",
-            str(self.directory),
-            "--maxmemory-policy",
-            "noeviction",
-            "--daemonize",
-            "no",
-        ]
+        options = {
+            "bind": "127.0.0.1",
+            "port": str(self.port),
+            "save": "",
+            "dir": str(self.directory),
+            "maxmemory-policy": "noeviction",
+            "daemonize": "no",
+        }
         if self.role == "durable":
-            return [*words, "--appendonly", "yes", "--appendfsync", "always"]
-        return [*words, "--appendonly", "no", "--maxmemory", str(self.max_bytes)]
+            options |= {"appendonly": "yes", "appendfsync": "always"}
+        else:
+            options |= {"appendonly": "no", "maxmemory": str(self.max_bytes)}
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        return [str(find_redis_server()), *words]
 
     def exec(self) -> None:
         """Become the server. Raises Unavailable when there is none or the port is in use."""

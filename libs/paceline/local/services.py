@@ -1,7 +1,4 @@
-"""The service table: every process of a run, once, in data order.
-
-`up`, `serve` and the Tiltfile's test read it.
-"""
+"""Lists every process of a run, once, in the order of the data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts the services of a run in the order of their dependencies, keeps them running and leaves
 none behind.
 
-It decides nothing about the run: the run is over when the coordinator exits with status 0.
+The run is over when the coordinator exits with status 0.
 """
 
 from __future__ import annotations
@@ -186,20 +186,12 @@ def run_launches(
     `config` is the shared part that `files` and `overrides` give. Redis that others run is only
     waited for.
     """
-    settings = [f"redis.{role}_url={url}" for role, url in local_urls(config).items()]
-    arguments = [
-        *(part for path in files for part in ("--config", str(path))),
-        *overrides,
-        *settings,
-    ]
-    resolved = config.model_copy(
-        update={"redis": config.redis.model_copy(update=_url_fields(config))}
-    )
-    return [_launch(spec, resolved, arguments) for spec in SERVICES]
-
-
-def _url_fields(config: ServiceConfig) -> dict[str, str]:
-    return {f"{role}_url": url for role, url in local_urls(config).items()}
+    urls = {f"{role}_url": url for role, url in local_urls(config).items()}
+    words = [word for path in files for word in ("--config", str(path))]
+    words += [*overrides, *(f"redis.{key}={url}" for key, url in urls.items())]
+    redis = config.redis.model_copy(update=urls)
+    resolved = config.model_copy(update={"redis": redis})
+    return [_launch(spec, resolved, words) for spec in SERVICES]
 
 
 def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:

@@ -24,14 +24,18 @@ _PACKAGES = (
 
 def machine_in_words() -> str:
     """Cores, processor, memory, system: one line."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
     memory = psutil.virtual_memory().total / (1 << 30)
     return (
-        f"{cores} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
+        f"{usable_cores()} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
         f"{platform.machine()}"
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

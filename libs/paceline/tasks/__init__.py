@@ -1,7 +1,4 @@
-"""Tasks: where they come from, the order in which they are drawn, and the demo's family.
-
-Owns no rewards and no tokens; standard library only.
-"""
+"""Reads tasks, draws them in a fixed order and makes the demo's; standard library only."""
 
 from paceline.tasks.source import Task, TaskCursor, TaskFileError, read_tasks, write_tasks
 

@@ -1,14 +1,12 @@
-"""The demo's task family: the greatest common divisor of two numbers, with Euclid's working in
-view.
+"""Makes the demo's tasks: the greatest common divisor of two numbers, with Euclid's working.
 
-Owns the text of prompts, worked solutions and answers, the train/held-out split and the sampling of
-tasks. Knows no tokenizer and no model: one character of text is one token of the demo's vocabulary.
+One character of text is one token of the demo's vocabulary. A prompt is `48:36=`. A response
+chooses one of three styles by its first character:
 
-A prompt is `48:36=`. A response chooses one of three styles by its first character:
-
-    direct       `#12`                     no working remainder    `%3612%1200#12`           each
-    step is the pair (b, a mod b), until b is 0 subtract     `-1236-1224-1212#12`      each step
-    takes the smaller number from the larger, until both are equal
+    direct       `#12`                  no working
+    remainder    `%3612%1200#12`        each step is the pair (b, a mod b), until b is 0
+    subtract     `-1236-1224-1212#12`   each step takes the smaller number from the larger, until
+                                        both are equal
 """
 
 from __future__ import annotations

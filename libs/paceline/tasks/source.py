@@ -1,9 +1,6 @@
-"""Tasks and where they come from: JSONL and Parquet files, and a cursor that draws them in a fixed
-order.
+"""Reads tasks from JSONL and Parquet files and draws them in a fixed order.
 
-Owns the reading and the order of tasks. Does not score answers and does not know what a prompt
-means. Standard library only; Parquet needs pyarrow, which is looked for only when such a file is
-opened.
+Standard library only; Parquet needs pyarrow, which is looked for only when such a file is opened.
 """
 
 from __future__ import annotations
