@@ -18,4 +18,4 @@ test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA dev
 chaos: setup ; @$(BIN)/python -m pytest -m chaos  ## tests that kill processes and connections
 demo: setup ; @$(BIN)/paceline demo  ## train a policy and its drafter from start to report (minutes on 2 cores)
 up: setup ; @$(BIN)/paceline up --config $(or $(CONFIG),examples/demo/demo.toml)  ## start and supervise all services; CONFIG=file
-bench: setup ; @$(BIN)/paceline bench $(or $(NAME),transport)  ## run a benchmark; NAME=transport|e2e|drafter|engine|gateway|bandit|sglang
+bench: setup ; @$(BIN)/paceline bench $(or $(NAME),transport)  ## run a benchmark; NAME=list names them

@@ -90,7 +90,6 @@ def line_chart(
     series: Sequence[Series],
     *,
     y_label: str,
-    x_label: str = "RL step",
     y_min: float | None = None,
     y_max: float | None = None,
     marks: Sequence[float] = (),
@@ -98,7 +97,7 @@ def line_chart(
     """Lines over common axes with a legend above; a sentence when there is no point at all."""
     drawn = [s for s in series if any(math.isfinite(y) for _, y in s.points)]
     if not drawn:
-        return '<p class="empty">nothing was measured</p>'
+        return empty("nothing was measured")
     xs = [x for s in drawn for x, _ in s.points]
     ys = [y for s in drawn for _, y in s.points if math.isfinite(y)]
     low = min(ys) if y_min is None else y_min
@@ -114,7 +113,7 @@ def line_chart(
     dashes = [
         f'<path class="mark" d="M{frame.x(x):.1f} {top}V{bottom}"/>' for x in marks[:_POINTS_DRAWN]
     ]
-    parts = [*_axes(frame, x_label), *dashes, *(_line(s, frame) for s in drawn)]
+    parts = [*_axes(frame), *dashes, *(_line(s, frame) for s in drawn)]
     named = [(s.name, s.color) for s in drawn if not s.faint]
     return legend(named) + _svg(parts, y_label, frame.width, frame.height)
 
@@ -125,11 +124,10 @@ def stacked_columns(
     *,
     colors: Sequence[str],
     y_label: str,
-    x_label: str = "RL step",
 ) -> str:
     """One column per x, split into len(names) parts from the bottom up."""
     if not columns:
-        return '<p class="empty">nothing was measured</p>'
+        return empty("nothing was measured")
     columns = columns[:: max(1, len(columns) // _POINTS_DRAWN)]
     gap = columns[1][0] - columns[0][0] if len(columns) > 1 else 1.0
     top = max(sum(parts) for _, parts in columns) or 1.0
@@ -148,7 +146,7 @@ def stacked_columns(
     bars = [
         f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d
     ]
-    shown = [*_axes(frame, x_label), *bars]
+    shown = [*_axes(frame), *bars]
     return legend(list(zip(names, colors, strict=True))) + _svg(shown, y_label, WIDTH, HEIGHT)
 
 
@@ -247,7 +245,7 @@ def _line(series: Series, frame: _Frame) -> str:
     return shown
 
 
-def _axes(frame: _Frame, x_label: str) -> list[str]:
+def _axes(frame: _Frame) -> list[str]:
     right, bottom = frame.width - _RIGHT, frame.height - _BOTTOM
     parts = []
     for value in ticks(frame.y0, frame.y1):
@@ -258,7 +256,7 @@ def _axes(frame: _Frame, x_label: str) -> list[str]:
         if value == int(value):
             parts.append(_text(frame.x(value), bottom + 14, number(value), "middle"))
     parts.append(f'<path class="axis" d="M{frame.left} {bottom}H{right}"/>')
-    parts.append(_text(right, frame.height - 4, x_label, "end"))
+    parts.append(_text(right, frame.height - 4, "RL step", "end"))
     return parts
 
 
@@ -274,6 +272,11 @@ def _time_axis(frame: _Frame, bottom: int) -> list[str]:
 
 def _seconds(value: float, longest: float) -> str:
     return f"{value * 1e3:.4g} ms" if longest < 1.5 else f"{value:.4g} s"
+
+
+def empty(words: str) -> str:
+    """What stands in place of a drawing that has nothing to draw."""
+    return f'<p class="empty">{words}</p>'
 
 
 def legend(named: Sequence[tuple[str, str]]) -> str:

@@ -110,7 +110,8 @@ def read_history(path: Path) -> RunHistory:
     began_s = ended_s = away_s = 0.0
     tokens, phase = 0, ""
     decisions: Counter[str] = Counter()
-    for entry in read_entries(path):
+    entries = list(read_entries(path))
+    for entry in entries:
         at_s, event, data = float(entry["at_s"]), entry["event"], entry.get("data", {})
         began_s = began_s or at_s
         if event == "Resumed":
@@ -136,8 +137,8 @@ def read_history(path: Path) -> RunHistory:
         tuple(records[step] for step in sorted(records)),
         evaluations,
         tuple(served),
-        tuple(slot_intervals(read_entries(path))),
-        tuple(step_windows(read_entries(path))),
+        tuple(slot_intervals(entries)),
+        tuple(step_windows(entries)),
         began_s,
         ended_s,
         away_s,

@@ -12,6 +12,7 @@ from paceline.report.charts import (
     Bar,
     Series,
     duration,
+    empty,
     legend,
     line_chart,
     number,
@@ -67,7 +68,7 @@ def chart_sections(history: RunHistory) -> list[tuple[str, str, str]]:
 def slot_sections(history: RunHistory) -> str:
     """The whole run's slot timeline and a zoom on some steps."""
     if not history.intervals:
-        return '<p class="empty">no slot was ever leased</p>'
+        return empty("no slot was ever leased")
     rows = [f"slot {i}" for i in range(history.slots)]
     start, end = history.intervals[0].start_s, history.ended_s
     whole = timeline(
@@ -92,7 +93,7 @@ def slot_sections(history: RunHistory) -> str:
 def latency_table(edges: Sequence[Edge]) -> str:
     """One row per edge between services."""
     if not edges:
-        return '<p class="empty">no spans were written</p>'
+        return empty("no spans were written")
     head = "".join(f"<th>{name}</th>" for name in ("edge", "call or hop", "over"))
     head += "".join(f'<th class="n">{name}</th>' for name in ("count", "p50", "p95", "p99"))
     ordered = sorted(edges, key=lambda edge: (edge.transport, edge.source, edge.target, edge.what))
@@ -106,7 +107,7 @@ def trace_section(trace: Sequence[SpanRecord]) -> str:
     """
     rows = waterfall_rows(trace)
     if not rows:
-        return '<p class="empty">no trace was written</p>'
+        return empty("no trace was written")
     origin = min(span.start_ns for span, _, _ in rows)
     labels = [
         f"{'  ' * depth}{span.name}{f' ×{count}' if count > 1 else ''}  ·  {span.service}"
@@ -285,7 +286,7 @@ def _slot_shares(history: RunHistory) -> str:
 def _drafter_steps(records: Sequence[StepRecord]) -> str:
     columns = _by_step(records, lambda record: [float(record.drafter_steps)])
     if not any(parts[0] for _, parts in columns):
-        return '<p class="empty">the drafter was not trained in this run</p>'
+        return empty("the drafter was not trained in this run")
     return stacked_columns(["optimiser steps"], columns, colors=["c2"], y_label="optimiser steps")
 
 
