@@ -9,7 +9,7 @@ setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
 setup-sglang: setup ; @.ci/setup-sglang  ## add SGLang for a machine without a GPU to .venv (idempotent)
 proto: setup ; @.ci/proto  ## regenerate libs/paceline/v1 from proto/
 client: setup ; @.ci/client  ## regenerate the blocking client, libs/paceline/client/sync, from aio
-docs: setup ; @$(BIN)/python .ci/docs  ## write docs/settings.md and docs/machine.md from the code
+docs: setup ; @$(BIN)/python .ci/docs  ## write the generated pages of docs/ from the code
 format: setup ; @$(BIN)/ruff check --fix -q . && $(BIN)/ruff format .  ## sort imports, fix, format
 check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code, size budgets
 test: setup ; @.ci/test  ## every test but the slow ones

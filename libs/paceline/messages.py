@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from paceline.trajectory import SpeculationStats, VersionSet
+from paceline.trajectory import SpeculationStats, Trajectory, VersionSet
 from paceline.v1 import trajectory_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -52,6 +52,16 @@ def stats_to_proto(stats: SpeculationStats) -> pb.SpeculationStats:
 def stats_from_proto(message: pb.SpeculationStats) -> SpeculationStats:
     """Counters of a message."""
     return from_message(SpeculationStats, message)
+
+
+def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
+    """Message of a branch."""
+    return to_message(trajectory, pb.Trajectory)
+
+
+def trajectory_from_proto(message: pb.Trajectory) -> Trajectory:
+    """Branch of a message."""
+    return from_message(Trajectory, message)
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

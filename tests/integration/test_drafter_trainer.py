@@ -44,6 +44,7 @@ from paceline.models.config import read_config
 from paceline.rpc import channel
 from paceline.speculators.eagle.net import EagleNet
 from paceline.streams import FeatureBatch, connect
+from paceline.streams.fields import SCHEMA_VERSION
 from paceline.tensors import from_numpy, head_hash
 from paceline.training.checkpoints import STATE, newest_checkpoint
 from paceline.trajectory import VersionSet
@@ -98,7 +99,9 @@ async def test_activations_train_stop_resume_and_fence_off_old_leases(
     world: World, rows: list[FeatureBatch]
 ) -> None:
     await world.append(rows[:20])
-    broken = await world.stream.append({"schema_version": "1", "run": world.run}, b"no tensors")
+    broken = await world.stream.append(
+        {"schema_version": SCHEMA_VERSION, "run": world.run}, b"no tensors"
+    )
     wide = dataclasses.replace(
         rows[0], hidden=from_numpy("hidden", torch.zeros(rows[0].rows, 3).numpy())
     )

@@ -1,5 +1,4 @@
-"""Hidden rows of one finished request as a stream entry. It owns their layout; not what a drafter
-makes of them.
+"""Encodes the hidden rows of one finished request as a stream entry, and decodes them.
 
 Row i is the target's state at the token of absolute position positions[i]; token_ids[i] is that
 token, token_ids[i + 1] the next one. The state of the last token is absent: a request of N tokens
@@ -20,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import DataLoss, InvalidInput
-from paceline.streams.fields import SCHEMA_VERSION, checked, require_schema
+from paceline.streams.fields import FEATURES, PayloadTensor
 from paceline.telemetry import inject
 from paceline.tensors import (
+    NUMPY_CODES,
     NamedTensor,
     as_numpy,
     decode_safetensors,
@@ -31,7 +31,7 @@ from paceline.tensors import (
 )
 
 FEATURE_DTYPES = ("BF16", "F32")
-_REJECTED = {"rejected_hidden", "rejected_token_ids", "rejected_positions", "rejected_parents"}
+_REJECTED = "rejected_"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,94 +143,62 @@ class FeatureBatch:
 
 
 def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
-    """Fields and payload of one request's rows; the traceparent defaults to that of the current
+    """Header and payload of one request's rows; the traceparent defaults to that of the current
     span.
     """
-    fields = {
-        "schema_version": SCHEMA_VERSION,
-        "run": batch.run_id,
-        "step": str(batch.step),
-        "session": batch.session_id,
-        "policy_version": str(batch.policy_version),
-        "lm_head_hash": batch.lm_head_hash,
-        "layers": batch.layers,
-        "convention": batch.convention,
-        "dtype": batch.hidden.dtype,
-        "rows": str(batch.rows),
-        "hidden": str(batch.hidden_size),
-        "traceparent": batch.traceparent or inject().get("traceparent", ""),
-    }
-    places, states = _rejected_tensors(batch.rejected)
-    tensors = [  # by falling size of their numbers, so that each lies aligned
-        from_numpy("versions", batch.versions.astype("<i8", copy=False)),
-        from_numpy("token_ids", batch.token_ids.astype("<i4", copy=False)),
-        from_numpy("positions", batch.positions.astype("<i4", copy=False)),
-        *places,
-        NamedTensor("hidden", batch.hidden.dtype, batch.hidden.shape, batch.hidden.data),
-        *states,
-        from_numpy("mask", batch.mask.astype("u1", copy=False)),
-    ]
-    return fields, encode_safetensors(tensors)
+    header = FEATURES.write_header(
+        batch,
+        dtype=batch.hidden.dtype,
+        rows=batch.rows,
+        hidden=batch.hidden_size,
+        traceparent=batch.traceparent or inject().get("traceparent", ""),
+    )
+    tensors = []
+    for one in FEATURES.payload:
+        whose = batch.rejected if one.name.startswith(_REJECTED) else batch
+        if whose is not None:
+            value = getattr(whose, one.name.removeprefix(_REJECTED))
+            tensors.append(_tensor(one, value))
+    return header, encode_safetensors(tensors)
 
 
-def _rejected_tensors(rejected: RejectedRows | None) -> tuple[list[NamedTensor], list[NamedTensor]]:
-    """What says where rejected rows hang, and their states; nothing when there are none."""
-    if rejected is None:
-        return [], []
-    places = [
-        from_numpy(f"rejected_{name}", getattr(rejected, name).astype("<i4", copy=False))
-        for name in ("token_ids", "positions", "parents")
-    ]
-    hidden = rejected.hidden
-    return places, [NamedTensor("rejected_hidden", hidden.dtype, hidden.shape, hidden.data)]
+def _tensor(declared: PayloadTensor, value: NamedTensor | npt.NDArray[Any]) -> NamedTensor:
+    if isinstance(value, NamedTensor):
+        return NamedTensor(declared.name, value.dtype, value.shape, value.data)
+    return from_numpy(declared.name, np.asarray(value, dtype=NUMPY_CODES[declared.dtype]))
 
 
-def decode_features(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
+def decode_features(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
     """The rows of an entry, as views of `payload`; DataLoss when it is not what encode_features
     writes.
     """
-    require_schema(fields)
     try:
-        return _decode(fields, payload)
-    except (KeyError, ValueError, TypeError, OverflowError, InvalidInput) as error:
+        return _decode(header, payload)
+    except (ValueError, TypeError, OverflowError, InvalidInput) as error:
         raise DataLoss(
             "an entry does not decode as a feature batch", seen=f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _decode(fields: Mapping[str, str], payload: bytes) -> FeatureBatch:
+def _decode(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
+    values, computed = FEATURES.read_header(header)
     tensors = decode_safetensors(payload)
-    rows, hidden_size = int(fields["rows"]), int(fields["hidden"])
+    rows = computed["rows"]
+    sizes = {"T": rows, "T + 1": rows + 1, "H": computed["hidden"]}
 
-    def array(name: str, dtype: str, size: int) -> npt.NDArray[Any]:
-        return as_numpy(checked(tensors, name, dtype, (size,)))
+    def part(name: str) -> Any:
+        found = FEATURES.read_tensor(tensors, name, computed["dtype"], **sizes)
+        return found if name.endswith("hidden") else as_numpy(found)
 
+    parts = {one.name: one.name.startswith(_REJECTED) for one in FEATURES.payload}
+    rejected = None
+    if any(name.startswith(_REJECTED) for name in tensors):
+        sizes["R"] = part("rejected_hidden").shape[0]
+        drafts = [name for name, apart in parts.items() if apart]
+        rejected = RejectedRows(**{name.removeprefix(_REJECTED): part(name) for name in drafts})
     return FeatureBatch(
-        run_id=fields["run"],
-        step=int(fields["step"]),
-        session_id=fields["session"],
-        policy_version=int(fields["policy_version"]),
-        lm_head_hash=fields["lm_head_hash"],
-        hidden=checked(tensors, "hidden", fields["dtype"], (rows, hidden_size)),
-        token_ids=array("token_ids", "I32", rows + 1),
-        positions=array("positions", "I32", rows),
-        mask=array("mask", "U8", rows),
-        versions=array("versions", "I64", rows),
-        layers=fields["layers"],
-        convention=fields["convention"],
-        traceparent=fields["traceparent"],
-        rejected=_decode_rejected(tensors, fields["dtype"], hidden_size)
-        if _REJECTED & tensors.keys()
-        else None,
+        **values,
+        **{name: part(name) for name, apart in parts.items() if not apart},
+        traceparent=computed["traceparent"],
+        rejected=rejected,
     )
-
-
-def _decode_rejected(
-    tensors: Mapping[str, NamedTensor], dtype: str, hidden_size: int
-) -> RejectedRows:
-    hidden = checked(tensors, "rejected_hidden", dtype, (None, hidden_size))
-    token_ids, positions, parents = (
-        as_numpy(checked(tensors, f"rejected_{name}", "I32", (hidden.shape[0],)))
-        for name in ("token_ids", "positions", "parents")
-    )
-    return RejectedRows(hidden, token_ids, positions, parents)

@@ -11,6 +11,7 @@ from paceline.tensors.safetensors import (
 )
 from paceline.tensors.tensor import (
     ITEM_BYTES,
+    NUMPY_CODES,
     NamedTensor,
     TensorLayout,
     as_numpy,
@@ -21,6 +22,7 @@ from paceline.tensors.tensor import (
 
 __all__ = [
     "ITEM_BYTES",
+    "NUMPY_CODES",
     "NamedTensor",
     "TensorLayout",
     "as_numpy",

@@ -36,7 +36,7 @@ ITEM_BYTES = {
 """Bytes of one element, by safetensors dtype name."""
 
 # numpy has no bfloat16 and no float8: their bits are shown as unsigned integers.
-_NUMPY = {
+NUMPY_CODES = {
     "BOOL": "?",
     "U8": "u1",
     "I8": "i1",
@@ -54,7 +54,7 @@ _NUMPY = {
     "F64": "<f8",
 }
 _NAMES = {
-    np.dtype(code): name for name, code in _NUMPY.items() if not name.startswith(("BF", "F8"))
+    np.dtype(code): name for name, code in NUMPY_CODES.items() if not name.startswith(("BF", "F8"))
 }
 
 
@@ -119,7 +119,7 @@ def as_numpy(tensor: NamedTensor) -> npt.NDArray[Any]:
 
     No copy.
     """
-    return np.frombuffer(tensor.view, dtype=_NUMPY[tensor.dtype]).reshape(tensor.shape)
+    return np.frombuffer(tensor.view, dtype=NUMPY_CODES[tensor.dtype]).reshape(tensor.shape)
 
 
 def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> NamedTensor:

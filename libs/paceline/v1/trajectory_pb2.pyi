@@ -130,13 +130,20 @@ class Reward(_message.Message):
     source: str
     def __init__(self, value: _Optional[float] = ..., source: _Optional[str] = ...) -> None: ...
 
-class Trajectory(_message.Message):
-    __slots__ = ("schema_version", "run_id", "step", "session_id", "branch_id", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "finish_reason", "speculation", "seed", "temperature", "branch_count")
-    SCHEMA_VERSION_FIELD_NUMBER: _ClassVar[int]
+class BranchKey(_message.Message):
+    __slots__ = ("run_id", "session_id", "branch_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     BRANCH_ID_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    session_id: str
+    branch_id: str
+    def __init__(self, run_id: _Optional[str] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ...) -> None: ...
+
+class Trajectory(_message.Message):
+    __slots__ = ("key", "step", "task_id", "group_id", "group_size", "task_index", "sample_index", "token_ids", "loss_mask", "behavior_logprobs", "version_spans", "reward", "seed", "temperature", "finish_reason", "speculation", "branch_count")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     TASK_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -147,16 +154,13 @@ class Trajectory(_message.Message):
     BEHAVIOR_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     VERSION_SPANS_FIELD_NUMBER: _ClassVar[int]
     REWARD_FIELD_NUMBER: _ClassVar[int]
-    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     BRANCH_COUNT_FIELD_NUMBER: _ClassVar[int]
-    schema_version: int
-    run_id: str
+    key: BranchKey
     step: int
-    session_id: str
-    branch_id: str
     task_id: str
     group_id: str
     group_size: int
@@ -166,10 +170,10 @@ class Trajectory(_message.Message):
     loss_mask: bytes
     behavior_logprobs: _containers.RepeatedScalarFieldContainer[float]
     version_spans: _containers.RepeatedCompositeFieldContainer[VersionSpan]
-    reward: Reward
-    finish_reason: FinishReason
-    speculation: SpeculationStats
+    reward: float
     seed: int
     temperature: float
+    finish_reason: FinishReason
+    speculation: SpeculationStats
     branch_count: int
-    def __init__(self, schema_version: _Optional[int] = ..., run_id: _Optional[str] = ..., step: _Optional[int] = ..., session_id: _Optional[str] = ..., branch_id: _Optional[str] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[_Union[Reward, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., branch_count: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[BranchKey, _Mapping]] = ..., step: _Optional[int] = ..., task_id: _Optional[str] = ..., group_id: _Optional[str] = ..., group_size: _Optional[int] = ..., task_index: _Optional[int] = ..., sample_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., loss_mask: _Optional[bytes] = ..., behavior_logprobs: _Optional[_Iterable[float]] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., branch_count: _Optional[int] = ...) -> None: ...

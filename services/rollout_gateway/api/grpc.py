@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import InvalidInput
-from paceline.messages import versions_to_proto
+from paceline.messages import trajectory_to_proto, versions_to_proto
 from paceline.rpc import EpochGuard
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -24,7 +24,7 @@ from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.tasks import TaskRuns
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Caller, Grant, Session
-from rollout_gateway.sessions.view import message_json, sample_to, tree_json
+from rollout_gateway.sessions.view import message_json, tree_json
 
 STATES = {
     SessionState.OPEN: rpb.SESSION_STATE_OPEN,
@@ -162,7 +162,7 @@ class RolloutServicer(RolloutServiceServicer):
         session = self._gateway.agents.sessions.get(request.session_id)
         return rpb.GetSessionResponse(
             state=STATES[session.state],
-            branches=[sample_to(one) for one in session.trajectories()],
+            branches=[trajectory_to_proto(one) for one in session.trajectories()],
             tree_json=json.dumps(tree_json(session), ensure_ascii=False),
         )
 

@@ -1,13 +1,13 @@
-"""Sessions as JSON and on the wire. Owns the shapes that leave the gateway."""
+"""Returns sessions as JSON."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 from typing import Any
 
-from paceline.messages import stats_to_proto
+from paceline.tagged_json import to_object
 from paceline.trajectory import Trajectory
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
@@ -50,34 +50,6 @@ def samples_json(session: Session) -> dict[str, Any]:
     }
 
 
-def sample_to(found: Trajectory) -> tpb.Trajectory:
-    """A sample on the wire."""
-    return tpb.Trajectory(
-        schema_version=1,
-        run_id=found.key.run_id,
-        step=found.step,
-        session_id=found.key.session_id,
-        branch_id=found.key.branch_id,
-        task_id=found.task_id,
-        group_id=found.group_id,
-        group_size=found.group_size,
-        task_index=found.task_index,
-        sample_index=found.sample_index,
-        token_ids=found.token_ids,
-        loss_mask=bytes(found.loss_mask),
-        behavior_logprobs=found.behavior_logprobs,
-        version_spans=[
-            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version)
-            for s in found.version_spans
-        ],
-        reward=None if found.reward is None else tpb.Reward(value=found.reward),
-        speculation=stats_to_proto(found.speculation),
-        seed=found.seed,
-        temperature=found.temperature,
-        branch_count=found.branch_count,
-    )
-
-
 def message_json(message: Message) -> dict[str, Any]:
     """A message as chat templates read it, tool calls with their arguments as text."""
     body = message.for_template()
@@ -106,16 +78,5 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
 
 
 def _sample_json(sample: Trajectory) -> dict[str, Any]:
-    return {
-        "branch": sample.key.branch_id,
-        "token_ids": list(sample.token_ids),
-        "loss_mask": list(sample.loss_mask),
-        "behavior_logprobs": list(sample.behavior_logprobs),
-        "version_spans": [
-            [span.start, span.end, span.policy_version] for span in sample.version_spans
-        ],
-        "reward": sample.reward,
-        "seed": sample.seed,
-        "temperature": sample.temperature,
-        "finish_reason": sample.finish_reason,
-    }
+    spans = [astuple(span) for span in sample.version_spans]
+    return to_object(sample) | {"version_spans": [list(span) for span in spans]}

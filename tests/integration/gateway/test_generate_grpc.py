@@ -323,7 +323,7 @@ async def test_rewards_and_ends_over_grpc(serve_gateway: Any) -> None:
         )
         await refused(missing, grpc.StatusCode.INVALID_ARGUMENT, "no reward")
         shown, _ = await show(served, session)
-        assert [branch.reward.value for branch in shown.branches] == [0.5 + 0.5 * 1.0, 1.0]
+        assert [branch.reward for branch in shown.branches] == [0.5 + 0.5 * 1.0, 1.0]
 
         async def close(session: str, **fields: Any) -> int:
             request = rpb.CloseSessionRequest(session_id=session, **fields)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_trajectories import COUNTS, WORDS, trajectories
 
 from paceline.errors import DataLoss, InvalidInput
 from paceline.streams import (
@@ -21,41 +23,9 @@ from paceline.streams import (
     encode_trajectory,
     trajectory_key,
 )
+from paceline.streams.fields import FEATURES, TRAJECTORIES, EntryLayout
 from paceline.tensors import NamedTensor, as_numpy, decode_safetensors, encode_safetensors
-from paceline.trajectory import BranchKey, SpeculationStats, Trajectory, VersionSpan
-
-WORDS = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1, max_size=12)
-COUNTS = st.integers(0, 2**40)
-FLOATS = st.floats(width=32, allow_nan=False)
-
-
-@st.composite
-def trajectories(draw: st.DrawFn) -> Trajectory:
-    length = draw(st.integers(0, 12))
-
-    def row(values: st.SearchStrategy) -> tuple:
-        return tuple(draw(st.lists(values, min_size=length, max_size=length)))
-
-    spans = draw(st.lists(st.tuples(COUNTS, COUNTS, COUNTS), max_size=3))
-    return Trajectory(
-        key=BranchKey(draw(WORDS), draw(WORDS), draw(WORDS)),
-        step=draw(COUNTS),
-        task_id=draw(WORDS),
-        group_id=draw(WORDS),
-        group_size=draw(COUNTS),
-        task_index=draw(COUNTS),
-        sample_index=draw(COUNTS),
-        token_ids=row(st.integers(0, 2**31 - 1)),
-        loss_mask=row(st.integers(0, 1)),
-        behavior_logprobs=row(FLOATS),
-        version_spans=tuple(VersionSpan(*span) for span in spans),
-        reward=draw(st.none() | st.floats(allow_nan=False)),
-        seed=draw(st.integers(0, 2**63 - 1)),
-        temperature=draw(st.floats(0, 10)),
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
-        speculation=SpeculationStats(*(draw(COUNTS) for _ in range(5))),
-        branch_count=draw(st.integers(1, 2**31)),
-    )
+from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 
 @st.composite
@@ -80,6 +50,8 @@ def features(draw: st.DrawFn) -> FeatureBatch:
         positions=np.arange(rows, dtype=np.int32),
         mask=generator.integers(0, 2, rows, dtype=np.uint8),
         versions=generator.integers(0, 2**62, rows, dtype=np.int64),
+        layers="1,3",
+        convention="pre_norm",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         rejected=_rejected(drafts, rows, size, dtype, generator) if drafts else None,
     )
@@ -156,42 +128,58 @@ def _trajectory() -> Trajectory:
 @given(trajectories())
 @settings(max_examples=60, deadline=None)
 def test_a_trajectory_comes_back_as_it_was(trajectory: Trajectory) -> None:
-    fields, payload = encode_trajectory(trajectory)
-    assert decode_trajectory(fields, payload) == trajectory
-    assert trajectory_key(fields) == str(trajectory.key)
+    header, payload = encode_trajectory(trajectory)
+    assert decode_trajectory(header, payload) == trajectory
+    assert trajectory_key(header) == str(trajectory.key)
 
 
 @given(features())
 @settings(max_examples=60, deadline=None)
-def test_a_feature_batch_comes_back_as_it_was(batch: FeatureBatch) -> None:
+def test_a_feature_batch_comes_back_with_every_field(batch: FeatureBatch) -> None:
     back = decode_features(*encode_features(batch))
-    assert bytes(back.hidden.view) == bytes(batch.hidden.view)
-    assert (back.hidden.dtype, back.hidden.shape) == (batch.hidden.dtype, batch.hidden.shape)
-    for name in ("token_ids", "positions", "mask", "versions"):
-        assert np.array_equal(getattr(back, name), getattr(batch, name)), name
-    for name in (
-        "run_id",
-        "step",
-        "session_id",
-        "policy_version",
-        "lm_head_hash",
-        "layers",
-        "convention",
-    ):
-        assert getattr(back, name) == getattr(batch, name), name
-    assert back.traceparent == batch.traceparent
+    for one in fields(FeatureBatch):
+        if one.name != "rejected":
+            assert same(getattr(back, one.name), getattr(batch, one.name)), one.name
     assert (back.rejected is None) == (batch.rejected is None)
     if back.rejected is not None and batch.rejected is not None:
-        assert bytes(back.rejected.hidden.view) == bytes(batch.rejected.hidden.view)
-        assert back.all_rows == batch.rows + batch.rejected.rows
-        for name in ("token_ids", "positions", "parents"):
-            assert np.array_equal(getattr(back.rejected, name), getattr(batch.rejected, name)), name
+        for one in fields(RejectedRows):
+            assert same(getattr(back.rejected, one.name), getattr(batch.rejected, one.name)), one
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, tensors bit for bit."""
+    if isinstance(one, NamedTensor):
+        return (one.dtype, one.shape, bytes(one.view)) == (
+            other.dtype,
+            other.shape,
+            bytes(other.view),
+        )
+    return np.array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("layout", "entry"),
+    [
+        (TRAJECTORIES, lambda: encode_trajectory(_trajectory())),
+        (FEATURES, lambda: encode_features(_with_drafts([1, 2], [2, 3]))),
+    ],
+)
+def test_an_entry_is_what_its_table_declares(
+    layout: EntryLayout, entry: Callable[[], tuple[dict[str, str], bytes]]
+) -> None:
+    header, payload = entry()
+    assert list(header) == [one.name for one in layout.header]
+    tensors = decode_safetensors(payload)
+    assert list(tensors) == [one.name for one in layout.payload]
+    for one in layout.payload:
+        assert tensors[one.name].dtype == (one.dtype or header["dtype"])
+        assert len(tensors[one.name].shape) == len(one.shape)
 
 
 def test_rejected_rows_add_tensors_and_change_nothing_else() -> None:
-    fields, payload = encode_features(_batch())
-    more_fields, more_payload = encode_features(_with_drafts([1, 2], [2, 3]))
-    assert more_fields == fields
+    header, payload = encode_features(_batch())
+    more_header, more_payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    assert more_header == header
     known, more = decode_safetensors(payload), decode_safetensors(more_payload)
     assert {name: bytes(more[name].view) for name in known} == {
         name: bytes(known[name].view) for name in known
@@ -205,8 +193,8 @@ def test_rejected_rows_add_tensors_and_change_nothing_else() -> None:
 
 
 def test_rejected_rows_are_views_of_the_payload() -> None:
-    fields, payload = encode_features(_with_drafts([1, 2], [2, 3]))
-    rejected = decode_features(fields, payload).rejected
+    header, payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    rejected = decode_features(header, payload).rejected
     assert rejected is not None
     for array in (
         as_numpy(rejected.hidden),
@@ -254,22 +242,22 @@ def test_rejected_rows_that_hang_wrongly_are_refused(
 
 @pytest.mark.parametrize("name", ["hidden", "token_ids", "positions", "parents"])
 def test_a_payload_with_a_part_of_the_rejected_rows_is_data_loss(name: str) -> None:
-    fields, payload = encode_features(_with_drafts([1, 2], [2, 3]))
+    header, payload = encode_features(_with_drafts([1, 2], [2, 3]))
     parts = [part for key, part in decode_safetensors(payload).items() if key != f"rejected_{name}"]
     with pytest.raises(DataLoss, match="lacks"):
-        decode_features(fields, encode_safetensors(parts))
+        decode_features(header, encode_safetensors(parts))
 
 
 def test_decoded_rows_are_views_of_the_payload() -> None:
-    fields, payload = encode_features(_batch())
-    rows = as_numpy(decode_features(fields, payload).hidden)
+    header, payload = encode_features(_batch())
+    rows = as_numpy(decode_features(header, payload).hidden)
     assert np.shares_memory(rows, np.frombuffer(payload, np.uint8))
 
 
 def test_the_fields_say_what_the_rows_are() -> None:
-    fields, _ = encode_features(_batch())
+    header, _ = encode_features(_batch())
     assert {
-        name: fields[name]
+        name: header[name]
         for name in ("dtype", "rows", "hidden", "layers", "convention", "schema_version")
     } == {
         "dtype": "BF16",
@@ -277,7 +265,7 @@ def test_the_fields_say_what_the_rows_are() -> None:
         "hidden": "3",
         "layers": "last",
         "convention": "post_norm",
-        "schema_version": "1",
+        "schema_version": "2",
     }
 
 
@@ -290,36 +278,36 @@ def test_a_missing_reward_is_not_zero() -> None:
 
 @pytest.mark.parametrize("count", ["0", "-1", "", "1.5"])
 def test_a_branch_that_its_session_does_not_count_is_data_loss(count: str) -> None:
-    fields, payload = encode_trajectory(_trajectory())
-    assert decode_trajectory({**fields, "branch_count": "2"}, payload).branch_count == 2
+    header, payload = encode_trajectory(_trajectory())
+    assert decode_trajectory({**header, "branch_count": "2"}, payload).branch_count == 2
     with pytest.raises(DataLoss):
-        decode_trajectory({**fields, "branch_count": count}, payload)
+        decode_trajectory({**header, "branch_count": count}, payload)
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_trajectory_payload_is_data_loss(data: st.DataObject) -> None:
-    fields, payload = encode_trajectory(_trajectory())
+    header, payload = encode_trajectory(_trajectory())
     with pytest.raises(DataLoss):
-        decode_trajectory(fields, data.draw(_damaged(payload)))
+        decode_trajectory(header, data.draw(_damaged(payload)))
 
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_feature_payload_is_data_loss_or_other_numbers(data: st.DataObject) -> None:
-    fields, payload = encode_features(
+    header, payload = encode_features(
         data.draw(st.sampled_from([_batch(), _with_drafts([1, 2, 2], [2, 3, 3])]))
     )
     with suppress(DataLoss):
-        decode_features(fields, data.draw(_damaged(payload)))
+        decode_features(header, data.draw(_damaged(payload)))
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=60, deadline=None)
 def test_a_cut_feature_payload_is_data_loss(cut: int) -> None:
-    fields, payload = encode_features(_batch())
+    header, payload = encode_features(_batch())
     with pytest.raises(DataLoss):
-        decode_features(fields, payload[: cut % len(payload)])
+        decode_features(header, payload[: cut % len(payload)])
 
 
 @given(st.data())
@@ -329,34 +317,32 @@ def test_a_damaged_field_is_data_loss_or_another_value(data: st.DataObject) -> N
         (encode_trajectory, decode_trajectory, _trajectory()),
         (encode_features, decode_features, _batch()),
     ):
-        fields, payload = encode(subject)  # type: ignore[operator]
-        name = data.draw(st.sampled_from(sorted(fields)))
+        header, payload = encode(subject)  # type: ignore[operator]
+        name = data.draw(st.sampled_from(sorted(header)))
         changed = data.draw(
             st.none()
             | st.text(max_size=6)
             | st.sampled_from(["-1", "1e400", "9" * 400, "nan", "٣"])
         )
-        damaged = {key: value for key, value in fields.items() if key != name}
+        damaged = {key: value for key, value in header.items() if key != name}
         if changed is not None:
             damaged[name] = changed
         with suppress(DataLoss):
             decode(damaged, payload)
 
 
-@pytest.mark.parametrize(
-    "name", ["schema_version", "crc32", "seed", "speculation", "reward", "session", "branch_count"]
-)
+@pytest.mark.parametrize("name", [one.name for one in TRAJECTORIES.header])
 def test_a_missing_field_is_data_loss(name: str) -> None:
-    fields, payload = encode_trajectory(_trajectory())
-    del fields[name]
+    header, payload = encode_trajectory(_trajectory())
+    del header[name]
     with pytest.raises(DataLoss):
-        decode_trajectory(fields, payload)
+        decode_trajectory(header, payload)
 
 
 def test_another_layout_is_refused_by_name() -> None:
-    fields, payload = encode_trajectory(_trajectory())
-    with pytest.raises(DataLoss, match="seen: 2; allowed: 1"):
-        decode_trajectory({**fields, "schema_version": "2"}, payload)
+    header, payload = encode_trajectory(_trajectory())
+    with pytest.raises(DataLoss, match="seen: 1; allowed: 2"):
+        decode_trajectory({**header, "schema_version": "1"}, payload)
 
 
 def test_rows_that_do_not_fit_each_other_are_refused() -> None:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 
 from session_turns import said, session
 
+from paceline.tagged_json import from_object
+from paceline.trajectory import Trajectory, VersionSpan
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.session import Grant, Session
 from rollout_gateway.sessions.view import (
     message_json,
-    sample_to,
     samples_json,
     session_json,
     tree_json,
 )
+
+SPAN = [one.name for one in fields(VersionSpan)]
 
 
 def forked() -> Session:
@@ -73,13 +77,9 @@ def test_the_samples_are_what_is_trained() -> None:
     assert [one["reward"] for one in shown["samples"]] == [0.75, 0.5]
 
 
-def test_a_sample_on_the_wire_keeps_a_missing_reward_missing() -> None:
+def test_a_sample_shows_every_field_of_what_is_trained() -> None:
     where = forked()
-    for sample in where.trajectories():
-        wire = sample_to(sample)
-        assert tuple(wire.token_ids) == sample.token_ids
-        assert tuple(wire.loss_mask) == sample.loss_mask
-        assert wire.reward.value == sample.reward
-        assert (wire.branch_id, wire.branch_count) == (sample.key.branch_id, 2)
-    where.reward = None
-    assert [sample_to(one).HasField("reward") for one in where.trajectories()] == [True, False]
+    for shown, sample in zip(samples_json(where)["samples"], where.trajectories(), strict=True):
+        assert set(shown) == {one.name for one in fields(Trajectory)}
+        spans = [dict(zip(SPAN, span, strict=True)) for span in shown["version_spans"]]
+        assert from_object(Trajectory, shown | {"version_spans": spans}) == sample
