@@ -4,7 +4,7 @@ request.
 
 from __future__ import annotations
 
-from rollout_gateway.bandits import Outcome, RowFacts, Situation
+from rollout_gateway.bandits import RoundOutcome, RowFacts, Situation
 
 
 def batch_of(
@@ -17,9 +17,9 @@ def batch_of(
 
 def round_of(
     arm: str, batch: int, tokens: int, seconds: float, *, explored: bool = False
-) -> Outcome:
+) -> RoundOutcome:
     """A round whose tokens are spread over the rows as evenly as they can be."""
     share, rest = divmod(tokens, batch)
-    return Outcome(
+    return RoundOutcome(
         arm, batch_of(batch), [share + (row < rest) for row in range(batch)], seconds, explored
     )

@@ -23,7 +23,7 @@ from benchmarks.bandit.world import Floats, Moment, Trace, World, read_traces
 from benchmarks.result import BenchResult, Goal, Row
 from paceline.arm_names import speculator_of
 from paceline.trajectory import Target
-from rollout_gateway.bandits import Bandit, BanditSettings, Outcome, build_bandit
+from rollout_gateway.bandits import Bandit, BanditSettings, RoundOutcome, build_bandit
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}
 """SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the
@@ -50,7 +50,7 @@ class ServedBandit:
 
     def observe(self, moment: Moment, arm: str, taken: Sequence[int], seconds: float) -> None:
         """For the bandit."""
-        self._bandit.observe(Outcome(arm, moment.situation, taken, seconds, self._explored))
+        self._bandit.observe(RoundOutcome(arm, moment.situation, taken, seconds, self._explored))
 
     def changed(self, target: Target) -> None:
         """As engines tell it: n-grams do not change with a drafter."""

@@ -4,17 +4,17 @@ from collections.abc import Callable, Sequence
 
 from paceline.errors import ConfigError
 from rollout_gateway.bandits.base import (
+    ArmChoice,
     Bandit,
     BanditSettings,
-    Choice,
     CostSample,
-    Outcome,
+    RoundOutcome,
     RowFacts,
     SelectiveBandit,
     Situation,
 )
 from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
-from rollout_gateway.bandits.cost_model import CostModel
+from rollout_gateway.bandits.cost_model.bandit import CostModel
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 from rollout_gateway.bandits.thompson import Thompson
 from rollout_gateway.bandits.ucb import UCB1
@@ -44,11 +44,11 @@ def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Se
 __all__ = [
     "BANDITS",
     "COST_MODEL",
+    "ArmChoice",
     "Bandit",
     "BanditSettings",
-    "Choice",
     "CostSample",
-    "Outcome",
+    "RoundOutcome",
     "RowFacts",
     "Situation",
     "build_bandit",

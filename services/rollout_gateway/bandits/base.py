@@ -62,7 +62,7 @@ class Situation:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RoundOutcome:
     """What a round gave."""
 
     arm: str
@@ -94,7 +94,7 @@ class CostSample(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ArmChoice:
     """An arm, and whether it was taken to learn about it."""
 
     arm: str
@@ -110,11 +110,11 @@ class Bandit(Protocol):
         """
         ...
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, situation: Situation) -> ArmChoice:
         """The arm of the next round."""
         ...
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         """What a round gave."""
         ...
 
@@ -146,7 +146,7 @@ class Bandit(Protocol):
 class SelectiveBandit(Bandit, Protocol):
     """A bandit that may be held to some of its arms; every kind in the table is one."""
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`: at least one, in the order of all arms."""
         ...
 

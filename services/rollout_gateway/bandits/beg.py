@@ -19,8 +19,8 @@ from collections.abc import Sequence, Set
 
 from paceline.arm_names import speculator_of
 from paceline.errors import ConfigError
-from rollout_gateway.bandits.base import BanditSettings, Choice, Situation, group_of
-from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
+from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation, group_of
+from rollout_gateway.bandits.window import GroupWindow, PlayedRound, WindowedBandit
 
 
 def draft_tokens_of(arm: str) -> int:
@@ -70,7 +70,7 @@ class MedianWindow(GroupWindow):
             return float("inf")
         return (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
 
-    def add(self, one: Round) -> Round | None:
+    def add(self, one: PlayedRound) -> PlayedRound | None:
         """Remember a round; the one that left the window for it."""
         insort(self._sorted[one.arm], one.rate)
         old = super().add(one)
@@ -93,16 +93,16 @@ class BucketedEpsilonGreedy(WindowedBandit[MedianWindow]):
         super().__init__(settings, arms, seed, MedianWindow)
         self._buckets = bucket_arms(arms, settings.groups)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`."""
         bucket = self._bucket(situation.batch_size, names)
         if len(bucket) == 1:
-            return Choice(bucket[0], explored=False)
+            return ArmChoice(bucket[0], explored=False)
         if self._random.random() < self._settings.epsilon:
-            return Choice(self._random.choice(bucket), explored=True)
+            return ArmChoice(self._random.choice(bucket), explored=True)
         group = self._group(situation.batch_size)
         chosen = max(bucket, key=group.median)
-        return Choice(chosen, explored=not group.arms[chosen].rounds)
+        return ArmChoice(chosen, explored=not group.arms[chosen].rounds)
 
     def _bucket(self, batch_size: int, names: Sequence[str]) -> Sequence[str]:
         arms = self._buckets[group_of(self._settings.groups, batch_size)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
+from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
 
 TRIAL_PULLS = 4
@@ -23,14 +23,14 @@ class EpsilonGreedy(WindowedBandit[GroupWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, GroupWindow)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`."""
         arms = self._group(situation.batch_size).arms
         if len(names) == 1:
-            return Choice(names[0], explored=False)
+            return ArmChoice(names[0], explored=False)
         least = min(names, key=lambda name: arms[name].rounds)
         if arms[least].rounds < TRIAL_PULLS:
-            return Choice(least, explored=True)
+            return ArmChoice(least, explored=True)
         if self._random.random() < self._settings.epsilon:
-            return Choice(self._random.choice(names), explored=True)
-        return Choice(max(names, key=lambda name: arms[name].rate), explored=False)
+            return ArmChoice(self._random.choice(names), explored=True)
+        return ArmChoice(max(names, key=lambda name: arms[name].rate), explored=False)

@@ -25,8 +25,8 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
-from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
+from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation
+from rollout_gateway.bandits.window import GroupWindow, PlayedRound, WindowedBandit
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
 ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1
@@ -44,7 +44,7 @@ class Posterior(NamedTuple):
 
 
 @dataclass(slots=True)
-class Evidence:
+class RateEvidence:
     """Discounted rounds of one arm."""
 
     weight: float = 0.0
@@ -77,10 +77,10 @@ class EvidenceWindow(GroupWindow):
 
     def __init__(self, names: Sequence[str], window: int) -> None:
         super().__init__(names, window)
-        self.evidence = {name: Evidence() for name in names}
+        self.evidence = {name: RateEvidence() for name in names}
         self._discount = 1.0 - 1.0 / window
 
-    def add(self, one: Round) -> Round | None:
+    def add(self, one: PlayedRound) -> PlayedRound | None:
         """Remember a round; the one that left the window for it."""
         for known in self.evidence.values():
             known.fade(self._discount)
@@ -91,7 +91,7 @@ class EvidenceWindow(GroupWindow):
         """Drop the rounds of these arms."""
         super().forget(names)
         for name in names & self.evidence.keys():
-            self.evidence[name] = Evidence()
+            self.evidence[name] = RateEvidence()
 
     @property
     def mean_rate(self) -> float:
@@ -109,20 +109,20 @@ class Thompson(WindowedBandit[EvidenceWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, EvidenceWindow)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`; it explores when it is not the one believed
         best.
         """
         if len(names) == 1:
-            return Choice(names[0], explored=False)
+            return ArmChoice(names[0], explored=False)
         group = self._group(situation.batch_size)
         for name in names:
             if not group.evidence[name].weight:
-                return Choice(name, explored=True)
+                return ArmChoice(name, explored=True)
         prior_mean = group.mean_rate
         beliefs = {name: group.evidence[name].posterior(prior_mean) for name in names}
         chosen = max(names, key=lambda name: self._draw(beliefs[name]))
-        return Choice(
+        return ArmChoice(
             chosen, explored=beliefs[chosen].mu < max(belief.mu for belief in beliefs.values())
         )
 

@@ -16,8 +16,8 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence, Set
 
-from rollout_gateway.bandits.base import BanditSettings, Choice, Situation
-from rollout_gateway.bandits.window import GroupWindow, Round, WindowedBandit
+from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation
+from rollout_gateway.bandits.window import GroupWindow, PlayedRound, WindowedBandit
 
 
 def ucb1_index(mean: float, rounds: int, total: int) -> float:
@@ -39,7 +39,7 @@ class RateWindow(GroupWindow):
         """Highest tokens per second of a round; 0 while there is none."""
         return self._peaks[0] if self._peaks else 0.0
 
-    def add(self, one: Round) -> Round | None:
+    def add(self, one: PlayedRound) -> PlayedRound | None:
         """Remember a round; the one that left the window for it."""
         self._climb([one])
         old = super().add(one)
@@ -53,7 +53,7 @@ class RateWindow(GroupWindow):
         self._peaks.clear()
         self._climb(self.rounds)
 
-    def _climb(self, rounds: Iterable[Round]) -> None:
+    def _climb(self, rounds: Iterable[PlayedRound]) -> None:
         for one in rounds:
             while self._peaks and self._peaks[-1] < one.rate:
                 self._peaks.pop()
@@ -68,18 +68,18 @@ class UCB1(WindowedBandit[RateWindow]):
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         super().__init__(settings, arms, seed, RateWindow)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`; it explores when it is not the best so far."""
         if len(names) == 1:
-            return Choice(names[0], explored=False)
+            return ArmChoice(names[0], explored=False)
         group = self._group(situation.batch_size)
         for name in names:
             if not group.arms[name].rounds:
-                return Choice(name, explored=True)
+                return ArmChoice(name, explored=True)
         total = sum(group.arms[name].rounds for name in names)
         scale = group.highest or 1.0
         means = {name: group.arms[name].mean_rate / scale for name in names}
         chosen = max(
             names, key=lambda name: ucb1_index(means[name], group.arms[name].rounds, total)
         )
-        return Choice(chosen, explored=means[chosen] < max(means.values()))
+        return ArmChoice(chosen, explored=means[chosen] < max(means.values()))

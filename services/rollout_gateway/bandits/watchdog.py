@@ -32,10 +32,10 @@ from paceline.arm_names import speculator_of
 from paceline.telemetry import get_logger
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
+    ArmChoice,
     BanditSettings,
-    Choice,
     CostSample,
-    Outcome,
+    RoundOutcome,
     SelectiveBandit,
     Situation,
     group_of,
@@ -118,18 +118,18 @@ class AcceptanceWatchdog:
         """For the inner bandit."""
         self._inner.prime(costs)
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, situation: Situation) -> ArmChoice:
         """The inner bandit's choice among the arms whose drafters live."""
         return self.choose_among(situation, self._names)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The same among `names`, all of them when none lives."""
         alive = self._alive[group_of(self._groups, situation.batch_size)]
         if len(names) < len(self._names):
             alive = tuple(name for name in names if name in alive) or tuple(names)
         return self._inner.choose_among(situation, alive)
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""
         self._inner.observe(outcome)
         speculator, group = (

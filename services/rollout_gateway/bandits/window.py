@@ -14,17 +14,17 @@ from typing import Generic, NamedTuple, TypeVar
 
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
+    ArmChoice,
     BanditSettings,
-    Choice,
     CostSample,
-    Outcome,
+    RoundOutcome,
     Situation,
     group_of,
 )
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 
-class Round(NamedTuple):
+class PlayedRound(NamedTuple):
     """What one round gave."""
 
     arm: str
@@ -50,7 +50,7 @@ class ArmWindow:
     pulls: int = 0
     explorations: int = 0
 
-    def add(self, one: Round, sign: int) -> None:
+    def add(self, one: PlayedRound, sign: int) -> None:
         """Count a round in (1) or out (-1)."""
         self.rounds += sign
         self.tokens += sign * one.tokens
@@ -79,10 +79,10 @@ class GroupWindow:
 
     def __init__(self, names: Sequence[str], window: int) -> None:
         self.arms = {name: ArmWindow() for name in names}
-        self.rounds: deque[Round] = deque()
+        self.rounds: deque[PlayedRound] = deque()
         self._window = window
 
-    def add(self, one: Round) -> Round | None:
+    def add(self, one: PlayedRound) -> PlayedRound | None:
         """Remember a round; the one that left the window for it."""
         self.rounds.append(one)
         self.arms[one.arm].add(one, 1)
@@ -121,20 +121,20 @@ class WindowedBandit(ABC, Generic[G]):
         self._random = random.Random(seed)
 
     @abstractmethod
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`."""
 
-    def choose(self, situation: Situation) -> Choice:
+    def choose(self, situation: Situation) -> ArmChoice:
         """The arm of the next round."""
         return self.choose_among(situation, self._names)
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Nothing: these kinds know tokens per second alone."""
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         """Remember a round."""
         group = self._group(outcome.situation.batch_size)
-        group.add(Round(outcome.arm, outcome.tokens, outcome.seconds, outcome.accept_length))
+        group.add(PlayedRound(outcome.arm, outcome.tokens, outcome.seconds, outcome.accept_length))
         group.arms[outcome.arm].pulls += 1
         group.arms[outcome.arm].explorations += outcome.explored
 

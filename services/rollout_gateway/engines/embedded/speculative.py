@@ -18,7 +18,7 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators.base import DraftBatch, Drafts, Speculator
 from paceline.trajectory import Target
-from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import CostSample, RoundOutcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
@@ -204,7 +204,7 @@ class Speculation:
         """
         if plan.single:
             self._bandit.observe(
-                Outcome(plan.single, plan.situation, taken, seconds, plan.explored)
+                RoundOutcome(plan.single, plan.situation, taken, seconds, plan.explored)
             )
 
     def serve_drafter(self, version: DrafterVersion) -> None:

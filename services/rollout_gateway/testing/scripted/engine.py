@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from paceline.arm_names import speculator_of
 from paceline.errors import FailedPrecondition, InvalidInput, WeightsError
 from paceline.trajectory import SpeculationStats, Target, VersionSet
-from rollout_gateway.bandits import CostSample, Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import CostSample, RoundOutcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.nouns import (
@@ -153,7 +153,7 @@ class ScriptedEngine:
             min(run.emitted - known, 1 + _drafts(arm))
             for run, known in zip(batch, before, strict=True)
         ]
-        self._bandit.observe(Outcome(arm, situation, taken, cost, explored))
+        self._bandit.observe(RoundOutcome(arm, situation, taken, cost, explored))
         self._running = [run for run in batch if finishes[run.request.request_id] is None]
         return [
             run.news(finishes[run.request.request_id])

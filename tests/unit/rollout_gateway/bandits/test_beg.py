@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
 from rollout_gateway.bandits.beg import MedianWindow, bucket_arms
-from rollout_gateway.bandits.window import Round
+from rollout_gateway.bandits.window import PlayedRound
 
 FASTRL = ("off", "eagle:8_4_32", "eagle:8_4_16", "eagle:8_4_8", "eagle:8_4_48")
 SHARED = ("off", "eagle:3_2_8", "eagle:7_1_8", "eagle:3_1_4")
@@ -88,7 +88,7 @@ def test_the_median_is_that_of_the_windows_rounds(
             group.forget(event)
             kept = [one for one in kept if one[0] not in event]
         else:
-            group.add(Round(event[0], event[1], 1.0, 1.0))
+            group.add(PlayedRound(event[0], event[1], 1.0, 1.0))
             kept = [*kept, event][-window:]
         for arm in SHARED:
             tokens = [tokens for name, tokens in kept if name == arm]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from paceline.arm_names import speculator_of
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BANDITS, Bandit, BanditSettings, Outcome, build_bandit
+from rollout_gateway.bandits import BANDITS, Bandit, BanditSettings, RoundOutcome, build_bandit
 from rollout_gateway.bandits.base import group_of
 
 GROUPS = (1, 5)
@@ -64,7 +64,7 @@ def play(
         chance = chances.get(speculator_of(choice.arm), 0.0)
         taken = [1 + STEPS[choice.arm] * int(one < chance) for one in luck]
         seconds = expected_tokens(choice.arm, CHANCES) / rates[choice.arm]
-        bandit.observe(Outcome(choice.arm, situation, taken, seconds, choice.explored))
+        bandit.observe(RoundOutcome(choice.arm, situation, taken, seconds, choice.explored))
     return chosen
 
 

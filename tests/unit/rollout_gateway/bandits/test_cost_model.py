@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings, CostSample, Outcome, RowFacts, Situation
-from rollout_gateway.bandits.acceptance import POLICY_TRIALS, Acceptance, family_and_steps
-from rollout_gateway.bandits.cost_model import CostModel
+from rollout_gateway.bandits import BanditSettings, CostSample, RoundOutcome, RowFacts, Situation
+from rollout_gateway.bandits.cost_model.acceptance import POLICY_TRIALS, GroupAcceptance
+from rollout_gateway.bandits.cost_model.bandit import CostModel
+from rollout_gateway.bandits.cost_model.positions import family_and_steps
 from rollout_gateway.bandits.evidence import combine
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "eagle:7_1_8", "ngram:4_1_5")
@@ -92,7 +93,7 @@ def play(
         chosen[choice.arm] += 1
         taken = [drawn(choice.arm, chances, source) for _ in range(batch)]
         spent = seconds[choice.arm] * (10.0 if source.random() < outliers else 1.0)
-        bandit.observe(Outcome(choice.arm, situation, taken, spent, choice.explored))
+        bandit.observe(RoundOutcome(choice.arm, situation, taken, spent, choice.explored))
     return chosen
 
 
@@ -128,7 +129,7 @@ def test_expected_tokens_are_those_of_the_drafts_seen() -> None:
 
     E = 1 + 3/4 + 3/4 2/3 + 3/4 2/3 1/2, the priors apart.
     """
-    acceptance = Acceptance(ARMS, (1,), 10**9)
+    acceptance = GroupAcceptance(ARMS, (1,), 10**9)
     slots, _ = acceptance.follow([RowFacts(row, 0, 99) for row in range(4)], 0)
     more = np.ones(4, dtype=bool)
     for _ in range(1000):
@@ -139,7 +140,7 @@ def test_expected_tokens_are_those_of_the_drafts_seen() -> None:
 
 
 def test_a_long_chain_teaches_about_a_shorter_one() -> None:
-    acceptance = Acceptance(ARMS, (1,), 10**9)
+    acceptance = GroupAcceptance(ARMS, (1,), 10**9)
     slots, _ = acceptance.follow([RowFacts(0, 0, 99)], 0)
     source, more = np.random.default_rng(5), np.ones(1, dtype=bool)
     for _ in range(4000):
@@ -151,7 +152,7 @@ def test_a_long_chain_teaches_about_a_shorter_one() -> None:
 
 
 def test_a_response_that_ends_at_its_limit_refuses_no_draft() -> None:
-    acceptance = Acceptance(ARMS, (1,), 10**9)
+    acceptance = GroupAcceptance(ARMS, (1,), 10**9)
     slots, _ = acceptance.follow([RowFacts(0, 0, 99)], 0)
     acceptance.observe(0, "eagle:3_1_4", slots, np.array([1]), np.array([False]))
     (evidence,) = acceptance.snapshot()
@@ -159,7 +160,7 @@ def test_a_response_that_ends_at_its_limit_refuses_no_draft() -> None:
 
 
 def test_a_request_whose_drafts_fail_is_expected_less_than_its_group() -> None:
-    acceptance = Acceptance(ARMS, (1,), 1000)
+    acceptance = GroupAcceptance(ARMS, (1,), 1000)
     slots, _ = acceptance.follow([RowFacts(0, 0, 999), RowFacts(1, 0, 999)], 0)
     for _ in range(30):
         acceptance.observe(0, "eagle:3_1_4", slots, np.array([3, 0]), np.ones(2, dtype=bool))
@@ -187,7 +188,7 @@ def test_a_draining_batch_takes_the_arm_of_the_row_that_will_last() -> None:
 
     for rounds in range(60):
         now = situation(rounds, draining=False)
-        bandit.observe(Outcome("eagle:3_1_4", now, [1] * 7 + [4], 5.0, explored=False))
+        bandit.observe(RoundOutcome("eagle:3_1_4", now, [1] * 7 + [4], 5.0, explored=False))
     assert (7 * 1 + 4) / 8 / 5.0 < 1 / 2.2
     assert bandit.choose_among(situation(60, draining=False), ARMS[:2]).arm == "off"
     # Alone the easy row wants the chain: 4 tokens in 4.6 s. Of a round's 2.2 s with off 2.0 are
@@ -340,7 +341,7 @@ def test_requests_may_come_and_go_in_any_number(batches: list[list[int]]) -> Non
     for ids in batches:
         situation = Situation([RowFacts(one, 0, 50) for one in ids], 60, draining=len(ids) % 2 == 0)
         choice = bandit.choose(situation)
-        bandit.observe(Outcome(choice.arm, situation, [1] * len(ids), 1.0, choice.explored))
+        bandit.observe(RoundOutcome(choice.arm, situation, [1] * len(ids), 1.0, choice.explored))
         assert len(set(bandit._slots.tolist())) == len(ids)
 
 
@@ -353,7 +354,7 @@ def test_two_halves_merged_are_the_whole() -> None:
     def learn(rounds: Sequence[tuple[str, list[int], float]]) -> CostModel:
         bandit = make(window=10**12)
         for arm, taken, seconds in rounds:
-            bandit.observe(Outcome(arm, batch_of(len(taken)), taken, seconds, explored=False))
+            bandit.observe(RoundOutcome(arm, batch_of(len(taken)), taken, seconds, explored=False))
         return bandit
 
     source = np.random.default_rng(3)
@@ -415,7 +416,7 @@ def test_chains_that_are_cut_differently_are_judged_apart(shared: bool) -> None:
     for number in range(300):
         arm, taken = (arms[1], 4) if number % 2 else (arms[2], 2)
         situation = Situation([RowFacts(number, 0, 100)], 10, draining=False)
-        bandit.observe(Outcome(arm, situation, [taken], 0.005, explored=False))
+        bandit.observe(RoundOutcome(arm, situation, [taken], 0.005, explored=False))
     _, short, long = bandit._acceptance.beliefs(0).tokens
     if shared:  # each is taken for the other
         assert short < 3.5

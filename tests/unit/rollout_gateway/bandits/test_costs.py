@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_gateway.bandits import CostSample
-from rollout_gateway.bandits.costs import CONTEXT_STEP, CostTable
-from rollout_gateway.bandits.lengths import REMEMBERED, ResponseLengths
-from rollout_gateway.bandits.shape import Shape
+from rollout_gateway.bandits.cost_model.costs import CONTEXT_STEP, CostTable
+from rollout_gateway.bandits.cost_model.lengths import REMEMBERED, ResponseLengths
+from rollout_gateway.bandits.cost_model.pace import BatchSlope
 
 ARMS = ("off", "eagle:3_1_4")
 
@@ -209,7 +209,7 @@ def test_without_a_table_the_growth_with_the_batch_is_learned(empty: float, row:
 
 
 def test_rounds_of_one_batch_size_say_nothing_of_growth() -> None:
-    shape = Shape()
+    shape = BatchSlope()
     before = shape.slope
     for _ in range(100):
         shape.learn(8, 3.0)

@@ -15,12 +15,12 @@ from rollout_gateway.bandits.thompson import (
     ALPHA0,
     KAPPA0,
     PRIOR_SPREAD,
-    Evidence,
     EvidenceWindow,
     Posterior,
+    RateEvidence,
     Thompson,
 )
-from rollout_gateway.bandits.window import Round
+from rollout_gateway.bandits.window import PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 rates = st.lists(st.integers(0, 10_000), min_size=1, max_size=40)
@@ -41,7 +41,7 @@ def test_the_posterior_of_three_rounds_is_the_one_worked_out_by_hand() -> None:
     """Rates 90, 100, 110, prior mean 80: mu = (80 + 300) / 4, beta = 16^2 + (200 + 3 x 20^2 / 4) /
     2.
     """
-    evidence = Evidence()
+    evidence = RateEvidence()
     for rate in (90.0, 100.0, 110.0):
         evidence.add(rate)
     assert evidence.posterior(80.0) == pytest.approx(Posterior(95.0, 4.0, 3.5, 506.0))
@@ -51,7 +51,7 @@ def test_the_posterior_of_three_rounds_is_the_one_worked_out_by_hand() -> None:
 def test_discounted_evidence_gives_the_closed_form(values: list[int], window: int) -> None:
     group = EvidenceWindow(ARMS, window)
     for value in values:
-        group.add(Round("off", value, 1.0, 1.0))
+        group.add(PlayedRound("off", value, 1.0, 1.0))
     weights = (1 - 1 / window) ** np.arange(len(values))[::-1]
     expected = closed_form(values, weights, 50.0)
     assert group.evidence["off"].posterior(50.0) == pytest.approx(expected, rel=1e-9, abs=1e-3)
@@ -59,9 +59,9 @@ def test_discounted_evidence_gives_the_closed_form(values: list[int], window: in
 
 def test_rounds_of_other_arms_fade_an_arm_towards_the_prior() -> None:
     group = EvidenceWindow(ARMS, window=100)
-    group.add(Round("a:3_1_4", 900, 1.0, 2.0))
+    group.add(PlayedRound("a:3_1_4", 900, 1.0, 2.0))
     for _ in range(100):
-        group.add(Round("off", 100, 1.0, 1.0))
+        group.add(PlayedRound("off", 100, 1.0, 1.0))
     assert group.evidence["a:3_1_4"].weight == pytest.approx(0.99**100)
     total = sum(0.99**age for age in range(101))
     assert group.mean_rate == pytest.approx((100 * (total - 0.99**100) + 900 * 0.99**100) / total)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.bandits.ucb import UCB1, RateWindow, ucb1_index
-from rollout_gateway.bandits.window import Round
+from rollout_gateway.bandits.window import PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 RATES = {"off": 100, "a:3_1_4": 80, "b:3_1_4": 50}
@@ -87,7 +87,7 @@ def test_a_glitch_scales_rewards_no_longer_than_the_window() -> None:
     group = RateWindow(ARMS, window=3)
     highest = []
     for tokens in (10, 9000, 20, 30, 15, 5, 5, 5):
-        group.add(Round("off", tokens, 1.0, 1.0))
+        group.add(PlayedRound("off", tokens, 1.0, 1.0))
         highest.append(group.highest)
     assert highest == [10, 9000, 9000, 9000, 30, 30, 15, 5]
     group.forget({"off"})
@@ -111,7 +111,7 @@ def test_sums_and_maximum_are_those_of_the_last_rounds(
             group.forget(event)
             kept = [one for one in kept if one[0] not in event]
         else:
-            group.add(Round(event[0], event[1], 0.5, 1.0))
+            group.add(PlayedRound(event[0], event[1], 0.5, 1.0))
             kept = [*kept, event][-window:]
         assert group.highest == max((2.0 * tokens for _, tokens in kept), default=0.0)
         for arm in ARMS:

@@ -21,7 +21,7 @@ from paceline.arm_names import OFF, read_arm
 from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators.kinds import SGLANG, SPECULATORS
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings, Outcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import BanditSettings, RoundOutcome, RowFacts, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
@@ -199,7 +199,9 @@ class ArmChooser:
         if key not in self._warm:
             self._warm.add(key)
             return
-        self._bandit.observe(Outcome(plan.arm.name, plan.situation, taken, seconds, plan.explored))
+        self._bandit.observe(
+            RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
+        )
 
     def forget(self, changed: Target) -> None:
         """New weights serve.

@@ -1,21 +1,15 @@
-"""How many tokens a round of each arm is expected to give, from which drafts were accepted. Knows
-no seconds.
+"""Expects the tokens of a round of each arm, from which drafts were accepted.
 
-An arm `<speculator>:<steps>_<topk>_<draft tokens>` drafts at positions 1 .. steps. Chains (topk 1)
-of one speculator share their positions: the first three drafts of a chain of seven are those of a
-chain of three. A tree is a family of its own, because what stands at a level depends on its width
-and its nodes; so is every chain where drafts are left out before they are verified
-(`share_positions` off), since more of a longer one is. With a_p the chance that the draft at
-position p is accepted once those before it were (Leviathan et al. 2023, without assuming the a_p
-equal),
+With a_p the chance that the draft at position p (positions.py) is accepted once those before it
+were (Leviathan et al. 2023, without assuming the a_p equal),
 
     E[tokens | steps] = 1 + sum over k = 1 .. steps of a_1 ... a_k.
 
 A round that accepts n of its drafts shows n successes and, at position n + 1, a failure (unless it
 drafted no further or the response reached its limit there). Evidence is kept per batch-size group,
 at most a window of trials a position, and fades while none comes. What a group does not know it
-takes from all groups together, and what nobody knows of a position from the position before it. A
-request's own rounds shift its group's chances: a Beta prior of ROW_STRENGTH trials.
+takes from all groups together, and what nobody knows of a position from the position before it.
+What a request's own rounds have shown is rows.py's.
 """
 
 from __future__ import annotations
@@ -25,77 +19,24 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from paceline.arm_names import read_arm, speculator_of
-from paceline.errors import ConfigError
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import RowFacts
+from rollout_gateway.bandits.cost_model.positions import lay_out
+from rollout_gateway.bandits.cost_model.rows import Counts, Flags, Floats, RowAcceptance
 from rollout_gateway.bandits.evidence import AcceptanceEvidence
 
 FIRST_CHANCE = 0.6  # of the first draft of a drafter that nothing is known of
 GUESS_STRENGTH = 1.0  # trials that the position before is worth
 POOL_STRENGTH = 8.0  # trials that all groups together are worth to one of them
-ROW_STRENGTH = 12.0  # trials that the group is worth to a request
-ROW_KEEP = 1.0 - 1.0 / 64  # of a request's evidence, per round of it
 BOUND_Z = 0.5  # standard deviations of the optimistic chance
 IDLE_SHARE = 0.2  # of the window: rounds in which evidence that is not renewed fades to 1 / e
-FIRST_SLOTS = 64
 TRIAL_ROWS = 4  # after which a drafter is no longer new
 OLD_TRIALS = 1.0  # what old evidence is worth when a drafter is tried anew
 SLACK = 1.02  # by which a window of trials may be exceeded before it is cut
 STALE_SHARE = 0.02  # rows since beliefs were made anew, as a share of the trials they rest on
 STALE_ROUNDS = 4  # after which they are made anew in any case
 POLICY_TRIALS = 64.0  # a position's evidence is worth at most this after a new policy
-
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Where an arm's positions lie among those of all families."""
-
-    family: str
-    first: int
-    steps: int
-
-    @property
-    def end(self) -> int:
-        """One past the last position."""
-        return self.first + self.steps
-
-
-def family_and_steps(arm: str, *, shared: bool = True) -> tuple[str, int]:
-    """("eagle:1", 3) of "eagle:3_1_4"; the arm's own name for a tree, or if not shared.
-
-    Raises ConfigError.
-    """
-    found = read_arm(arm)
-    if found is None:
-        raise ConfigError(
-            "cost_model reads steps from arms",
-            seen=arm,
-            allowed="off or <speculator>:<steps>_<topk>_<n>",
-        )
-    family = f"{found.speculator}:1" if shared and found.topk == 1 else arm
-    return family, found.steps
-
-
-def lay_out(arms: Sequence[str], *, shared: bool = True) -> tuple[dict[str, Span], dict[str, Span]]:
-    """Spans by arm (of those that draft) and by family. Raises ConfigError."""
-    shapes = {arm: family_and_steps(arm, shared=shared) for arm in arms if speculator_of(arm)}
-    longest: dict[str, int] = {}
-    for family, steps in shapes.values():
-        longest[family] = max(longest.get(family, 0), steps)
-    families, first = {}, 0
-    for family, steps in longest.items():
-        families[family] = Span(family, first, steps)
-        first += steps
-    return {
-        arm: Span(name, families[name].first, steps) for arm, (name, steps) in shapes.items()
-    }, families
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +50,7 @@ class Beliefs:
     bound: Sequence[float]  # [A] the same at best
 
 
-class Acceptance:
+class GroupAcceptance:
     """Chances of every position in every batch-size group, and of every running request."""
 
     def __init__(
@@ -309,122 +250,6 @@ class Acceptance:
             self._seen[group][span.family] = max(self._seen[group][span.family], TRIAL_ROWS)
         self._cap(slice(None), self._window)
         self._changed()
-
-
-class RowAcceptance:
-    """Drafts accepted of each running request, by slot; a slot is a row of the tables here, not of
-    the engine.
-    """
-
-    def __init__(self, positions: int, spans: Sequence[Span | None]) -> None:
-        self._accepted, self._trials = (
-            np.zeros((FIRST_SLOTS, positions)),
-            np.zeros((FIRST_SLOTS, positions)),
-        )
-        self.tokens: Floats = np.ones(
-            (FIRST_SLOTS, len(spans))
-        )  # [slots, A] expected in a round of each arm
-        self.generated, self.limits = (
-            np.zeros(FIRST_SLOTS),
-            np.zeros(FIRST_SLOTS),
-        )  # response tokens: so far, at most
-        self._free = list(range(FIRST_SLOTS - 1, -1, -1))
-        self._slots: dict[int, int] = {}
-        counts, places = np.arange(positions + 1)[:, None], np.arange(positions)
-        # By drafts accepted and position; a draft was tried when the one before it was accepted.
-        self._hits, self._tried = (
-            (places < counts).astype(np.float64),
-            (places <= counts).astype(np.float64),
-        )
-        families = {span.family for span in spans if span is not None}
-        self._arms = {
-            family: [
-                index
-                for index, span in enumerate(spans)
-                if span is not None and span.family == family
-            ]
-            for family in families
-        }  # by family: its arms, and the last drafts of each
-        self._lasts = {
-            family: [span.steps - 1 for span in spans if span is not None and span.family == family]
-            for family in families
-        }
-
-    def follow(self, rows: Sequence[RowFacts], tokens: Sequence[float]) -> tuple[Counts, list[int]]:
-        """As Acceptance.follow; `tokens` [A] is what new requests are expected to be given."""
-        known, ended = self._slots, []
-        slots = [known.get(row[0], -1) for row in rows]
-        if -1 in slots:
-            slots = [
-                self._begin(row, tokens) if slot < 0 else slot
-                for row, slot in zip(rows, slots, strict=True)
-            ]
-        if len(known) > len(rows):
-            for request_id in known.keys() - {row[0] for row in rows}:
-                slot = known.pop(request_id)
-                ended.append(int(self.generated[slot]))
-                self._free.append(slot)
-        return np.array(slots), ended
-
-    def _begin(self, row: RowFacts, tokens: Sequence[float]) -> int:
-        slot = self._slots.get(
-            row.request_id
-        )  # requests that are not ours share an id, hence a slot
-        if slot is None:
-            slot = self._slots[row.request_id] = self._take()
-        self._accepted[slot] = self._trials[slot] = 0.0
-        self.tokens[slot], self.generated[slot], self.limits[slot] = (
-            tokens,
-            row.generated,
-            row.limit,
-        )
-        return slot
-
-    def advance(self, slots: Counts, taken: Counts) -> Flags:
-        """A round gave the requests in `slots` [B] so many tokens [B]; whether each may go on."""
-        generated = self.generated[slots] + taken
-        self.generated[slots] = generated
-        return generated < self.limits[slots]
-
-    def _take(self) -> int:
-        if not self._free:
-            size = len(self._trials)
-            tables = (self._accepted, self._trials, self.tokens)
-            self._accepted, self._trials, self.tokens = (
-                np.concatenate((one, one)) for one in tables
-            )
-            self.generated, self.limits = np.tile(self.generated, 2), np.tile(self.limits, 2)
-            self._free = list(range(2 * size - 1, size - 1, -1))
-        return self._free.pop()
-
-    def observe(
-        self, slots: Counts, span: Span, accepted: Counts, more: Flags, group: Floats
-    ) -> None:
-        """Count a round's drafts for the requests in `slots` [B]; group: chances of the group's
-        positions [P].
-        """
-        hits, tried = self._hits[accepted, : span.steps], self._tried[accepted, : span.steps]
-        if not more.all():
-            tried = np.where(more[:, None], tried, hits)
-        known, seen = self._accepted[slots], self._trials[slots]
-        known *= ROW_KEEP
-        seen *= ROW_KEEP
-        known[:, span.first : span.end] += hits
-        seen[:, span.first : span.end] += tried
-        self._accepted[slots], self._trials[slots] = known, seen
-        arms, lasts = self._arms[span.family], self._lasts[span.family]
-        part = slice(span.first, span.first + max(lasts) + 1)
-        chances = (known[:, part] + ROW_STRENGTH * group[part]) / (seen[:, part] + ROW_STRENGTH)
-        sums = chances.cumprod(axis=1).cumsum(axis=1)
-        self.tokens[slots[:, None], arms] = 1.0 + sums[:, lasts]
-
-    def forget(self, span: Span, tokens: Sequence[float]) -> None:
-        """A family drafts otherwise from now on: it is expected to give every request as much,
-        `tokens` [A].
-        """
-        self._accepted[:, span.first : span.end] = self._trials[:, span.first : span.end] = 0.0
-        arms = self._arms[span.family]
-        self.tokens[:, arms] = [tokens[arm] for arm in arms]
 
 
 def _ends(accepted: Counts, more: Flags, steps: int) -> Counts:

@@ -9,7 +9,7 @@ other engines.
 
 The table is linear between its batch sizes and contexts and goes on beyond its largest batch size
 as it ends. An arm that was not measured has the table 1 + slope x batch, whose slope is fitted to
-its rounds (shape.py) and whose level is a factor like the others. Factor and pace together follow
+its rounds (pace.py) and whose level is a factor like the others. Factor and pace together follow
 the log of measured over expected seconds by a clipped moving average, so that a round that took ten
 times as long moves them by one clip's share; three in a row on one side beyond the clip are no
 outliers, and they go there at once.
@@ -27,9 +27,8 @@ import numpy as np
 
 from paceline.arm_names import speculator_of
 from rollout_gateway.bandits.base import CostSample
+from rollout_gateway.bandits.cost_model.pace import CLIP, BatchSlope, MachinePace, Measured
 from rollout_gateway.bandits.evidence import CostEvidence
-from rollout_gateway.bandits.pace import CLIP, Measured, Pace
-from rollout_gateway.bandits.shape import Shape
 
 MOST_ROUNDS = 32.0  # a factor is the mean of about so many rounds
 STALE_CLIP = 1.0  # the same when less than a round is known
@@ -116,8 +115,8 @@ class CostTable:
         ] = {}  # arm -> context -> sizes, seconds
         self._tables: dict[tuple[int, int], list[float]] = {}
         self._estimates: list[list[Estimate] | None] = [None] * len(groups)
-        self._shapes = [Shape() for _ in arms]  # of arms that were not measured
-        self._pace = Pace()
+        self._shapes = [BatchSlope() for _ in arms]  # of arms that were not measured
+        self._pace = MachinePace()
 
     def prime(self, samples: Sequence[CostSample]) -> None:
         """Take a table; of several samples of one place the median counts.

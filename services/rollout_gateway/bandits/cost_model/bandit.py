@@ -1,9 +1,9 @@
 """The cost-model bandit: expected tokens of an arm over its expected seconds, in place of past
 tokens per second.
 
-Tokens come from acceptance.py (by position, group and request), seconds from costs.py (table and
-correction), so that a round of one arm teaches about others: a chain of five shows what one of
-three would have given.
+Tokens come from acceptance.py and rows.py (by position, group and request), seconds from costs.py
+(table and correction), so that a round of one arm teaches about others: a chain of five shows what
+one of three would have given.
 
 Full batch: the arm of the most tokens per second. Draining batch (nothing waits): a round costs F +
 m x rows seconds, F until the last row ends, m until the row's own end. A token of row r spares 1 /
@@ -31,19 +31,19 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.trajectory import Target
-from rollout_gateway.bandits.acceptance import Acceptance
 from rollout_gateway.bandits.base import (
+    ArmChoice,
     BanditSettings,
-    Choice,
     CostSample,
-    Outcome,
+    RoundOutcome,
     RowFacts,
     Situation,
     group_of,
 )
-from rollout_gateway.bandits.costs import CostTable
+from rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
+from rollout_gateway.bandits.cost_model.costs import CostTable
+from rollout_gateway.bandits.cost_model.lengths import ResponseLengths
 from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.bandits.lengths import ResponseLengths
 from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
 
 LAST_POWER = 4.0
@@ -66,7 +66,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         super().__init__(settings, arms, seed, GroupWindow)
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._group_index = {smallest: index for index, smallest in enumerate(settings.groups)}
-        self._acceptance = Acceptance(
+        self._acceptance = GroupAcceptance(
             arms, settings.groups, settings.window, shared=settings.share_positions
         )
         self._costs = CostTable(arms, settings.groups, settings.window)
@@ -86,18 +86,18 @@ class CostModel(WindowedBandit[GroupWindow]):
         """Seconds that rounds took at the engine's start."""
         self._costs.prime(costs)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> Choice:
+    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """The arm of the next round, one of `names`; it explores when it is not the one believed
         best.
         """
         if len(names) == 1:
-            return Choice(names[0], explored=False)
+            return ArmChoice(names[0], explored=False)
         group = self._at(situation.batch_size)
         seconds = self._costs.seconds(group, situation.batch_size, situation.context)
         allowed = self._indices(names)
         unseen = next((index for index in allowed if seconds[index] != seconds[index]), None)  # NaN
         if unseen is not None:
-            return Choice(self._names[unseen], explored=True)
+            return ArmChoice(self._names[unseen], explored=True)
         tokens, beliefs = self._tokens(situation, group, seconds), self._acceptance.beliefs(group)
         doubts = self._costs.doubts(group)
         believed = [tokens[index] / seconds[index] for index in allowed]
@@ -109,7 +109,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         chosen = self._due(group, allowed, believed, best)
         if chosen is None:
             chosen = hoped.index(max(hoped))
-        return Choice(self._names[allowed[chosen]], explored=believed[chosen] < best)
+        return ArmChoice(self._names[allowed[chosen]], explored=believed[chosen] < best)
 
     def _due(
         self, group: int, allowed: list[int], believed: list[float], best: float
@@ -170,7 +170,7 @@ class CostModel(WindowedBandit[GroupWindow]):
         worth: Floats = ((1.0 - fixed) / len(each) + fixed / share.sum() * share) / each
         return worth
 
-    def observe(self, outcome: Outcome) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         """Learn of a round: its seconds, and which drafts of which request were accepted."""
         super().observe(outcome)
         situation = outcome.situation

@@ -1,0 +1,1 @@
+"""The cost-model bandit and what it believes: tokens, seconds, lengths."""
