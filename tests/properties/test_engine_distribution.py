@@ -107,7 +107,7 @@ REJECTION = {"verification": "rejection"}
         ("eagle", "eagle:3_2_7", {}),
         ("ngram", "ngram:4_1_5", {}),
         ("eagle", "eagle:3_1_4", REJECTION),
-        ("ngram", "ngram:4_1_5", REJECTION),
+        pytest.param("ngram", "ngram:4_1_5", REJECTION, marks=pytest.mark.slow),
     ],
 )
 def test_the_engines_sequences_follow_the_checkpoint(
@@ -128,6 +128,7 @@ def test_the_engines_sequences_follow_the_checkpoint(
     )
 
 
+@pytest.mark.slow
 def test_a_temperature_off_by_a_tenth_is_caught(checkpoint: tuple[Path, Tensor]) -> None:
     directory, logits = checkpoint
     assert power(REQUESTS, exact(logits), exact(logits, 1.1), ALPHA) > 0.999
