@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-sglang proto client docs format check test test-sglang test-gpu chaos demo up bench
+.PHONY: help setup setup-sglang proto client docs format check test test-sglang test-gpu mutants chaos demo up bench
 
 help: ; @grep -E '^[a-z-]+: .*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## (.*)/  make \1\t\2/' | expand -t 22  ## list the targets
 setup: ; @.ci/setup  ## create .venv and install everything (idempotent)
@@ -15,6 +15,7 @@ check: setup ; @.ci/check  ## ruff, mypy --strict, import rules, generated code,
 test: setup ; @.ci/test  ## every test but the slow ones
 test-sglang: setup-sglang ; @$(BIN)/pytest tests/sglang tests/contracts -m sglang  ## tests over the real SGLang, on the CPU
 test-gpu: setup ; @$(BIN)/python -m pytest -m gpu  ## tests that need a CUDA device
+mutants: setup ; @$(BIN)/python .ci/mutants  ## change the code a little, a sample of 12 a target: do tests notice? MUTANTS=n|all
 chaos: setup ; @$(BIN)/python -m pytest -m chaos  ## tests that kill processes and connections
 demo: setup ; @$(BIN)/paceline demo  ## train a policy and its drafter from start to report (minutes on 2 cores)
 up: setup ; @$(BIN)/paceline up --config $(or $(CONFIG),examples/demo/demo.toml)  ## start and supervise all services; CONFIG=file
