@@ -94,18 +94,18 @@ def serve(
 
     A gateway works alone: paceline serve gateway --model DIR
     """
-    settings = list(overrides or [])
-    settings += [f'model="{model.resolve()}"'] if model else []
-    settings += [f'engine.kind="{engine}"'] if engine else []
-    settings += [f'drafter="{_drafter(drafter)}"'] if drafter else []
-    settings += [f'addresses.http="127.0.0.1:{http_port}"'] if http_port is not None else []
     try:
         spec = service_named(service)
     except NotFound as error:
         raise _refused(error) from error
-    settings += (
-        [f'addresses.{spec.address_key}="127.0.0.1:{grpc_port}"'] if grpc_port is not None else []
-    )
+    given = {
+        "model": model and model.resolve(),
+        "engine.kind": engine,
+        "drafter": drafter and _drafter(drafter),
+        "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
+        f"addresses.{spec.address_key}": grpc_port is not None and f"127.0.0.1:{grpc_port}",
+    }
+    settings = [*(overrides or ()), *(f'{key}="{value}"' for key, value in given.items() if value)]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     _become(spec.module, *spec.arguments, *files, *flags, *settings)
