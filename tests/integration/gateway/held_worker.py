@@ -48,15 +48,12 @@ class HeldWorker(worker.Worker):
         }
         self._events.send_json(told)
 
-    def _enqueue(self, command: pb.EnqueueRequests) -> None:
-        super()._enqueue(command)
-        self._tell("enqueue", [request.request_id for request in command.requests])
-
-    def _obey(self, command: pb.WorkerCommand) -> pb.WorkerEvent | None:
-        event = super()._obey(command)
+    def _answer(self, command: pb.WorkerCommand) -> None:
+        super()._answer(command)
+        if command.HasField("enqueue"):
+            self._tell("enqueue", [one.request_id for one in command.enqueue.requests])
         if command.HasField("abort"):
             self._tell("abort", list(command.abort.request_ids))
-        return event
 
     def _round(self) -> None:
         before = running(self._engine)

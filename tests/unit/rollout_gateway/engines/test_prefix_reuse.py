@@ -173,18 +173,26 @@ class Rows:
         return len(request_ids)
 
 
+def serve_as_version_3(engine: Engine, path: Path) -> None:
+    """The same weights under another number."""
+    engine.prepare_weights(Target.POLICY, 3, path)
+    engine.commit_weights(VersionSet(1, 3, 0), PauseMode.IN_PLACE)
+
+
 @pytest.mark.parametrize("drafter", ["off", "eagle"])
 def test_a_second_turn_captures_all_its_rows_as_a_fresh_engine_does(
     drafter: str, models: Path
 ) -> None:
-    options = {"drafter": drafter, "features_dtype": "float32", "policy_version": 3}
+    options = {"drafter": drafter, "features_dtype": "float32"}
     rows, expected = Rows(), Rows()
     engine = build(models / "old", rows, **options)
+    serve_as_version_3(engine, models / "old")
     (first,) = say(engine, plain(ask(1, PROMPT)))  # not captured itself
     turns = [ask(n, (*PROMPT, *first.token_ids, *QUESTION)) for n in (2, 3)]
     chunks = say(engine, *turns)
     assert min(chunk.cached_prompt_tokens for chunk in chunks) >= len(PROMPT)
     fresh = build(models / "old", expected, prefix_slots=0, **options)
+    serve_as_version_3(fresh, models / "old")
     assert [chunk.token_ids for chunk in say(fresh, *turns)] == [
         chunk.token_ids for chunk in chunks
     ]
