@@ -19,8 +19,7 @@ from paceline.telemetry import span
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Delta, Message
-from rollout_gateway.chat.parse import finish_name
-from rollout_gateway.chat.reading import Reader
+from rollout_gateway.chat.parse import ChatParser, finish_name
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker import wire
@@ -61,7 +60,7 @@ class Plan:
     session: Session | None = None
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one
-    reader: Callable[[], Reader] | None = None  # of a conversation: what understands the answer
+    parser: Callable[[], ChatParser] | None = None  # of a conversation: what parses the answer
     prompt_text: str = ""  # of a completion that was asked for as text in a session
     forced_arm: str = ""
     capture: bool = False
@@ -176,9 +175,9 @@ class _GrowingText:
 
     def __init__(self, codec: TextCodec, plan: Plan) -> None:
         self._codec = codec
-        self._reader = reader = plan.reader() if plan.reader is not None else None
+        self._parser = parser = plan.parser() if plan.parser is not None else None
         self._ids: list[int] = []
-        self._stream = codec.stream(plan.sampling.stop, reader.kept if reader is not None else ())
+        self._stream = codec.stream(plan.sampling.stop, parser.kept if parser is not None else ())
 
     def take(self, chunk: pb.TokenChunk) -> Piece:
         self._ids += chunk.token_ids
@@ -186,16 +185,16 @@ class _GrowingText:
         if chunk.finish_reason:
             news += self._stream.finish(chunk.matched_stop)
         finish = FINISH_NAMES[chunk.finish_reason]
-        reader = self._reader
-        if reader is None:
+        parser = self._parser
+        if parser is None:
             return Piece(chunk, news, finish=finish)
-        delta = reader.push(news)
+        delta = parser.push(news)
         if not finish:
             return Piece(chunk, news, delta)
-        delta = reader.finish(delta)
-        message = reader.message
+        delta = Delta.of([delta, parser.finish()])
+        message = parser.message
         finish = finish_name(message, finish)
-        thought = reader.reasoning_tokens(self._ids, self._codec.decode_all)
+        thought = parser.reasoning_tokens(self._ids, self._codec.decode_all)
         return Piece(chunk, news, delta, message, finish, thought)
 
 
@@ -212,15 +211,9 @@ def merged(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces:
         whole.MergeFrom(piece.chunk)
     deltas = [piece.delta for piece in pieces if piece.delta is not None]
-    delta = None
-    if deltas:
-        calls = tuple(call for one in deltas for call in one.tool_calls)
-        delta = Delta(
-            "".join(one.content for one in deltas), "".join(one.reasoning for one in deltas), calls
-        )
-    return replace(
-        pieces[-1], chunk=whole, text="".join(piece.text for piece in pieces), delta=delta
-    )
+    text = "".join(piece.text for piece in pieces)
+    delta = Delta.of(deltas) if deltas else None
+    return replace(pieces[-1], chunk=whole, text=text, delta=delta)
 
 
 def generation_seed(base: int, number: int) -> int:

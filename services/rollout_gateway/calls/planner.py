@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from paceline.errors import InvalidInput, TrainabilityError
+from paceline.errors import TrainabilityError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.reading import Readers
+from rollout_gateway.chat.prompts import ChatPrompts
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.sampling import UNSEEDED, Sampling
@@ -27,10 +27,6 @@ from rollout_gateway.sessions.tree import Turn
 AskedSampling = Callable[[int, int], tpb.SamplingParams]
 """(choice, tokens left in the sequence) -> how to draw it, as the caller's door spells it."""
 _NOT_YET = Sampling(UNSEEDED, 0)
-
-
-PROMPT_END = 16
-"""Tokens that show whether a prompt ends inside the model's reasoning."""
 
 
 class Planner:
@@ -47,7 +43,7 @@ class Planner:
         self._codec = codec
         self._sessions = sessions
         self._ready = ready
-        self._readers = Readers(config.chat, codec.template_source)
+        self._prompts = ChatPrompts(config.chat, codec)
 
     def chat(
         self,
@@ -66,22 +62,16 @@ class Planner:
             request = replace(request, tools=(), tool_choice=ToolChoice())
         digests = request.digests()
         session = caller.session or self._sessions_by(digests)
-        parent, prompt = self._chat_prompt(session, request, digests)
-        end = self._codec.decode_all(prompt[-PROMPT_END:])
-        forced = self._readers.forced(request, end)
-        if request.prefill and request.tool_choice.mode in ("required", "named"):
-            raise InvalidInput(
-                "an answer that has to be a tool call cannot begin with a prefill",
-                allowed="tool_choice auto or none",
-            )
-        prompt += self._codec.encode_piece(forced + request.prefill)
+        known = session.tree.extended_by_messages(digests) if session is not None else None
+        turn, count_known = known or (None, 0)
+        prompt = self._prompts.prompt(request, turn, count_known)
         plan = Plan(
             completion_id,
-            prompt,
+            prompt.ids,
             _NOT_YET,
-            parent=parent,
+            parent=turn if prompt.goes_on else None,
             digest=digests[-1],
-            reader=self._readers.reader(request, end, forced),
+            parser=prompt.parser,
             queue_key=caller.queue_key,
         )
         plans = [_named(self._drawn(plan, sampling, index), index, count) for index in range(count)]
@@ -166,22 +156,6 @@ class Planner:
 
     def _sessions_by(self, digests: Sequence[bytes]) -> Session | None:
         return self._sessions.by_conversation(digests) if self._config.sessions.implicit else None
-
-    def _chat_prompt(
-        self, session: Session | None, request: ChatRequest, digests: Sequence[bytes]
-    ) -> tuple[Turn | None, tuple[int, ...]]:
-        """The turn that the conversation goes on from, and all tokens up to where the model
-        speaks.
-        """
-        if not request.messages:
-            raise InvalidInput("messages is empty", allowed="one message or more")
-        known = session.tree.extended_by_messages(digests) if session is not None else None
-        if known is not None:
-            turn, count = known
-            rest = self._codec.encode_after(request, count - 1, turn.response_ids)
-            if rest is not None:
-                return turn, (*turn.token_ids, *rest)
-        return None, self._codec.encode_chat(request)
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:

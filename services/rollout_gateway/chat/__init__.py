@@ -1,4 +1,1 @@
-"""Conversations: messages, the chat template, and what a model says in one.
-
-Owns no session and no engine.
-"""
+"""Conversations: messages, the prompts that spell them, and what a model says in one."""

@@ -1,5 +1,4 @@
-"""Nouns of a conversation, the same for every API. Owns equality of messages; not how they are
-spelled.
+"""Defines the nouns of a conversation, the same for every API, and when two messages are equal.
 
 OpenAI's chat completions and responses, Anthropic's messages and gRPC all become a ChatRequest.
 """
@@ -126,21 +125,27 @@ class Delta:
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
+    @classmethod
+    def of(cls, deltas: Sequence[Delta]) -> Delta:
+        """Several as one."""
+        return cls(
+            "".join(delta.content for delta in deltas),
+            "".join(delta.reasoning for delta in deltas),
+            tuple(call for delta in deltas for call in delta.tool_calls),
+        )
+
 
 def joined(deltas: Sequence[Delta]) -> Message:
     """The message that deltas add up to."""
     calls: dict[int, ToolCall] = {}
-    for news in (call for delta in deltas for call in delta.tool_calls):
+    whole = Delta.of(deltas)
+    for news in whole.tool_calls:
         known = calls.get(news.index, ToolCall("", "", ""))
         calls[news.index] = ToolCall(
             known.call_id or news.call_id, known.name or news.name, known.arguments + news.arguments
         )
-    return Message(
-        "assistant",
-        "".join(delta.content for delta in deltas),
-        "".join(delta.reasoning for delta in deltas),
-        tuple(calls[index] for index in sorted(calls)),
-    )
+    ordered = tuple(calls[index] for index in sorted(calls))
+    return Message("assistant", whole.content, whole.reasoning, ordered)
 
 
 def _call_for_template(call: ToolCall) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""A response's growing text as news of a message: reasoning, content, tool calls. Owns neither ids
-nor spellings.
+"""Parses a response's growing text as a message: reasoning, content, tool calls.
 
 What a model says is never refused: what is not a whole call is content, as it stands.
 """
@@ -11,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 
 from paceline.errors import InternalError
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
+from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
 from rollout_gateway.chat.tool_formats import (
     BLANK,
     Deviation,
@@ -35,7 +34,7 @@ def random_digits(count: int) -> str:
 
 
 class ChatParser:
-    """Reads one response. The message is the same however its text is cut.
+    """Parses one response. The message is the same however its text is cut.
 
     With a format, white space around calls is dropped and calls are given out when complete.
     Offered tools decide whether a format is given at all, not which names count: a call of an
@@ -49,12 +48,19 @@ class ChatParser:
         reasoning: bool,
         starts_in_reasoning: bool = False,
         forced: str = "",
+        prefill: str = "",
         digits: IdSource = random_digits,
     ) -> None:
         """`starts_in_reasoning`: the prompt ends inside <think>.
 
-        `forced`: how the prompt began the response.
+        `forced`: how the prompt began the response. `prefill`: what it said for the model, which
+        is part of the message and of no delta.
         """
+        marks = tool_format.special_tokens if tool_format is not None else ()
+        self.kept = (*marks, THINK, THOUGHT) if reasoning else marks
+        """Special tokens whose text has to be pushed as well."""
+        self._deltas = [Delta(prefill)]
+        self._opens_thinking = starts_in_reasoning and not forced
         self._format = tool_format
         self._digits = digits
         self._text = GrowingText()
@@ -71,14 +77,31 @@ class ChatParser:
         if self._text.ended:
             raise InternalError("text after the end of the response", seen=text[:80])
         self._text.push(text)
-        next(self._reading, None)
-        return self._news.taken()
+        return self._next()
 
     def finish(self) -> Delta:
         """News with the end of the response: what was held back."""
         self._text.ended = True
+        return self._next()
+
+    @property
+    def message(self) -> Message:
+        """The whole message so far, the prefill included."""
+        return joined(self._deltas)
+
+    def reasoning_tokens(
+        self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+    ) -> int:
+        """How many of the response's tokens were thought, not said."""
+        if not any(delta.reasoning for delta in self._deltas):
+            return 0
+        return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._opens_thinking)
+
+    def _next(self) -> Delta:
         next(self._reading, None)
-        return self._news.taken()
+        delta = self._news.taken()
+        self._deltas.append(delta)
+        return delta
 
     def _message(self, reasoning: bool, started: bool) -> Reading[None]:
         if reasoning:

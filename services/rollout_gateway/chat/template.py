@@ -1,5 +1,4 @@
-"""The model's chat template: conversations to text. Owns what follows a message that is known token
-by token.
+"""Renders conversations by the model's chat template, and what follows a message known by tokens.
 
 Templates are untrusted Jinja: they run in its sandbox. Tokens are TextCodec's.
 """

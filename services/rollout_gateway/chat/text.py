@@ -1,5 +1,4 @@
-"""Text to token ids and back. Owns the tokenizer and what is held back of a growing text; templates
-are chat/'s.
+"""Encodes text as token ids and decodes ids, also of a growing response.
 
 What the model generated is kept as ids and never tokenised again; text is for people.
 """

@@ -1,0 +1,125 @@
+"""Spells the prompt of a conversation and makes what parses its answer.
+
+The one room of the chat template, the tokenizer and the tool format: a caller hands over a request,
+and the turn it goes on from, and gets tokens and a parser back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.errors import InvalidInput
+from rollout_gateway.chat.messages import ChatRequest
+from rollout_gateway.chat.parse import (
+    THOUGHT,
+    ChatParser,
+    forced_beginning,
+    knows_reasoning,
+    opens_reasoning,
+)
+from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.chat.tool_formats import tool_format
+from rollout_gateway.config import ChatConfig
+
+PROMPT_END = 16
+"""Tokens that show whether a prompt ends inside the model's reasoning."""
+
+
+class KnownTurn(Protocol):
+    """An answer of before, token for token."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """All tokens up to its end."""
+        ...
+
+    @property
+    def response_ids(self) -> Sequence[int]:
+        """Those that the model said."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Where the model is to speak."""
+
+    ids: tuple[int, ...]  # all tokens that the engine sees first
+    goes_on: bool  # they begin with those of the known turn
+    parser: Callable[[], ChatParser]  # of one answer
+
+
+class ChatPrompts:
+    """Prompts of one model's conversations."""
+
+    def __init__(self, config: ChatConfig, codec: TextCodec) -> None:
+        self._codec = codec
+        self._format = tool_format(config.tool_format, codec.template_source)
+        known = config.reasoning == "auto" and knows_reasoning(codec.template_source)
+        self._reasoning = known or config.reasoning == "think"
+
+    def prompt(self, request: ChatRequest, known: KnownTurn | None, count: int) -> ChatPrompt:
+        """The prompt of a request; `known` is the turn that its first `count` messages end with.
+
+        Raises InvalidInput for what cannot be rendered or forced.
+        """
+        ids, goes_on = self._history(request, known, count)
+        inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
+        forced = self._forced(request, inside)
+        ids += self._codec.encode_piece(forced + request.prefill)
+        tools = self._format if request.tools and request.tool_choice.mode != "none" else None
+
+        def parser() -> ChatParser:
+            return ChatParser(
+                tools,
+                reasoning=self._reasoning,
+                starts_in_reasoning=inside,
+                forced=forced,
+                prefill=request.prefill,
+            )
+
+        return ChatPrompt(ids, goes_on, parser)
+
+    def _history(
+        self, request: ChatRequest, known: KnownTurn | None, count: int
+    ) -> tuple[tuple[int, ...], bool]:
+        """All tokens up to where the model speaks, and whether the known turn's begin them."""
+        if not request.messages:
+            raise InvalidInput("messages is empty", allowed="one message or more")
+        if known is not None:
+            rest = self._codec.encode_after(request, count - 1, known.response_ids)
+            if rest is not None:
+                return (*known.token_ids, *rest), True
+        return self._codec.encode_chat(request), False
+
+    def _forced(self, request: ChatRequest, inside: bool) -> str:
+        """How the answer has to begin; empty when it may be anything.
+
+        With the call that tool_choice asks for; with the end of the model's reasoning, where a
+        prefill is to follow.
+        """
+        choice = request.tool_choice
+        if choice.mode in ("auto", "none"):
+            return f"\n{THOUGHT}\n\n" if inside and request.prefill else ""
+        names = list(request.tool_names())
+        if not names or (choice.mode == "named" and choice.name not in names):
+            raise InvalidInput(
+                "tool_choice names no tool",
+                seen=choice.name or choice.mode,
+                allowed=", ".join(names),
+            )
+        if self._format is None:
+            raise InvalidInput(
+                "tool_choice: the model's chat template shows no tool format",
+                seen=choice.mode,
+                allowed="auto, none, or gateway.chat.tool_format set",
+            )
+        if request.prefill:
+            raise InvalidInput(
+                "an answer that has to be a tool call cannot begin with a prefill",
+                allowed="tool_choice auto or none",
+            )
+        return forced_beginning(
+            self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside
+        )
