@@ -24,7 +24,7 @@ from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.tasks import TaskRuns
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
 from rollout_gateway.sessions.session import Caller, Grant, Session
-from rollout_gateway.sessions.view import message_json, tree_json
+from rollout_gateway.sessions.view import tree_json
 
 STATES = {
     SessionState.OPEN: rpb.SESSION_STATE_OPEN,
@@ -63,9 +63,7 @@ class RolloutServicer(RolloutServiceServicer):
                     news.prompt_tokens = len(plan.prompt)
                     news.completion_id = plan.completion_id
                     if piece.message is not None:
-                        news.message_json = json.dumps(
-                            message_json(piece.message), ensure_ascii=False
-                        )
+                        news.message_json = json.dumps(piece.message.shown(), ensure_ascii=False)
                 yield news
 
     async def OpenSession(

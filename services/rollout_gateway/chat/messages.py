@@ -57,6 +57,13 @@ class Message:
             message["name"] = self.name
         return message
 
+    def shown(self) -> dict[str, Any]:
+        """As OpenAI's chat completions spell it: arguments stay the text the model wrote."""
+        message = self.for_template()
+        if self.tool_calls:
+            message["tool_calls"] = [call.shown() for call in self.tool_calls]
+        return message
+
     def digest(self, before: bytes) -> bytes:
         """Identity of the conversation up to this message, given that of the messages before it.
 

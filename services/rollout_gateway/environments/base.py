@@ -1,7 +1,4 @@
-"""What an environment is: it leads one session from a task to an episode.
-
-Owns no model and no reward.
-"""
+"""Declares what an environment is: it leads one session from a task to an episode."""
 
 from __future__ import annotations
 

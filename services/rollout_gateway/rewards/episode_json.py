@@ -22,7 +22,7 @@ def episode_to(episode: Episode) -> dict[str, Any]:
         "metadata": dict(episode.task.metadata),
         "text": episode.text,
         "finish": episode.finish,
-        "messages": [_message_to(message) for message in episode.messages],
+        "messages": [message.shown() for message in episode.messages],
     }
 
 
@@ -31,12 +31,6 @@ def episode_from(value: Mapping[str, Any]) -> Episode:
     task = EpisodeTask(value["task_id"], value["prompt"], value["answer"], value["metadata"])
     messages = tuple(_message_from(message) for message in value["messages"])
     return Episode(task, value["text"], value["finish"], messages)
-
-
-def _message_to(message: Message) -> dict[str, Any]:
-    return message.for_template() | (
-        {"tool_calls": [c.shown() for c in message.tool_calls]} if message.tool_calls else {}
-    )
 
 
 def _message_from(value: Mapping[str, Any]) -> Message:

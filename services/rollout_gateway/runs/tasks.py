@@ -32,7 +32,7 @@ from rollout_gateway.runs.sample import (
     settings_digest,
 )
 from rollout_gateway.runs.totals import Totals
-from rollout_gateway.sessions.trainable import check_trainable
+from rollout_gateway.sessions.samples import check_trainable
 from rollout_gateway.workers.metrics import describe_rounds
 
 MAX_SAMPLES = 65_536

@@ -24,7 +24,7 @@ from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import CODE_FILE, Answer, Request
+from rollout_gateway.sandbox.launcher.request import CODE_FILE, RunAnswer, RunRequest
 
 log = get_logger(__name__)
 Reason = Literal["exit", "timeout", "cpu", "memory", "killed"]
@@ -145,13 +145,13 @@ class Sandbox:
 
     async def _launch(
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
-    ) -> Answer:
+    ) -> RunAnswer:
         config = self.config
         try:
             box = tempfile.mkdtemp(prefix="paceline-box-")
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
-        request = Request(
+        request = RunRequest(
             parent=os.getpid(),
             box=box,
             layers=layers,
@@ -171,7 +171,7 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
-async def _ask_launcher(request: Request) -> Answer:
+async def _ask_launcher(request: RunRequest) -> RunAnswer:
     """Start a launcher and wait for its answer; however this ends, the launcher has ended too.
 
     Raises Unavailable.
@@ -206,7 +206,7 @@ async def _ask_launcher(request: Request) -> Answer:
             "a sandbox's launcher was lost",
             seen=f"exit code {process.returncode} {last_words}".strip(),
         )
-    return Answer.decode(out)
+    return RunAnswer.decode(out)
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

@@ -1,4 +1,4 @@
-"""What a session is for, and what ends it. Owns words and states; no tokens."""
+"""Defines what a session is for, its states and what ends it."""
 
 from __future__ import annotations
 

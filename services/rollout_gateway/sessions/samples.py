@@ -1,16 +1,17 @@
-"""Training samples of a session: its branches, or its turns one by one.
-
-Owns loss masks and how rewards reach them.
-"""
+"""Cuts a session into training samples, and refuses sampling that cannot be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from paceline.errors import TrainabilityError
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory
+from rollout_gateway.engines.sampling import untrainable
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
+
+SHOWN_CHARACTERS = 40
 
 
 def samples(
@@ -33,6 +34,18 @@ def samples(
         _trajectory(BranchKey(about.run_id, session_id, str(index)), about, line, value, scored)
         for index, (line, value) in enumerate(found)
     ]
+
+
+def check_trainable(sampling: Sampling) -> None:
+    """Raises TrainabilityError for sampling whose log-probs the trainer cannot recompute."""
+    if found := untrainable(sampling):
+        raise TrainabilityError(
+            "these samples cannot be trained; open the session with trainable=false or leave the "
+            "setting out",
+            seen=", ".join(f"{name}={_short(value)}" for name, value in found.items()),
+            allowed="temperature > 0, top_p=1, top_k=0, min_p=0, no penalty, no logit_bias, no "
+            "json_schema",
+        )
 
 
 def _sum(path: Sequence[Turn], reward: float | None) -> float | None:
@@ -95,3 +108,8 @@ def _trajectory(
 def restamped(trajectory: Trajectory, step: int) -> Trajectory:
     """The same sample as part of another step."""
     return replace(trajectory, step=step)
+
+
+def _short(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, int | float) else str(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."

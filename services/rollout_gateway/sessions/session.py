@@ -1,7 +1,4 @@
-"""A session: its tree, its state and its rewards.
-
-Owns what may happen when; generates and sends nothing.
-"""
+"""Keeps one session's tree, state and rewards, and refuses what may not happen now."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from paceline.trajectory import Trajectory
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
-from rollout_gateway.sessions.samples import samples
-from rollout_gateway.sessions.trainable import check_trainable
+from rollout_gateway.sessions.samples import check_trainable, samples
 from rollout_gateway.sessions.tree import MessageTree, Turn
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from paceline.tagged_json import to_object
 from paceline.trajectory import Trajectory
-from rollout_gateway.chat.messages import Message
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 
@@ -50,14 +49,6 @@ def samples_json(session: Session) -> dict[str, Any]:
     }
 
 
-def message_json(message: Message) -> dict[str, Any]:
-    """A message as chat templates read it, tool calls with their arguments as text."""
-    body = message.for_template()
-    if message.tool_calls:
-        body["tool_calls"] = [call.shown() for call in message.tool_calls]
-    return body
-
-
 def _turn_json(turn: Turn) -> dict[str, Any]:
     return {
         "completion_id": turn.completion_id,
@@ -72,7 +63,7 @@ def _turn_json(turn: Turn) -> dict[str, Any]:
         "seed": turn.seed,
         "temperature": turn.temperature,
         "smallest_gap": turn.smallest_gap if math.isfinite(turn.smallest_gap) else None,
-        "message": None if turn.message is None else message_json(turn.message),
+        "message": None if turn.message is None else turn.message.shown(),
         "reward": turn.reward,
     }
 

@@ -25,7 +25,7 @@ from rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswe
 from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
 from rollout_gateway.api.http.responses.routes import ResponsesApi
 from rollout_gateway.api.http.sessions import SessionsApi
-from rollout_gateway.api.http.streaming import Running
+from rollout_gateway.api.http.streaming import PlanRunner
 from rollout_gateway.gateway import Gateway
 
 MAX_REQUESTS_PER_CALL = 256
@@ -39,7 +39,7 @@ class HttpApi:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._running = Running(gateway)
+        self._running = PlanRunner(gateway)
 
     async def health(self, request: Request) -> Response:
         """200 while at least one worker serves."""

@@ -32,7 +32,7 @@ clients.
 """
 
 
-class Shape(BaseModel):
+class StrictShape(BaseModel):
     """Strict about the types of known fields; others are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
@@ -112,14 +112,14 @@ JsonObject = Annotated[dict[str, Any], AfterValidator(_plain)]
 """A JSON object that can be written again."""
 
 
-class TextPart(Shape):
+class TextPart(StrictShape):
     """A part of a content: text."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Shape):
+class RefusalPart(StrictShape):
     """What a model said to refuse; counts as text."""
 
     type: Literal["refusal"]

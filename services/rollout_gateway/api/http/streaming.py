@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One completion so far."""
 
     prompt_tokens: int
@@ -62,7 +62,7 @@ class Choice:
 class Answers(Protocol):
     """One API's spelling of one request's answers."""
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         """The answer of a request that does not stream."""
         ...
 
@@ -70,11 +70,11 @@ class Answers(Protocol):
         """Events before anything is said."""
         ...
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
         """Events of one piece; `choice` holds it already."""
         ...
 
-    def last(self, choices: list[Choice]) -> list[Event]:
+    def last(self, choices: list[AnswerChoice]) -> list[Event]:
         """Events after the choices."""
         ...
 
@@ -132,7 +132,7 @@ class EventStream(Response):
         sending.cancel()
 
 
-class Running:
+class PlanRunner:
     """Runs plans of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
@@ -148,7 +148,7 @@ class Running:
         choices = await unless_gone(request, self._all(plans))
         return JSONResponse(answers.whole(choices), headers=headers)
 
-    async def _all(self, plans: Sequence[Plan]) -> list[Choice]:
+    async def _all(self, plans: Sequence[Plan]) -> list[AnswerChoice]:
         """Every choice; when one fails the others end."""
         tasks = [asyncio.create_task(self._whole(plan)) for plan in plans]
         try:
@@ -158,13 +158,13 @@ class Running:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _whole(self, plan: Plan) -> Choice:
-        choice = Choice(len(plan.prompt))
+    async def _whole(self, plan: Plan) -> AnswerChoice:
+        choice = AnswerChoice(len(plan.prompt))
         choice.add(await self._gateway.call(plan).whole())
         return choice
 
     async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncGenerator[bytes]:
-        choices = [Choice(len(plan.prompt)) for plan in plans]
+        choices = [AnswerChoice(len(plan.prompt)) for plan in plans]
         began = False
         try:
             async with aclosing(self._pieces(plans)) as pieces:

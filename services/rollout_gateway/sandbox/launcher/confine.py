@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import identity, landlock, linux, mounts, python_files, seccomp
 from .interpreter import replace_process
-from .request import CODE_FILE, Request
+from .request import CODE_FILE, RunRequest
 
 OPEN_FILES = 64
 _COUNTED_BY_NAMESPACE = (5, 14)  # since this Linux a user namespace counts its own processes only
@@ -38,7 +38,7 @@ class Confinement:
     Made in the launcher before the first fork, so that a broken setting shows there.
     """
 
-    def __init__(self, request: Request, ends: Ends) -> None:
+    def __init__(self, request: RunRequest, ends: Ends) -> None:
         """Raises OSError."""
         self._request = request
         self._ends = ends

@@ -14,7 +14,7 @@ CODE_FILE = "main.py"
 
 
 @dataclass(frozen=True)
-class Request:
+class RunRequest:
     """One program to run. Sizes in bytes, times in seconds."""
 
     parent: int  # process id of the gateway
@@ -36,13 +36,13 @@ class Request:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> Request:
+    def decode(cls, raw: bytes) -> RunRequest:
         values = json.loads(raw)
         return cls(**{**values, "layers": tuple(values["layers"])})
 
 
 @dataclass(frozen=True)
-class Answer:
+class RunAnswer:
     """How it ended.
 
     `failed` is set when the sandbox itself could not do its work; the rest means nothing then.
@@ -60,5 +60,5 @@ class Answer:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, raw: bytes) -> Answer:
+    def decode(cls, raw: bytes) -> RunAnswer:
         return cls(**json.loads(raw))

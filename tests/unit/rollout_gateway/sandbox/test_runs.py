@@ -22,7 +22,7 @@ from paceline.local.patience import patient
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import Answer, Request
+from rollout_gateway.sandbox.launcher.request import RunAnswer, RunRequest
 
 SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"
 SLEEP = """
@@ -227,14 +227,16 @@ except BlockingIOError:
     print(alive)
 print(open("/etc/passwd").read()[:4])
 """
-    request = Request(parent=os.getpid(), box=box, layers=layers, code=code, stdin="", processes=8)
+    request = RunRequest(
+        parent=os.getpid(), box=box, layers=layers, code=code, stdin="", processes=8
+    )
     start = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
     command = [python, "-I", "-S", "-B", "-c", start, SANDBOX]
     done = subprocess.run(
         command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[]
     )
     assert not os.path.exists(box)
-    answer = Answer.decode(done.stdout)
+    answer = RunAnswer.decode(done.stdout)
     if answer.failed and layers:
         pytest.skip(answer.failed)
     assert (

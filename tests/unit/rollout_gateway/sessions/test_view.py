@@ -13,7 +13,6 @@ from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.sessions.assignment import Assignment, FailReason
 from rollout_gateway.sessions.session import Grant, Session
 from rollout_gateway.sessions.view import (
-    message_json,
     samples_json,
     session_json,
     tree_json,
@@ -62,7 +61,7 @@ def test_the_tree_names_parents_and_is_plain_json() -> None:
             {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
         ],
     }
-    assert message_json(Message("tool", "3", tool_call_id="1")) == {
+    assert Message("tool", "3", tool_call_id="1").shown() == {
         "role": "tool",
         "content": "3",
         "tool_call_id": "1",

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from rollout_gateway.api.http.errors import anthropic_error
-from rollout_gateway.api.http.streaming import Choice, Event
+from rollout_gateway.api.http.streaming import AnswerChoice, Event
 from rollout_gateway.calls.call import Piece
 from rollout_gateway.chat.messages import Delta, ToolCallDelta
 
@@ -105,7 +105,7 @@ class AnthropicAnswers:
         self._prompt_tokens = prompt_tokens
         self._blocks = ContentBlocks()
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         (choice,) = choices
         for delta in choice.deltas:
             self._blocks.add(delta)
@@ -123,10 +123,10 @@ class AnthropicAnswers:
             ("ping", {"type": "ping"}),
         ]
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
         return self._blocks.add(piece.delta or Delta(piece.text))
 
-    def last(self, choices: list[Choice]) -> list[Event]:
+    def last(self, choices: list[AnswerChoice]) -> list[Event]:
         (choice,) = choices
         news = {"type": "message_delta", "delta": _stop(choice), "usage": _usage(choice)}
         return [
@@ -170,14 +170,14 @@ def input_value(arguments: str) -> Any:
     return value
 
 
-def _stop(choice: Choice) -> dict[str, Any]:
+def _stop(choice: AnswerChoice) -> dict[str, Any]:
     matched = choice.whole.matched_stop if choice.finish == "stop" else ""
     if matched:
         return {"stop_reason": "stop_sequence", "stop_sequence": matched}
     return {"stop_reason": STOP_REASONS[choice.finish], "stop_sequence": None}
 
 
-def _usage(choice: Choice) -> dict[str, Any]:
+def _usage(choice: AnswerChoice) -> dict[str, Any]:
     """Input tokens are those that the cache did not have."""
     cached = min(choice.whole.cached_prompt_tokens, choice.prompt_tokens)
     return {

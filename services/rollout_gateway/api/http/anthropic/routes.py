@@ -16,7 +16,7 @@ from rollout_gateway.api.http import bodies
 from rollout_gateway.api.http.anthropic.answers import AnthropicAnswers
 from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
 from rollout_gateway.api.http.keys import caller_of
-from rollout_gateway.api.http.streaming import Running
+from rollout_gateway.api.http.streaming import PlanRunner
 from rollout_gateway.gateway import Gateway
 
 
@@ -25,7 +25,7 @@ class AnthropicApi:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._running = Running(gateway)
+        self._running = PlanRunner(gateway)
 
     def routes(self) -> list[Route]:
         """Path by path."""

@@ -24,7 +24,7 @@ from rollout_gateway.api.http.shapes import (
     NullIs,
     Off,
     Seed,
-    Shape,
+    StrictShape,
     Temperature,
     TopK,
     TopP,
@@ -40,27 +40,27 @@ place for the mark.
 """
 
 
-class TextBlock(Shape):
+class TextBlock(StrictShape):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Shape):
+class ThinkingBlock(StrictShape):
     """What an assistant thought; its signature is ignored, the gateway signs nothing."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Shape):
+class RedactedThinkingBlock(StrictShape):
     """Thinking that nobody here can read; it is left out."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Shape):
+class ToolUseBlock(StrictShape):
     """A call of an assistant."""
 
     type: Literal["tool_use"]
@@ -76,7 +76,7 @@ Texts = Annotated[
 ]
 
 
-class ToolResultBlock(Shape):
+class ToolResultBlock(StrictShape):
     """What a tool gave back."""
 
     type: Literal["tool_result"]
@@ -114,7 +114,7 @@ BLOCKS = {
 """Types of the blocks that each role may say."""
 
 
-class MessageBody(Shape):
+class MessageBody(StrictShape):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
@@ -146,7 +146,7 @@ class MessageBody(Shape):
         ]
 
 
-class AnthropicTool(Shape):
+class AnthropicTool(StrictShape):
     """A tool with a schema of its own; tools that Anthropic runs are not served."""
 
     type: Literal["custom"] | None = None
@@ -167,7 +167,7 @@ class AnthropicTool(Shape):
         }
 
 
-class AnthropicToolChoice(Shape):
+class AnthropicToolChoice(StrictShape):
     """Whether the model may, must or must not use a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -184,20 +184,20 @@ class AnthropicToolChoice(Shape):
         return ToolChoice("required" if self.type == "any" else self.type)
 
 
-class OutputFormat(Shape):
+class OutputFormat(StrictShape):
     """The schema that the text has to match."""
 
     type: Literal["json_schema"]
     json_schema: JsonObject = Field(alias="schema")
 
 
-class OutputConfig(Shape):
+class OutputConfig(StrictShape):
     """Where the form of the text stands."""
 
     format: OutputFormat | None = None
 
 
-class ConversationBody(Shape):
+class ConversationBody(StrictShape):
     """POST /v1/messages/count_tokens, and what a message needs as well."""
 
     model: str | None = None

@@ -1,7 +1,4 @@
-"""Answers in OpenAI's shapes.
-
-Owns the JSON of completions and chat completions, whole and streamed.
-"""
+"""Writes completions and chat completions as OpenAI's JSON, whole and streamed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from paceline.errors import PacelineError
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.api.http.errors import openai_error
 from rollout_gateway.api.http.openai.schema import ChatBody, GenerationBody
-from rollout_gateway.api.http.streaming import Choice, Event
+from rollout_gateway.api.http.streaming import AnswerChoice, Event
 from rollout_gateway.calls.call import Piece
 from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
 from rollout_gateway.chat.text import TextCodec
@@ -81,7 +78,7 @@ class _Base:
         ]
 
     @staticmethod
-    def _usage(choices: list[Choice], siblings: int) -> dict[str, Any]:
+    def _usage(choices: list[AnswerChoice], siblings: int) -> dict[str, Any]:
         """Tokens; a prompt shared by `siblings` choices counts once."""
         prompt = sum(choice.prompt_tokens for choice in choices) // siblings
         completion = sum(len(choice.whole.token_ids) for choice in choices)
@@ -102,7 +99,7 @@ class CompletionAnswers(_Base):
 
     objects = ("text_completion", "text_completion")
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         listed = [
             self._choice(i, one.whole, {"text": one.text}, 0, one.finish)
             for i, one in enumerate(choices)
@@ -113,12 +110,12 @@ class CompletionAnswers(_Base):
             "usage": self._usage(choices, self._body.n),
         }
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
         offset = len(choice.text) - len(piece.text)
         said = self._choice(index, piece.chunk, {"text": piece.text}, offset, piece.finish)
         return [("", {**self._head(chunk=True), "choices": [said]})]
 
-    def last(self, choices: list[Choice]) -> list[Event]:
+    def last(self, choices: list[AnswerChoice]) -> list[Event]:
         if not self._body.with_usage():
             return []
         return [
@@ -152,7 +149,7 @@ class ChatAnswers(_Base):
         super().__init__(model, codec, body, completion_id)
         self._started: set[int] = set()
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         listed = [
             self._choice(index, one.whole, {"message": shown(one.message)}, 0, one.finish)
             for index, one in enumerate(choices)
@@ -163,7 +160,7 @@ class ChatAnswers(_Base):
             "usage": self._usage(choices, self._body.n),
         }
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
         news: dict[str, Any] = {}
         if index not in self._started:
             self._started.add(index)
@@ -178,7 +175,7 @@ class ChatAnswers(_Base):
         said = self._choice(index, piece.chunk, {"delta": news}, 0, piece.finish)
         return [("", {**self._head(chunk=True), "choices": [said]})]
 
-    def last(self, choices: list[Choice]) -> list[Event]:
+    def last(self, choices: list[AnswerChoice]) -> list[Event]:
         if not self._body.with_usage():
             return []
         return [
@@ -215,12 +212,9 @@ def shown(message: Message) -> dict[str, Any]:
     """A message as OpenAI's chat completions spell it; reasoning_content as DeepSeek and vLLM
     do.
     """
-    body: dict[str, Any] = {"role": "assistant", "content": message.content}
-    if message.reasoning:
-        body["reasoning_content"] = message.reasoning
+    body = message.shown()
     if message.tool_calls:
         body["content"] = message.content or None
-        body["tool_calls"] = [call.shown() for call in message.tool_calls]
     return body
 
 

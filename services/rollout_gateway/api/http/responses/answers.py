@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import PacelineError, ResourceExhausted
 from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.streaming import Choice, Event
+from rollout_gateway.api.http.streaming import AnswerChoice, Event
 from rollout_gateway.calls.call import Piece
 from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
 
@@ -156,7 +156,7 @@ class ResponsesAnswers:
         self._items = OutputItems(response_id.removeprefix("resp_"))
         self._sent = 0
 
-    def whole(self, choices: list[Choice]) -> dict[str, Any]:
+    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
         (choice,) = choices
         for delta in choice.deltas:
             self._items.add(delta)
@@ -172,11 +172,11 @@ class ResponsesAnswers:
             ]
         )
 
-    def piece(self, index: int, choice: Choice, piece: Piece) -> list[Event]:
+    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
         news = self._items.add(piece.delta or Delta(piece.text))
         return self._numbered(news)
 
-    def last(self, choices: list[Choice]) -> list[Event]:
+    def last(self, choices: list[AnswerChoice]) -> list[Event]:
         (choice,) = choices
         news = self._items.end(_item_status(choice.finish))
         response = self._ended(choice)
@@ -189,7 +189,7 @@ class ResponsesAnswers:
         response = {**self._response("failed"), "error": {"code": code, "message": str(error)}}
         return self._numbered([{"type": "response.failed", "response": response}])
 
-    def _ended(self, choice: Choice) -> dict[str, Any]:
+    def _ended(self, choice: AnswerChoice) -> dict[str, Any]:
         response = self._response(
             "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
         )
@@ -244,7 +244,7 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
     return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
 
 
-def _usage(choice: Choice) -> dict[str, Any]:
+def _usage(choice: AnswerChoice) -> dict[str, Any]:
     said = len(choice.whole.token_ids)
     return {
         "input_tokens": choice.prompt_tokens,

@@ -17,7 +17,7 @@ from rollout_gateway.api.http.keys import caller_of
 from rollout_gateway.api.http.responses.answers import ResponsesAnswers
 from rollout_gateway.api.http.responses.schema import ResponsesBody
 from rollout_gateway.api.http.responses.store import PastResponses
-from rollout_gateway.api.http.streaming import Running
+from rollout_gateway.api.http.streaming import PlanRunner
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.gateway import Gateway
 
@@ -27,7 +27,7 @@ class ResponsesApi:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._running = Running(gateway)
+        self._running = PlanRunner(gateway)
         self._past = PastResponses()
 
     def routes(self) -> list[Route]:

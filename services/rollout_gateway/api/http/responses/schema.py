@@ -26,7 +26,7 @@ from rollout_gateway.api.http.shapes import (
     Off,
     On,
     Seed,
-    Shape,
+    StrictShape,
     Temperature,
     TopP,
     by_type,
@@ -39,7 +39,7 @@ NOT_SERVED = ("background", "conversation", "prompt")
 """Fields that change what a request means; ignoring them would answer another one."""
 
 
-class MessageItem(Shape):
+class MessageItem(StrictShape):
     """A message; one of an assistant is part of a turn."""
 
     type: Literal["message"] = "message"
@@ -47,7 +47,7 @@ class MessageItem(Shape):
     content: Content
 
 
-class CallItem(Shape):
+class CallItem(StrictShape):
     """A function call of an assistant."""
 
     type: Literal["function_call"]
@@ -56,7 +56,7 @@ class CallItem(Shape):
     arguments: str
 
 
-class OutputItem(Shape):
+class OutputItem(StrictShape):
     """What a function gave back."""
 
     type: Literal["function_call_output"]
@@ -64,13 +64,13 @@ class OutputItem(Shape):
     output: Content
 
 
-class ReasoningText(Shape):
+class ReasoningText(StrictShape):
     """A piece of reasoning."""
 
     text: str
 
 
-class ReasoningItem(Shape):
+class ReasoningItem(StrictShape):
     """What an assistant thought; a summary counts where there is nothing else."""
 
     type: Literal["reasoning"]
@@ -95,7 +95,7 @@ Items = Annotated[
 ]
 
 
-class FlatTool(Shape):
+class FlatTool(StrictShape):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -113,14 +113,14 @@ class FlatTool(Shape):
         }
 
 
-class NamedFunctionTool(Shape):
+class NamedFunctionTool(StrictShape):
     """A choice of one tool."""
 
     type: Literal["function"]
     name: str = Field(min_length=1)
 
 
-class TextFormat(Shape):
+class TextFormat(StrictShape):
     """What form the text has to have."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -128,13 +128,13 @@ class TextFormat(Shape):
     json_schema: JsonObject | None = Field(None, alias="schema")
 
 
-class TextConfig(Shape):
+class TextConfig(StrictShape):
     """Where the form of the text stands."""
 
     format: TextFormat | None = None
 
 
-class ResponsesBody(Shape):
+class ResponsesBody(StrictShape):
     """POST /v1/responses."""
 
     model: str | None = None

@@ -46,7 +46,7 @@ from rollout_gateway.engines.requests.json_schema import (
 from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.worker import wire
-from rollout_gateway.sessions.trainable import check_trainable
+from rollout_gateway.sessions.samples import check_trainable
 
 DEMO = Path(__file__).parents[5] / "examples" / "demo"
 POLICY = DEMO / "policy_start"
