@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.errors import TrainabilityError
 from paceline.trajectory import BranchKey, SpeculationStats, Trajectory
-from rollout_gateway.engines.sampling import untrainable
+from rollout_gateway.engines.sampling import Sampling, untrainable
 from rollout_gateway.sessions.assignment import Assignment
 from rollout_gateway.sessions.tree import Branch, MessageTree, Turn
 
@@ -37,7 +37,7 @@ def samples(
 
 
 def check_trainable(sampling: Sampling) -> None:
-    """Raises TrainabilityError for sampling whose log-probs the trainer cannot recompute."""
+    """Raises TrainabilityError where the trainer, which goes by temperature alone, finds others."""
     if found := untrainable(sampling):
         raise TrainabilityError(
             "these samples cannot be trained; open the session with trainable=false or leave the "
