@@ -5,11 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.live import step_line
 from paceline.cli.watch import enum_word
 from paceline.config import SecurityConfig
 from paceline.rpc import channel, rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
-from paceline.v1 import coordinator_pb2_grpc
+from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
 DEADLINE_S = 5.0
 
@@ -19,10 +20,9 @@ async def show_status(address: str, console: Console) -> int:
     answers.
     """
     async with channel(address, SecurityConfig()) as connection:
+        stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
-            snapshot = await coordinator_pb2_grpc.CoordinatorServiceStub(connection).GetSnapshot(  # type: ignore[no-untyped-call]
-                pb.GetSnapshotRequest(), timeout=DEADLINE_S
-            )
+            snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
     console.print(
         f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
@@ -38,14 +38,9 @@ async def show_status(address: str, console: Console) -> int:
             enum_word(pb.WorkerState, slot.worker_state),
         )
     console.print(slots)
-    record = snapshot.last_step
-    if record.step_s:
-        console.print(
-            f"last step {record.step}: reward {record.reward_mean:.3f}, {record.response_tokens} "
-            f"tokens in "
-            f"{record.rollout_s:.2f} s, acceptance length {record.accept_length:.2f}, "
-            f"{record.drafter_steps} drafter steps, {record.step_s:.2f} s in all"
-        )
+    if snapshot.last_step.step_s:
+        line = step_line(snapshot.last_step, snapshot.total_steps)
+        console.print(f"last: {line}", highlight=False, soft_wrap=True)
     if snapshot.failure:
         console.print(f"[bold red]{snapshot.failure}[/]", highlight=False)
         return 1

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from paceline.cli.status import show_status
 from paceline.cli.watch import RunState, follow
 from paceline.config import ServiceConfig
 from paceline.events import FactPublisher
@@ -40,7 +43,12 @@ class Finished(CoordinatorServiceServicer):
     ) -> pb.GetSnapshotResponse:
         self.asked.set()
         return pb.GetSnapshotResponse(
-            run_id=RUN, step=len(self.records), total_steps=9, phase="rollout"
+            run_id=RUN,
+            step=len(self.records),
+            total_steps=9,
+            phase="rollout",
+            slots=[pb.SlotStatus(slot=0, holder=pb.HOLDER_DRAFTER, epoch=7)],
+            last_step=self.records[-1] if self.records else None,
         )
 
     async def ListSteps(self, request: pb.ListStepsRequest, context: Any) -> pb.ListStepsResponse:
@@ -138,3 +146,21 @@ async def test_a_run_without_a_coordinator_is_followed_once_it_speaks() -> None:
         await facts.publish(pb.Fact(run_finished=pb.RunFinished()))
         await asyncio.wait_for(following, patient(20))
     assert state.finished
+
+
+async def test_status_shows_phase_slots_and_the_last_step(
+    run: tuple[ServiceConfig, Finished, FactPublisher],
+) -> None:
+    config, servicer, _ = run
+    servicer.records = [record(step) for step in range(3)]
+    output = StringIO()
+    assert await show_status(config.addresses.coordinator, Console(file=output, width=200)) == 0
+    lines = output.getvalue().splitlines()
+    assert lines[0].split("  ") == [
+        f"run {RUN}",
+        "step 3 of 9",
+        "phase rollout",
+        "serving p0.d0 (set 0)",
+    ]
+    assert any("drafter" in line and "7" in line for line in lines)
+    assert lines[-1].startswith("last: step 3/9")
