@@ -422,6 +422,50 @@ async def test_size_cap_and_foreign_target_and_stale_epoch_are_refused(start: St
         )
 
 
+async def test_chunks_of_a_lease_that_a_newer_one_replaced_are_refused(start: Start) -> None:
+    receiver = await start()
+    given = tensors(1)
+    manifest = manifest_of(given, P, 1)
+    await wanted(receiver.channel, manifest)
+    newer = CommandContext(run_id="local", step=1, epoch=CONTEXT.epoch + 1)
+    await abort_version(receiver.channel, newer, D, 7)
+    index, data = next(iter(cut_chunks(manifest, given, [0])))
+    stale = encode_push(PushChunk(P, 1, index, zlib.crc32(data), data, CONTEXT))
+
+    async def messages() -> AsyncIterator[bytes]:
+        yield stale
+
+    push = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")
+    with pytest.raises(StaleEpoch), rpc_errors():
+        await push(messages(), timeout=patient(10))
+    assert 0 in receiver.servicer._receiving[P, 1].missing()
+
+
+async def test_a_commit_with_the_number_of_the_serving_set_reaches_no_worker(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    await receiver.push(P, 2)
+    told = list(receiver.hooks.told)
+    with pytest.raises(WeightsError, match="seq of a commit must grow; seen: 1; allowed: > 1"):
+        await receiver.commit(1, 2, 0)
+    assert receiver.hooks.told == told
+
+
+async def test_a_half_pushed_version_below_the_serving_one_takes_no_place(start: Start) -> None:
+    receiver = await start()
+    given = tensors(1)
+    half = manifest_of(given, P, 1)
+    with pytest.raises(WeightsError, match="misses"):
+        await send(receiver.channel, given, half, [0, 1])
+    await receiver.push(P, 2)
+    await receiver.commit(1, 2, 0)
+    await receiver.push(P, 3)
+    await receiver.push(P, 4)
+    with pytest.raises(WeightsError, match="only grow"):
+        await wanted(receiver.channel, half)
+
+
 async def test_sparse_delta_is_refused(start: Start) -> None:
     receiver = await start()
     manifest = manifest_of(tensors(1), P, 1)

@@ -153,3 +153,17 @@ async def test_many_pending_entries_are_re_read_page_by_page(
     await stream.read("g", "c", 100, 0)
     assert [entry.id for entry in await stream.unacked("g", "c")] == ids
     await stream.close()
+
+
+async def test_what_the_budget_pushes_out_leaves_no_size_behind(
+    redis_client: redis.asyncio.Redis, run_id: str
+) -> None:
+    """Else the hash of sizes grows with every entry of a run."""
+    name = run_key(run_id, "s")
+    stream = RedisStream(redis_client, name, byte_budget=1000)
+    for n in range(9):
+        await stream.append({"n": str(n)}, bytes(298))
+    kept = {entry.id.encode() for entry in await stream.history()}
+    assert set(await redis_client.hkeys(f"{name}:sizes")) == kept | {b"total", b"trimmed"}
+    assert len(kept) == 3
+    await stream.close()
