@@ -15,9 +15,7 @@ from itertools import zip_longest
 from paceline.errors import InvalidInput
 
 NEAR_TIE_GAP = 1e-5
-"""A draw whose perturbed top-two gap is below this may flip with the batch composition (DESIGN
-2.2).
-"""
+"""A draw whose perturbed top-two gap is below this may flip with the batch composition."""
 
 
 class Target(StrEnum):

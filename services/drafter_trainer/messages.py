@@ -18,9 +18,7 @@ class Activate:
     drafter_version: int  # serving d
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
-    round_costs: dict[str, float] = field(
-        default_factory=dict
-    )  # by arm, a plain round being 1; see economy.py
+    round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1
     slots: list[int] = field(
         default_factory=lambda: [0]
     )  # leased; rank i of the members computes on slot i

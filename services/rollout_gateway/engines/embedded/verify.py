@@ -1,7 +1,7 @@
 """Verification of chains and trees: pure functions from logits, drafts, seeds and positions to what
 is emitted.
 
-Rule (DESIGN 2.2): at every node draw x from the target with the request's own noise for that
+Rule: at every node draw x from the target with the request's own noise for that
 position; follow the child that equals x; the first x that no child equals is emitted and ends the
 round. So every emitted token is the draw that decoding without drafts makes, whatever is drafted,
 as long as the drafts do not depend on the draws.

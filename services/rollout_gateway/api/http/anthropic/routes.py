@@ -1,7 +1,4 @@
-"""Routes of Anthropic's messages API.
-
-Owns no shape: those are anthropic_schema.py's and anthropic_answers.py's.
-"""
+"""Routes of Anthropic's messages API."""
 
 from __future__ import annotations
 

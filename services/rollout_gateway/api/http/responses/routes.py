@@ -1,6 +1,6 @@
 """Routes of OpenAI's responses API.
 
-Owns who may see which stored response; shapes are responses_schema.py's.
+Shows a stored response to its own caller only.
 """
 
 from __future__ import annotations
