@@ -11,7 +11,7 @@ from coordinator.machine.decision import Decision
 from coordinator.machine.losses import CALLED_IN
 from coordinator.machine.state import WORKER_TRANSITIONS, Phase
 
-NAMED = {frozenset(Phase): "all", machine.BEGUN: "all but new", machine.LIVE: "all that go on"}
+NAMED = {frozenset(machine.BEGUN): "all but new", frozenset(machine.LIVE): "all that go on"}
 
 
 def machine_page() -> str:
@@ -63,7 +63,9 @@ def event_table() -> Iterator[str]:
     """What each event means, when it may come and what it does."""
     yield from ("| event | in phases | late | effect |", "|---|---|---|---|")
     for event, row in machine.EVENTS.items():
-        phases = NAMED.get(row.phases) or ", ".join(one for one in Phase if one in row.phases)
+        phases = NAMED.get(frozenset(row.phases)) or ", ".join(
+            one for one in Phase if one in row.phases
+        )
         place = f"{row.handle.__module__.rsplit('.')[-1]}.{row.handle.__name__}"
         effect = f"{first_paragraph(row.handle)} `{place}`"
         late = first_paragraph(row.late).replace("Never late", "never").removeprefix("Late ")

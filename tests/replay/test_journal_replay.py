@@ -150,7 +150,7 @@ async def test_an_event_that_is_added_replays_whatever_its_fields_are_called(
     def paused(state: State, event: Paused) -> Decision:
         return Decision(replace(state, failure=f"{event.kind} by {event.service}"))
 
-    monkeypatch.setitem(EVENT_ROWS, Paused, EventRow(frozenset(Phase), none, paused))
+    monkeypatch.setitem(EVENT_ROWS, Paused, EventRow(set(Phase), none, paused))
     event = Paused(5.0, kind="brief", service="nobody", settings=3, versions=(1, 2), details=None)
     state, _, entries = played([EVENTS[0], event])
     journal = Journal(redis_client, run_id)

@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from coordinator.calls.figures import FinishedSamples
 from coordinator.calls.groups import ClosedGroups
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
+from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
@@ -23,16 +24,6 @@ from paceline.v1.trajectory_pb2 import CommandContext
 RANK_LOST = "RANK_LOST"
 WORKER_LOST = "WORKER_LOST"
 _FIRST_PAUSE_S = 0.1
-
-
-class OfCall(Protocol):
-    """A command that is a call."""
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
 
 
 class Reported(Exception):
@@ -65,7 +56,7 @@ class Calls:
     round_costs: dict[str, float] = field(default_factory=dict)  # of the last rollouts, by arm
     absent: dict[Service, Absence] = field(default_factory=dict)
 
-    def context(self, command: OfCall) -> CommandContext:
+    def context(self, command: StepCommand) -> CommandContext:
         """What every request carries."""
         run_id = self.config.run.id
         return CommandContext(run_id=run_id, step=command.step, epoch=command.epoch)

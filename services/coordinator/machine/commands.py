@@ -13,72 +13,72 @@ from paceline.trajectory import VersionSet
 
 
 @dataclass(frozen=True, slots=True)
-class BeginStep:
+class Command:
+    """Something to be done."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommand(Command):
+    """A call of a step; its answers carry the epoch, and receivers refuse older ones."""
+
+    step: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStep(Command):
     """Draw the tasks of a step; answered by StepBegan."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class RunTasks:
+class RunTasks(StepCommand):
     """Roll the step out; answered by ShareDone and TasksFinished."""
-
-    step: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class ActivateDrafter:
+class ActivateDrafter(StepCommand):
     """Train the drafter on leased slots; answered by DrafterActivated, GatePromoted and
     Detached.
     """
 
-    step: int
-    epoch: int
     slots: tuple[int, ...]
     deadline_s: float
     versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
-class PreemptDrafter:
+class PreemptDrafter(StepCommand):
     """Get the slots back; answered by Preempted, or by Deadline when nobody answers."""
 
-    step: int
-    epoch: int
     deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class TrainPolicy:
+class TrainPolicy(StepCommand):
     """One optimiser step; answered by PolicyStepped and PolicyPrepared."""
 
-    step: int
-    epoch: int
     slots: tuple[int, ...]
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
+class Commit(StepCommand):
     """Serve a set; answered by Committed or CommitFailed."""
 
-    step: int
-    epoch: int
     versions: VersionSet
 
 
 @dataclass(frozen=True, slots=True)
-class AbortDrafter:
+class AbortDrafter(StepCommand):
     """Forget a prepared drafter that will not serve; not answered."""
 
-    step: int
-    epoch: int
     drafter_version: int
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluate:
+class Evaluate(Command):
     """Make an evaluation outside the timed step; answered by EvaluationDone."""
 
     kind: Evaluation
@@ -87,55 +87,35 @@ class Evaluate:
 
 
 @dataclass(frozen=True, slots=True)
-class CloseStep:
+class CloseStep(Command):
     """The step's policy serves: write its record."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class SaveCheckpoints:
+class SaveCheckpoints(StepCommand):
     """Write the trainers' checkpoints; answered by CheckpointsSaved."""
-
-    step: int
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitService:
+class AwaitService(Command):
     """Wait until a peer serves again; answered by ServiceBack or CallFailed."""
 
     service: Service
 
 
 @dataclass(frozen=True, slots=True)
-class FinishRun:
+class FinishRun(Command):
     """Nothing more to do; `failure` is empty on success."""
 
     failure: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Command):
     """A late event of an old lease, set or call had no effect."""
 
     event: str
     seen: int
     current: int
-
-
-Command = (
-    BeginStep
-    | RunTasks
-    | ActivateDrafter
-    | PreemptDrafter
-    | TrainPolicy
-    | Commit
-    | AbortDrafter
-    | Evaluate
-    | CloseStep
-    | SaveCheckpoints
-    | AwaitService
-    | FinishRun
-    | Refuse
-)

@@ -1,7 +1,7 @@
 """Names what can happen to a run, as frozen dataclasses; `EVENTS` in step.py has a row for each.
 
-Where an event answers a command it carries the epoch of that command. `details` are figures for the
-step's record; the machine does not read them. The journal writes every field by its annotation.
+`details` are figures for the step's record; the machine does not read them. The journal writes
+every field by its annotation.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ class Event:
     """Something that happened."""
 
     at_s: float  # wall clock, seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CallAnswer(Event):
+    """News of a call or a lease, which it names by its command's epoch."""
+
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,109 +54,97 @@ class StepBegan(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class ShareDone(Event):
+class ShareDone(CallAnswer):
     """A worker has finished its share of the step."""
 
-    epoch: int
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class TasksFinished(Event):
+class TasksFinished(CallAnswer):
     """All samples of the step ended."""
 
-    epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost(Event):
+class WorkerLost(CallAnswer):
     """An engine worker died while it generated; the gateway restarts it."""
 
-    epoch: int
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterActivated(Event):
+class DrafterActivated(CallAnswer):
     """The drafter trains on its slots."""
 
-    epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class GatePromoted(Event):
+class GatePromoted(CallAnswer):
     """A candidate drafter beat the serving one and is prepared at the gateway."""
 
-    epoch: int
     drafter_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class GateDecided(Event):
+class GateDecided(CallAnswer):
     """The drafter's gate decided something that changes no version: kept, refused, frozen, reopened
     or rolled_back.
     """
 
-    epoch: int
     decision: str
     drafter_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Preempted(Event):
+class Preempted(CallAnswer):
     """The drafter trainer confirmed a preemption: the slots are free."""
 
-    epoch: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Detached(Event):
+class Detached(CallAnswer):
     """The activation's last word: the slots are free."""
 
-    epoch: int
     reason: str
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerFailed(Event):
+class TrainerFailed(CallAnswer):
     """A trainer lost a rank, or could not train for a reason of its own."""
 
-    epoch: int
     service: Service
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class Deadline(Event):
+class Deadline(CallAnswer):
     """A wait ended without its event: "activation" or "preempt" of a lease; "rollout", "policy",
     "commit", "evaluate" or "close" of a phase's call.
     """
 
-    epoch: int
     what: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyStepped(Event):
+class PolicyStepped(CallAnswer):
     """The optimiser step is done; the push goes on without slots."""
 
-    epoch: int
     policy_version: int
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPrepared(Event):
+class PolicyPrepared(CallAnswer):
     """The new policy is prepared at the gateway and its head at the drafter trainer."""
 
-    epoch: int
     policy_version: int
     details: Details = field(default_factory=dict)
 
@@ -180,20 +175,18 @@ class AcceptanceFell(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationDone(Event):
+class EvaluationDone(CallAnswer):
     """An evaluation ended; value None when the engine cannot make it."""
 
-    epoch: int
     kind: Evaluation
     value: float | None
     details: Details = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointsSaved(Event):
+class CheckpointsSaved(CallAnswer):
     """The trainers wrote the checkpoints that end a run."""
 
-    epoch: int
     details: Details = field(default_factory=dict)
 
 

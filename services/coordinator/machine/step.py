@@ -22,7 +22,7 @@ replays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from coordinator.machine.commands import Command
 from coordinator.machine.decision import Decision, refused
 from coordinator.machine.events import (
     AcceptanceFell,
+    CallAnswer,
     CallFailed,
     CheckpointsSaved,
     CommitFailed,
@@ -100,12 +101,12 @@ def step_number(state: State, event: StepBegan) -> Mark:
     return Mark("step", event.step, state.step)
 
 
-def call(state: State, event: Any) -> Mark:
+def call(state: State, event: CallAnswer) -> Mark:
     """Late when the phase has made a newer call."""
     return Mark("epoch", event.epoch, state.phase_epoch)
 
 
-def lease(state: State, event: Any) -> Mark:
+def lease(state: State, event: CallAnswer) -> Mark:
     """Late when the drafter's lease is over."""
     return Mark("epoch", event.epoch, state.lease_epoch, over=state.lease is None)
 
@@ -133,39 +134,35 @@ def set_number(state: State, event: Committed | CommitFailed) -> Mark:
 class EventRow(NamedTuple):
     """In which phases an event may come, what makes it late, and who handles it."""
 
-    phases: frozenset[Phase]
+    phases: Set[Phase]
     late: Callable[[State, Any], Mark]
     handle: Callable[[State, Any], Decision]
 
 
-def _only(*phases: Phase) -> frozenset[Phase]:
-    return frozenset(phases)
-
-
-BEGUN = frozenset(Phase) - {Phase.NEW}
+BEGUN = set(Phase) - {Phase.NEW}
 LIVE = BEGUN - {Phase.FINISHED, Phase.FAILED}
-LEASED = _only(Phase.ROLLOUT, Phase.PREEMPT, Phase.DRAFTER)
+LEASED = {Phase.ROLLOUT, Phase.PREEMPT, Phase.DRAFTER}
 
 EVENTS: dict[type[Event], EventRow] = {
-    RunStarted: EventRow(_only(Phase.NEW), none, boundary.run_started),
+    RunStarted: EventRow({Phase.NEW}, none, boundary.run_started),
     Resumed: EventRow(BEGUN, none, boundary.resumed),
     StopRequested: EventRow(LIVE, none, boundary.stop_requested),
-    EvaluationDone: EventRow(_only(Phase.EVALUATE), call, boundary.evaluation_done),
-    CheckpointsSaved: EventRow(_only(Phase.CLOSING), call, boundary.checkpoints_saved),
-    StepBegan: EventRow(_only(Phase.READY), step_number, rollout.step_began),
-    ShareDone: EventRow(_only(Phase.ROLLOUT), call, rollout.share_done),
-    TasksFinished: EventRow(_only(Phase.ROLLOUT), call, rollout.tasks_finished),
-    WorkerLost: EventRow(_only(Phase.ROLLOUT), call, rollout.worker_lost),
+    EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
+    CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
+    StepBegan: EventRow({Phase.READY}, step_number, rollout.step_began),
+    ShareDone: EventRow({Phase.ROLLOUT}, call, rollout.share_done),
+    TasksFinished: EventRow({Phase.ROLLOUT}, call, rollout.tasks_finished),
+    WorkerLost: EventRow({Phase.ROLLOUT}, call, rollout.worker_lost),
     DrafterActivated: EventRow(LEASED, lease, drafter.activated),
     GatePromoted: EventRow(LIVE, newest_lease, drafter.promoted),
     GateDecided: EventRow(LIVE, none, drafter.decided),
     Preempted: EventRow(LEASED, lease, drafter.preempted),
     Detached: EventRow(LEASED, lease, drafter.detached),
     AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
-    PolicyStepped: EventRow(_only(Phase.POLICY), call, policy.stepped),
-    PolicyPrepared: EventRow(_only(Phase.POLICY), call, policy.prepared),
-    Committed: EventRow(_only(Phase.COMMIT), set_number, commit.committed),
-    CommitFailed: EventRow(_only(Phase.COMMIT), set_number, commit.commit_failed),
+    PolicyStepped: EventRow({Phase.POLICY}, call, policy.stepped),
+    PolicyPrepared: EventRow({Phase.POLICY}, call, policy.prepared),
+    Committed: EventRow({Phase.COMMIT}, set_number, commit.committed),
+    CommitFailed: EventRow({Phase.COMMIT}, set_number, commit.commit_failed),
     TrainerFailed: EventRow(LEASED | {Phase.POLICY}, lease_or_call, losses.trainer_failed),
     Deadline: EventRow(LIVE, lease_or_call, losses.deadline),
     ServiceLost: EventRow(LIVE, none, losses.service_lost),
