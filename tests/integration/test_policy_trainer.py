@@ -329,6 +329,25 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
     assert (count.final, count.trained, count.open, count.lost) == (48, 48, 0, 0)
 
 
+async def test_another_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(world: World) -> None:
+    await world.start(checkpoint_interval_steps=10)
+    for step in range(2):
+        await world.append(step, step)
+        await world.step(step, step)
+        await world.commit(step + 1)
+    await world.stop()
+    shards = (world.directory / "checkpoints" / "policy" / "step-2" / "shards").iterdir()
+    assert len(list(shards)) == 2
+
+    await world.start(ranks=1)
+    status = await world.status()
+    assert (status.policy_version, status.checkpoint_version, status.ranks) == (2, 2, 1)
+    again = await world.step(1, 1)
+    assert again[-1].bytes == 0, "the weights of one rank differ from those two ranks pushed"
+    await world.append(2, 2)
+    assert (await world.step(2, 2))[1].world_size == 1
+
+
 async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world: World) -> None:
     await world.start()
     call = asyncio.create_task(world.step(0, 0))
