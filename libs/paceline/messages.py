@@ -34,6 +34,15 @@ def from_message(cls: type[N], message: Message) -> N:
     return cls(**{name: _take(hint, message, described[name]) for name, hint in hints.items()})
 
 
+def shared_fields(noun: object, kind: type[Message]) -> dict[str, Any]:
+    """The fields of a noun that a message has too: scalars, and lists and maps of scalars."""
+    return {
+        name: getattr(noun, name)
+        for name in _hints(type(noun))
+        if name in kind.DESCRIPTOR.fields_by_name
+    }
+
+
 def versions_to_proto(versions: VersionSet) -> pb.VersionSet:
     """Message of a set."""
     return to_message(versions, pb.VersionSet)

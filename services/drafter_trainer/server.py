@@ -17,6 +17,7 @@ from drafter_trainer.driver import DrafterDriver, Lease
 from drafter_trainer.gate.publish import Promoter, PushOutcome
 from drafter_trainer.metrics import LeaseMetrics
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
+from paceline.messages import shared_fields, to_message
 from paceline.rpc import EpochGuard, Server, channel, check_run
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
@@ -216,48 +217,19 @@ def _pushed(decision: m.Judged, *, prepared: bool) -> pb.ActivateResponse:
 
 
 def _gate(message: m.Judged) -> pb.ActivateResponse:
-    shared = (
-        "decision",
-        "kind",
-        "drafter_version",
-        "noise",
-        "candidate_speedup",
-        "serving_speedup",
-        "speedup_noise",
-        "costs_measured",
-        "policy_version",
-        "positions",
-        "optimizer_steps",
-        "temperature",
-        "survival",
-        "conditional",
-        "serving_survival",
-        "lengths_by_bucket",
+    figures = shared_fields(message, pb.GateDecision)
+    figures["leaderboard"] = [to_message(one, pb.Contender) for one in message.leaderboard]
+    decision = pb.GateDecision(
+        promoted=message.decision == "promoted",
+        candidate_accept_length=message.candidate,
+        serving_accept_length=message.serving,
+        **figures,
     )
-    return pb.ActivateResponse(
-        gate=pb.GateDecision(
-            promoted=message.decision == "promoted",
-            candidate_accept_length=message.candidate,
-            serving_accept_length=message.serving,
-            leaderboard=[pb.Contender(**asdict(one)) for one in message.leaderboard],
-            **{name: getattr(message, name) for name in shared},
-        )
-    )
+    return pb.ActivateResponse(gate=decision)
 
 
 def _detached(message: m.Stopped) -> pb.ActivateResponse:
-    return pb.ActivateResponse(
-        detached=pb.Detached(
-            reason=message.reason,
-            steps=message.steps,
-            micro_batches=message.micro_batches,
-            tokens=message.tokens,
-            loss=message.loss,
-            busy_s=message.busy_s,
-            total_steps=message.total_steps,
-            dropped=message.dropped,
-        )
-    )
+    return pb.ActivateResponse(detached=pb.Detached(**shared_fields(message, pb.Detached)))
 
 
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:

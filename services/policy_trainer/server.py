@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
+from paceline.messages import shared_fields
 from paceline.ranks.messages import Save, Saved
 from paceline.rpc import EpochGuard, Server, check_run
 from paceline.telemetry import get_logger, inject
@@ -137,36 +138,20 @@ async def _save_final(ranks: PolicyDriver) -> None:
 def _response(news: News) -> pb.TrainStepResponse:
     match news:
         case Batched(batch=batch):
-            ready = pb.BatchReady(
-                trajectories=batch.trajectories, dropped=batch.dropped, tokens=batch.tokens
-            )
+            ready = pb.BatchReady(**shared_fields(batch, pb.BatchReady))
             return pb.TrainStepResponse(batch=ready)
         case Stepped(progress=progress):
             return pb.TrainStepResponse(stepped=_stepped(progress))
         case Pushed():
-            return pb.TrainStepResponse(
-                prepared=pb.PolicyPrepared(
-                    policy_version=news.policy_version,
-                    bytes=news.bytes,
-                    push_s=news.push_s,
-                    lm_head_hash=news.lm_head_hash,
-                )
-            )
+            prepared = pb.PolicyPrepared(**shared_fields(news, pb.PolicyPrepared))
+            return pb.TrainStepResponse(prepared=prepared)
         case Saved():
             raise InvalidInput("a checkpoint is no news of a step")
 
 
 def _stepped(progress: Progress) -> pb.PolicyStepped:
-    batch, figures = progress.batch, progress.figures
     return pb.PolicyStepped(
         policy_version=progress.policy_version,
-        loss=figures.loss,
-        grad_norm=figures.grad_norm,
-        reward_mean=batch.reward_mean,
-        reward_std=batch.reward_std,
-        entropy=figures.entropy,
-        behavior_gap=figures.behavior_gap,
-        train_s=figures.train_s,
-        world_size=figures.world_size,
-        batch_hash=batch.batch_hash,
+        **shared_fields(progress.batch, pb.PolicyStepped),
+        **shared_fields(progress.figures, pb.PolicyStepped),
     )

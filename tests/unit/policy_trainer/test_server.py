@@ -11,8 +11,19 @@ import pytest
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.local.patience import patient
 from paceline.ranks.messages import Failed
-from policy_trainer.messages import MESSAGES, BatchFacts, Progress, Sender, Stepped, Train
-from policy_trainer.server import check_model, require_fresh
+from policy_trainer.driver import News
+from policy_trainer.messages import (
+    MESSAGES,
+    Batched,
+    BatchFacts,
+    Progress,
+    Pushed,
+    Sender,
+    StepFacts,
+    Stepped,
+    Train,
+)
+from policy_trainer.server import _response, check_model, require_fresh
 
 
 def test_the_parent_imports_no_torch() -> None:
@@ -40,6 +51,23 @@ def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_pat
     require_fresh(tmp_path, resume=True)
     with pytest.raises(ConfigError, match="resume=true"):
         require_fresh(tmp_path, resume=False)
+
+
+def test_every_field_of_the_news_of_a_step_is_sent() -> None:
+    batch = BatchFacts(8, 90, {"stale": 1}, 1, 0.5, 0.25, "ab")
+    figures = StepFacts(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 2)
+    news: list[News] = [
+        Batched(4, batch),
+        Stepped(4, Progress(8, 7, 128, 0, batch, figures)),
+        Pushed(4, 8, 100, 0.5, "cd"),
+    ]
+    for one in news:
+        response = _response(one)
+        sent = getattr(response, str(response.WhichOneof("event")))
+        listed = {field.name for field, _ in sent.ListFields()}
+        assert listed == set(sent.DESCRIPTOR.fields_by_name)
+    stepped = _response(news[1]).stepped
+    assert (stepped.loss, stepped.grad_norm, stepped.reward_mean) == (0.1, 0.2, 0.5)
 
 
 def test_messages_and_errors_come_back_as_they_went() -> None:

@@ -1,0 +1,42 @@
+"""What the service sends holds every field of its messages."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, get_type_hints
+
+from drafter_trainer import messages as m
+from drafter_trainer.server import _detached, _gate
+
+FILLED: dict[Any, Any] = {int: 3, float: 0.5, bool: True, str: "promoted"}
+ENTRY = m.LeaderboardEntry("lstm", 2.5, 0.125, 1.5, 40, 4, servable=True)
+
+
+def filled(kind: type[Any]) -> Any:
+    """Every field of another value than its default."""
+    hints = get_type_hints(kind)
+    made = {
+        "survival": [0.5],
+        "conditional": [0.5],
+        "serving_survival": [0.25],
+        "lengths_by_bucket": {"late": 2.5},
+        "dropped": {"stale_head": 2},
+        "leaderboard": [ENTRY],
+    }
+    return kind(
+        **{one.name: made.get(one.name, FILLED.get(hints[one.name])) for one in fields(kind)}
+    )
+
+
+def test_every_field_of_a_decision_and_of_an_end_is_sent() -> None:
+    for sent in (_gate(filled(m.Judged)).gate, _detached(filled(m.Stopped)).detached):
+        listed = {field.name for field, _ in sent.ListFields()}
+        assert listed == set(sent.DESCRIPTOR.fields_by_name)
+
+
+def test_a_decision_is_sent_under_the_names_of_the_wire() -> None:
+    judged = replace(filled(m.Judged), candidate=2.5, serving=1.5, decision="kept")
+    gate = _gate(judged).gate
+    assert (gate.candidate_accept_length, gate.serving_accept_length) == (2.5, 1.5)
+    assert not gate.promoted
+    assert (gate.leaderboard[0].kind, gate.leaderboard[0].optimizer_steps) == ("lstm", 40)
