@@ -22,7 +22,7 @@ from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport, Evidence
-from rollout_gateway.engines import PROCESSES, WORKER
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.nouns import (
     Capability,
@@ -76,7 +76,7 @@ class WorkerClient:
         }
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", PROCESSES.get(kind, WORKER)],
+                [sys.executable, "-m", find_engine(kind).process],
                 env=environment,
                 stdout=log,
                 stderr=log,

@@ -13,8 +13,8 @@ from paceline.config import Config, OptimizerConfig, ServiceConfig
 class AlgorithmConfig(Config):
     """Policy-gradient variant."""
 
-    name: Literal["grpo"] = "grpo"
-    """Which one."""
+    name: str = "grpo"
+    """Which one: a name of algorithms/__init__.py, or package.module:Class."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
@@ -25,6 +25,8 @@ class AlgorithmConfig(Config):
     """Weigh tokens by min(proximal / behavior ratio, this cap); 0 leaves the correction out."""
     updates_per_step: int = Field(default=1, ge=1)
     """Passes over the batch, one optimiser update each."""
+    options: dict[str, float | int | bool | str] = Field(default={})
+    """Settings of an algorithm of your own."""
 
 
 class PolicyTrainerConfig(ServiceConfig):

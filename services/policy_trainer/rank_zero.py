@@ -22,7 +22,7 @@ from paceline.ranks.messages import Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
 from paceline.telemetry import extract, get_logger, span
 from paceline.trajectory import tokens_hash
-from policy_trainer.algorithms import Algorithm
+from policy_trainer.algorithms.base import Algorithm
 from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.batches.batcher import Batch, Batcher, Wanted
 from policy_trainer.batches.records import RecordFile, StepRecord

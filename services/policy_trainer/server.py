@@ -16,6 +16,7 @@ from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
 from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyServiceServicer_to_server
 from paceline.v1.trajectory_pb2 import CommandContext
+from policy_trainer.algorithms import check_algorithm
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.driver import News, PolicyDriver
 from policy_trainer.messages import Batched, Progress, Pushed, Sender, Stepped, Train
@@ -112,6 +113,7 @@ def require_fresh(root: Path, *, resume: bool) -> None:
 async def serve(config: PolicyTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
+    check_algorithm(config.algorithm.name)
     require_fresh(config.checkpoints_dir, resume=config.resume)
     ranks = PolicyDriver(config)
     server = Server(config.addresses.policy_trainer, config.security)

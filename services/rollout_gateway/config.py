@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pkgutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +10,9 @@ from pydantic import Field
 
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.plugins import import_object
 from rollout_gateway.bandits.base import BanditConfig
-from rollout_gateway.engines import SPECS
+from rollout_gateway.engines import ENGINES, find_engine
 from rollout_gateway.engines.embedded.spec import EmbeddedConfig
 from rollout_gateway.engines.settings import ModelSettings, Precision
 from rollout_gateway.engines.sglang.spec import SGLangConfig
@@ -21,12 +21,16 @@ from rollout_gateway.engines.sglang.spec import SGLangConfig
 class EngineConfig(ModelSettings):
     """The engine and its worker processes."""
 
-    kind: Literal["embedded", "scripted", "sglang"] = "embedded"
-    """What runs the model; scripted answers from a file, for tests."""
+    kind: str = "embedded"
+    """What runs the model: embedded, sglang, scripted (from a file, for tests), or your own as
+    package.module:KIND, an EngineKind.
+    """
     workers: int = Field(default=0, ge=0)
     """Worker processes; 0: one per core."""
     script: str = ""
     """JSON file of the scripted engine."""
+    options: dict[str, Any] = Field(default={})
+    """Settings of an engine of your own."""
     pin_cores: bool = False
     """Worker i runs on core i only."""
     ready_deadline_s: float = Field(default=180, gt=0)
@@ -243,11 +247,14 @@ class GatewayConfig(ServiceConfig):
 
 
 def engine_settings(config: GatewayConfig) -> dict[str, Any]:
-    """Values of the engine's own settings class (see engines.SPECS), as JSON types. Raises
-    ConfigError; InvalidInput for a script that cannot be used.
+    """Values of the engine's own settings class (see engines.EngineKind), as JSON types.
+
+    Raises ConfigError; InvalidInput for a script that cannot be used.
     """
     engine = config.engine
-    if config.features.layers and engine.kind != "embedded":
+    kind = find_engine(engine.kind)
+    spec: type[Config] = import_object(kind.settings)
+    if config.features.layers and "capture_inner" not in spec.model_fields:
         raise ConfigError(
             "this engine cannot be told gateway.features.layers",
             seen=engine.kind,
@@ -267,8 +274,15 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
     if config.speculation.arms:
         values["arms"] = list(config.speculation.arms)
     values |= _script(config) if engine.kind == "scripted" else {"model_dir": str(config.model_dir)}
-    spec: type[Config] = pkgutil.resolve_name(SPECS[engine.kind])
-    return {name: values[name] for name in spec.model_fields if name in values}
+    known = {name: values[name] for name in spec.model_fields if name in values}
+    own = set() if engine.kind in ENGINES else set(spec.model_fields) - set(known)
+    if unknown := engine.options.keys() - own:
+        raise ConfigError(
+            "gateway.engine.options",
+            seen=", ".join(sorted(unknown)),
+            allowed=", ".join(sorted(own)),
+        )
+    return known | engine.options
 
 
 def _script(config: GatewayConfig) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import pkgutil
 import secrets
 import tempfile
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -16,6 +15,7 @@ import redis.asyncio
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
+from paceline.plugins import import_object
 from paceline.streams import connect
 from paceline.telemetry import get_logger, meter
 from paceline.v1 import engine_pb2 as pb
@@ -26,7 +26,7 @@ from rollout_gateway.calls.planner import Planner
 from rollout_gateway.calls.queue import FairQueue
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig, engine_settings
-from rollout_gateway.engines import ROW_LAYOUTS
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
 from rollout_gateway.engines.sampling import UNSEEDED
 from rollout_gateway.engines.worker import wire
@@ -48,10 +48,6 @@ STOP_GRACE_S = 10.0
 RING_ROWS = 16_384
 """Rows of each worker's ring: eight prefills of 2,048 tokens between two reads, which come with the
 tokens of every round.
-"""
-SLOW_STARTERS = ("sglang",)
-"""Engines whose restart takes longer than a caller waits: its requests are refused meanwhile, tasks
-wait.
 """
 _SHARES = 10_000
 """How finely features.share divides requests."""
@@ -131,7 +127,7 @@ class Gateway:
             self.publisher.expect(number)
         self._requests.add(1)
         prefer = plan.session.worker_index if plan.session is not None else None
-        rerun = plan.queue_key is None or self.config.engine.kind not in SLOW_STARTERS
+        rerun = plan.queue_key is None or not find_engine(self.config.engine.kind).starts_slowly
         return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
 
     def call(self, plan: Plan) -> Call:
@@ -259,8 +255,8 @@ def _row_shape(config: GatewayConfig, settings: dict[str, Any]) -> RowShape:
 
 
 def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:
-    if path := ROW_LAYOUTS.get(config.engine.kind):
-        layout: RowLayout = pkgutil.resolve_name(path)(settings)
+    if path := find_engine(config.engine.kind).row_layout:
+        layout: RowLayout = import_object(path)(settings)
         return layout
     model = json.loads((config.model_dir / "config.json").read_text(encoding="utf-8"))
     return RowLayout.last(int(model.get("hidden_size", 0)))

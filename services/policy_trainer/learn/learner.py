@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.training.checkpoints import copy_local, copy_on_cpu
 from paceline.training.optimizer import make_optimizer, warm_up
-from policy_trainer.algorithms import ALGORITHMS, Algorithm, TokenBatch
+from policy_trainer.algorithms import build_algorithm
+from policy_trainer.algorithms.base import Algorithm, TokenBatch
 from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from policy_trainer.batches.packing import plan_micro_batches
 from policy_trainer.config import PolicyTrainerConfig
@@ -29,7 +30,7 @@ class Learner:
         self.config = config
         self.model = model
         self.mesh = mesh
-        self.algorithm: Algorithm = ALGORITHMS[config.algorithm.name](config.algorithm)
+        self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.updates = 0
         self.parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
         self.optimizer = make_optimizer(self.parameters, config.optimizer)

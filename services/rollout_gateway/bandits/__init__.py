@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from paceline.errors import ConfigError
+from paceline.plugins import find_variant
 from rollout_gateway.bandits.base import (
     ArmChoice,
     Bandit,
@@ -31,13 +31,12 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
 
 
 def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> SelectiveBandit:
-    """The bandit that settings name, under the watchdog unless it is switched off.
+    """The bandit that settings name, in the table or by import path, under the watchdog unless it
+    is switched off.
 
     Raises ConfigError.
     """
-    if settings.kind not in BANDITS:
-        raise ConfigError("unknown bandit", seen=settings.kind, allowed=sorted(BANDITS))
-    bandit = BANDITS[settings.kind](settings, arms, seed)
+    bandit = find_variant(settings.kind, BANDITS, "bandit")(settings, arms, seed)
     return AcceptanceWatchdog(bandit, settings, arms) if settings.watchdog_rounds else bandit
 
 

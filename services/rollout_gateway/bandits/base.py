@@ -21,7 +21,7 @@ class BanditConfig(Config):
     """Which bandit chooses the arm of a round, and how it remembers."""
 
     kind: str = "epsilon_greedy"
-    """Rule of choice: cost_model, epsilon_greedy, ucb, thompson or beg."""
+    """Rule of choice: cost_model, epsilon_greedy, ucb, thompson, beg, or package.module:Class."""
     epsilon: float = Field(default=0.1, ge=0.0, le=1.0)
     """Share of rounds that explore, of epsilon_greedy and beg."""
     window: int = Field(default=1000, ge=1)

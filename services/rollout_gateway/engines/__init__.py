@@ -1,28 +1,59 @@
-"""Engines behind one contract.
+"""Lists the engines behind one contract (base.py).
 
-The table names builders by import path, so that choosing one imports no other.
+The table names their parts by import path, so that choosing one imports no other.
 """
 
 from __future__ import annotations
 
-ENGINES = {
-    "embedded": "rollout_gateway.engines.embedded.build:build_embedded",
-    "scripted": "rollout_gateway.testing.scripted.engine:build_scripted",
-}
-SPECS = {
-    "embedded": "rollout_gateway.engines.embedded.spec:EmbeddedSpec",
-    "scripted": "rollout_gateway.testing.scripted.script:ScriptedSpec",
-    "sglang": "rollout_gateway.engines.sglang.spec:SGLangSpec",
-}
-"""Settings class of each engine; a WorkerSpec carries its values as JSON."""
-ROW_LAYOUTS = {
-    "embedded": "rollout_gateway.engines.embedded.rows:layout_of_settings",
-    "sglang": "rollout_gateway.engines.sglang.rows:layout_of_settings",
-}
-"""What hidden rows hold, from an engine's settings: rings are cut before engines live.
+from dataclasses import dataclass
 
-Not named: RowLayout.last.
-"""
-WORKER = "rollout_gateway.engines.worker.process"
-PROCESSES = {"sglang": "rollout_gateway.engines.sglang.host"}
-"""Module a worker process of an engine runs; WORKER for engines not named."""
+from paceline.errors import ConfigError
+from paceline.plugins import find_variant
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """Import paths of one engine's parts."""
+
+    settings: str
+    """A Config class; a WorkerSpec carries its values as JSON."""
+    build: str = ""
+    """(settings, row sink) -> Engine; empty: `process` is the engine's own."""
+    row_layout: str = ""
+    """Values of the settings -> RowLayout, because rings are cut before engines live; empty:
+    RowLayout.last.
+    """
+    process: str = "rollout_gateway.engines.worker.process"
+    """Module that a worker process runs."""
+    starts_slowly: bool = False
+    """A restart takes longer than a caller waits: its requests are refused meanwhile, tasks wait.
+    """
+
+
+_EMBEDDED, _SGLANG = "rollout_gateway.engines.embedded", "rollout_gateway.engines.sglang"
+_SCRIPTED = "rollout_gateway.testing.scripted"
+
+ENGINES = {
+    "embedded": EngineKind(
+        f"{_EMBEDDED}.spec:EmbeddedSpec",
+        f"{_EMBEDDED}.build:build_embedded",
+        f"{_EMBEDDED}.rows:layout_of_settings",
+    ),
+    "scripted": EngineKind(
+        f"{_SCRIPTED}.script:ScriptedSpec", f"{_SCRIPTED}.engine:build_scripted"
+    ),
+    "sglang": EngineKind(
+        f"{_SGLANG}.spec:SGLangSpec",
+        row_layout=f"{_SGLANG}.rows:layout_of_settings",
+        process=f"{_SGLANG}.host",
+        starts_slowly=True,
+    ),
+}
+
+
+def find_engine(name: str) -> EngineKind:
+    """The engine of a name or an import path. Raises ConfigError."""
+    kind = find_variant(name, ENGINES, "engine")
+    if not isinstance(kind, EngineKind):
+        raise ConfigError("no engine", seen=name, allowed="an EngineKind")
+    return kind

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.errors import NotFound
+from paceline.plugins import OWN, find_variant
 from rollout_gateway.environments.base import Environment
 from rollout_gateway.environments.single_turn import SingleTurn
 from rollout_gateway.environments.tool_use import ToolUse
@@ -26,10 +27,14 @@ ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
 
 
 def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
-    """The environment of that name. Raises NotFound."""
-    if name not in ENVIRONMENTS:
-        raise NotFound("no such environment", seen=name, allowed=", ".join(sorted(ENVIRONMENTS)))
-    return ENVIRONMENTS[name](equipment)
+    """The environment of that name, or a user's own by import path, built from the equipment.
+
+    Raises NotFound; ConfigError for one that cannot be imported.
+    """
+    if name not in ENVIRONMENTS and ":" not in name:
+        allowed = f"{', '.join(sorted(ENVIRONMENTS))}; or your own, {OWN}"
+        raise NotFound("no such environment", seen=name, allowed=allowed)
+    return find_variant(name, ENVIRONMENTS, "environment")(equipment)
 
 
 __all__ = ["ENVIRONMENTS", "Environment", "Equipment", "SingleTurn", "ToolUse", "environment"]

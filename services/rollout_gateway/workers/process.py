@@ -15,7 +15,7 @@ import zmq.asyncio
 from paceline.errors import DeadlineExceeded, Unavailable
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
-from rollout_gateway.engines import PROCESSES, WORKER
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowArray, RowRing
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
@@ -78,7 +78,7 @@ class WorkerProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            PROCESSES.get(self._spec.kind, WORKER),
+            find_engine(self._spec.kind).process,
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
         )

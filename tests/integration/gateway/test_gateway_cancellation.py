@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.local.patience import patient
 from paceline.rpc import responses
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines import PROCESSES
+from rollout_gateway.engines import ENGINES
 
 POLICY = Path(__file__).parents[3] / "examples" / "demo" / "policy_start"
 LONG = {"prompt": "12:8=", "max_tokens": 2 * LONG_TOKENS, "ignore_eos": True, "seed": 1}
@@ -55,7 +56,8 @@ async def events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     inherited = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, inherited)))
     for kind in ("embedded", "scripted"):
-        monkeypatch.setitem(PROCESSES, kind, "integration.gateway.held_worker")
+        held = replace(ENGINES[kind], process="integration.gateway.held_worker")
+        monkeypatch.setitem(ENGINES, kind, held)
     yield Events(socket)
     context.destroy(linger=0)
 

@@ -316,7 +316,7 @@ async def test_bandits_that_do_not_share_send_nothing(
 
 
 async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> None:
-    with pytest.raises(PacelineError, match="unknown bandit"):
+    with pytest.raises(PacelineError, match="no such bandit"):
         async with serve_gateway(engine={"workers": 1}, speculation={"bandit": {"kind": "coin"}}):
             pass
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy_trainer.algorithms import ALGORITHMS, TokenBatch
+from policy_trainer.algorithms import build_algorithm
 from policy_trainer.algorithms.advantages import group_relative
+from policy_trainer.algorithms.base import TokenBatch
 from policy_trainer.algorithms.corrections import truncated_importance
 from policy_trainer.algorithms.losses import clipped_surrogate, token_entropy, token_logprobs
 from policy_trainer.config import AlgorithmConfig
@@ -197,6 +198,6 @@ def test_the_behavior_correction_is_capped_detached_and_off_by_default() -> None
     assert weights.tolist() == pytest.approx([math.exp(0.5), 2.0], rel=1e-6)
     assert not weights.requires_grad
     tokens = TokenBatch(proximal, proximal.detach(), behavior, torch.tensor([1.0, 1.0]))
-    assert ALGORITHMS["grpo"](AlgorithmConfig()).loss(tokens).loss_sum.item() == pytest.approx(-2.0)
-    capped = ALGORITHMS["grpo"](AlgorithmConfig(behavior_cap=2.0)).loss(tokens)
+    assert build_algorithm(AlgorithmConfig()).loss(tokens).loss_sum.item() == pytest.approx(-2.0)
+    capped = build_algorithm(AlgorithmConfig(behavior_cap=2.0)).loss(tokens)
     assert capped.loss_sum.item() == pytest.approx(-math.exp(0.5) - 2.0, rel=1e-6)

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import importlib
 import os
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import zmq
-from pydantic import TypeAdapter
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
+from paceline.plugins import import_object
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.engines import ENGINES, SPECS
+from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.base import Engine, RowSink
 from rollout_gateway.engines.nouns import Chunk, Finish
 from rollout_gateway.engines.worker import wire
@@ -39,18 +37,11 @@ class EngineBroken(Exception):
     """The engine fails round after round; the process ends and the gateway starts another."""
 
 
-def resolve(path: str) -> Any:
-    """The object an import path "module:name" names."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def build_engine(spec: WorkerSpec, sink: RowSink | None) -> Engine:
     """The engine a spec names. Raises ConfigError for an unknown kind."""
-    if spec.kind not in ENGINES:
-        raise ConfigError("unknown engine", seen=spec.kind, allowed=", ".join(sorted(ENGINES)))
-    settings = TypeAdapter(resolve(SPECS[spec.kind])).validate_python(spec.engine)
-    engine: Engine = resolve(ENGINES[spec.kind])(settings, sink)
+    kind = find_engine(spec.kind)
+    settings = import_object(kind.settings).model_validate(spec.engine)
+    engine: Engine = import_object(kind.build)(settings, sink)
     return engine
 
 

@@ -19,7 +19,7 @@ class WorkerSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_index: int
-    kind: str  # key of rollout_gateway.engines.ENGINES
+    kind: str  # see rollout_gateway.engines.find_engine
     threads: int = 1
     cores: tuple[int, ...] = ()  # empty: not pinned
     ring_path: str = ""  # empty: no capture

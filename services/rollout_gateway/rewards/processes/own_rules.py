@@ -6,17 +6,13 @@ it and checks its answer. Imports what the rules import and nothing more.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
-import pkgutil
-import sys
 from asyncio import Runner
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.plugins import import_object
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.episode_json import episode_from
 from rollout_gateway.rewards.processes.pipes import die_with_gateway, refused, serve, take_pipes
@@ -32,7 +28,7 @@ class OwnRule:
     def __init__(self, path: str, runner: Runner) -> None:
         """Raises ConfigError when the path names no such class or the class cannot be built."""
         try:
-            rule = find(path)()
+            rule = import_object(path)()
         except Exception as error:
             raise ConfigError(
                 f"a reward rule cannot be built: {type(error).__name__}: {error}", seen=path
@@ -78,17 +74,6 @@ class OwnRules:
         return {"loaded": path}
 
 
-def find(path: str) -> Any:
-    """The object that "package.module:Class" or "path/to/file.py:Class" names.
-
-    Raises whatever importing it raises.
-    """
-    place, _, name = path.rpartition(":")
-    if place.endswith(".py"):
-        return getattr(_load_file(Path(place).resolve()), name)
-    return pkgutil.resolve_name(path)
-
-
 def number(value: Any) -> float | None:
     """None, or the number as float: also those of numpy and torch with one element.
 
@@ -101,24 +86,6 @@ def number(value: Any) -> float | None:
             f"score has to return a float or None, not {type(value).__name__}: {value!r:.200}"
         )
     return float(value)
-
-
-def _load_file(path: Path) -> ModuleType:
-    """The file as a module of its own stem's name, so that classes of it pickle; loaded once."""
-    name = f"paceline_reward_{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
-        return known
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
 
 
 async def _result(value: Any) -> Any:

@@ -105,7 +105,7 @@ def test_a_name_is_no_directory_even_where_one_of_that_name_lies(
 
 def test_the_gateway_learns_it_without_torch() -> None:
     code = (
-        "import pkgutil, sys; from rollout_gateway.engines import ROW_LAYOUTS\n"
-        "pkgutil.resolve_name(ROW_LAYOUTS['embedded']); assert 'torch' not in sys.modules"
+        "import pkgutil, sys; from rollout_gateway.engines import ENGINES\n"
+        "pkgutil.resolve_name(ENGINES['embedded'].row_layout); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=patient(60))
