@@ -13,7 +13,9 @@ from policy_trainer.config import AlgorithmConfig
 if TYPE_CHECKING:
     from policy_trainer.algorithms.base import Algorithm
 
-ALGORITHMS = {"grpo": "policy_trainer.algorithms.grpo:Grpo"}
+ALGORITHMS = {
+    "grpo": "policy_trainer.algorithms.grpo:Grpo",
+}
 
 
 def check_algorithm(name: str) -> None:

@@ -1,0 +1,114 @@
+"""A copy of the checkout in which a recipe of CONTRIBUTING.md is carried out."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from paceline.local.patience import patient
+from paceline.local.ports import free_ports
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "demo" / "policy_start"
+CLI = "from paceline.cli.main import app; app()"
+
+
+@dataclass(frozen=True)
+class Change:
+    """One place that a recipe touches: a new file, or a line before `before` in an old one."""
+
+    path: str
+    text: str
+    before: str = ""
+
+
+def places(changes: Sequence[Change]) -> int:
+    """Files that a recipe touches."""
+    return len({one.path for one in changes})
+
+
+class Checkout:
+    """libs and services as links, and changed files in their place."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for folder in ("libs", "services"):
+            shutil.copytree(
+                ROOT / folder,
+                root / folder,
+                copy_function=os.symlink,
+                ignore=shutil.ignore_patterns("__pycache__"),
+            )
+
+    def change(self, changes: Sequence[Change]) -> None:
+        """Carries a recipe out; every `before` has to be there once."""
+        for one in changes:
+            path = self.root / one.path
+            text = one.text
+            if one.before:
+                old = path.read_text()
+                assert old.count(one.before) == 1, f"{one.path}: {one.before!r}"
+                text = old.replace(one.before, one.text + one.before)
+                path.unlink()  # a link: the file it points to stays as it is
+            assert not path.exists(), one.path
+            path.write_text(text)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For processes that are to import this copy, and modules beside it."""
+        folders = (self.root / "libs", self.root / "services", self.root)
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+    def python(self, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+        """Runs a program in this copy."""
+        return subprocess.run(
+            [sys.executable, "-c", code, *words],
+            capture_output=True,
+            text=True,
+            env=self.environment,
+            cwd=self.root,
+            timeout=patient(60),
+        )
+
+    @contextmanager
+    def gateway(self, *words: str) -> Iterator[tuple[httpx.Client, str]]:
+        """`paceline serve gateway` as a process: its HTTP API and its gRPC address."""
+        http, grpc = free_ports(2)
+        command = ["serve", "gateway", "--model", str(MODEL), "--http-port", str(http)]
+        with (self.root / "gateway.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", CLI, *command, "--grpc-port", str(grpc), *words],
+                env=self.environment,
+                cwd=self.root,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{http}", timeout=patient(20)) as client:
+                self._wait(process, client)
+                yield client, f"127.0.0.1:{grpc}"
+        finally:
+            process.terminate()
+            process.wait(patient(30))
+
+    def _wait(self, process: subprocess.Popen[bytes], client: httpx.Client) -> None:
+        until = time.monotonic() + patient(60)
+        while True:
+            try:
+                if client.get("/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            log = (self.root / "gateway.log").read_text()[-2000:]
+            assert process.poll() is None, log
+            assert time.monotonic() < until, log
+            time.sleep(0.05)

@@ -1,0 +1,90 @@
+"""One small variant of every plug-in family, as source: what it says and how the table names it."""
+
+from __future__ import annotations
+
+SPECULATOR = """
+from paceline.speculators.eagle.drafter import EagleDrafter
+from paceline.speculators.eagle.net import EagleNet
+{kind}
+
+class TwinNet(EagleNet):
+    kind = KIND
+
+
+class TwinDrafter(EagleDrafter):
+    net = TwinNet
+"""
+TABLE_KIND = """
+from paceline.speculators.kinds import SPECULATORS
+
+KIND = SPECULATORS["twin"]
+"""
+OWN_KIND = """
+from paceline.speculators.kinds import SpeculatorKind
+
+KIND = SpeculatorKind("twin", f"{__name__}:TwinDrafter", f"{__name__}:TwinNet", ("Twin",))
+"""
+
+BANDIT = """
+from rollout_gateway.bandits.base import Choice
+from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
+
+
+class LastArm(EpsilonGreedy):
+    def choose_among(self, situation, names):
+        return Choice(names[-1], explored=False)
+"""
+
+ENVIRONMENT = """
+from dataclasses import replace
+
+from rollout_gateway.environments.single_turn import SingleTurn
+
+
+class Signed(SingleTurn):
+    def __init__(self, equipment=None):
+        pass
+
+    async def run(self, task, model):
+        episode = await super().run(task, model)
+        return replace(episode, text="signed")
+"""
+
+REWARD = """
+class Signature:
+    def score(self, episode):
+        return 0.25 if episode.text == "signed" else -1.0
+"""
+TABLE_REWARD = """
+class Signature:
+    async def score(self, episode):
+        return 0.25 if episode.text == "signed" else -1.0
+"""
+
+ENGINE = """
+from rollout_gateway.engines import EngineKind
+from rollout_gateway.testing.scripted.engine import build_scripted
+from rollout_gateway.testing.scripted.script import ScriptedSpec
+
+
+class TwinSpec(ScriptedSpec):
+    words: int = 5
+
+
+def build(spec, sink=None):
+    return build_scripted(spec.model_copy(update={"response_tokens": (spec.words,) * 2}), sink)
+
+
+KIND = EngineKind(f"{__name__}:TwinSpec", f"{__name__}:build")
+"""
+
+ALGORITHM = """
+from dataclasses import replace
+
+from policy_trainer.algorithms.grpo import Grpo
+
+
+class Reversed(Grpo):
+    def advantages(self, rewards, groups, weights):
+        return -super().advantages(rewards, groups, weights)
+"""
