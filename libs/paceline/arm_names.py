@@ -1,5 +1,4 @@
-"""What the names of arms say: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`. Owns no
-limits of an engine.
+"""Reads the names of arms: `<speculator>:<steps>_<topk>_<draft tokens>`, or `off`.
 
 The draft tokens count the root. topk 1 is a chain; more is a tree that keeps its most likely nodes.
 """

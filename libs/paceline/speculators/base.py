@@ -1,5 +1,4 @@
-"""What a speculator is, to the engine that drafts with it and to the trainer that feeds it. Owns
-the protocols only.
+"""Declares what a speculator does for the engine that drafts with it, and what it reads.
 
 Words: a slot is a cache row of the engine. A row t of a sequence is (hidden state of token t, token
 t + 1).

@@ -1,5 +1,4 @@
-"""Growing a draft tree for any speculator that gives a distribution per node. Owns the search, not
-the network.
+"""Grows a draft tree for any speculator that gives a distribution per node.
 
 The dynamic tree of EAGLE-2 (Li et al. 2024, arXiv 2406.16858): on each level the `topk` nodes most
 likely to be reached are expanded by `topk` children each; of all nodes seen, the most likely ones

@@ -1,5 +1,4 @@
-"""Drafters as other engines read them: config.json and tensor names per engine. Pure; owns no file
-and no network.
+"""Turns a drafter's config.json and tensors into those that other engines load.
 
 A format is an engine. What each one silently gets wrong is settled here: SGLang's EAGLE has a bias
 behind fc that it draws at random when the checkpoint has none, vLLM's has no such bias at all, and

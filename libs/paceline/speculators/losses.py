@@ -1,4 +1,4 @@
-"""Losses of drafters; pure tensor functions. Owns no batching and no network."""
+"""Computes the losses of drafters: pure tensor functions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A drafter's network as trainer and engine share it: what it learns from, what it predicts, how it
-is stored.
-
-Owns the contract and what all networks have in common; each network is a file of its own
-(eagle.py).
+"""Declares a drafter's network as trainer and engine share it: what it learns from, what it
+predicts, how it is stored.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Drafts by looking up how the last tokens went on before, in all that this engine has seen. Needs
-no training.
+"""Drafts by looking up how the last tokens went on before, in all that this engine has seen.
 
 Prompt lookup (Saxena 2023) and suffix decoding (Oliaro et al. 2024, arXiv 2411.04975) in one table:
 for each context of the last 2, 4 or 6 tokens, how often which token came next, in this prompt and
 answer and in those before. The longest context that occurred proposes; one answer of a task drafts
-for the next one from the first step of training on. Owns the table, which is bounded: when half of
-it is full, the older half is dropped.
+for the next one from the first step of training on. The table is bounded: when half of it is full,
+the older half is dropped.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Several documents in one training row: what stands where and what each position may see. Owns no
-buffer, no model.
+"""Holds several documents in one training row: what stands where and what each position may see.
 
 Words: a document is (part of) one sequence; a branch is a chain of drafts that the target verified
 and rejected, hung under a position of its document. Position t pairs the states captured at a token

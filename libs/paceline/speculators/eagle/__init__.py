@@ -1,1 +1,1 @@
-"""EAGLE (Li et al., 2024)."""
+"""EAGLE (Li et al. 2024)."""

@@ -1,4 +1,4 @@
-"""What an EAGLE checkpoint holds: names, shapes, config.json. Owns no network and no file.
+"""Reads and checks what an EAGLE checkpoint holds: names, shapes, config.json.
 
 Names are those of SGLang's EAGLE loader (fc.weight, layers.0.self_attn.q_proj.weight, ...).
 """

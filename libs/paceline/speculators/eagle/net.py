@@ -1,9 +1,7 @@
-"""EAGLE-1 drafter as a module (Li et al. 2024, arXiv 2401.15077): one decoder layer that predicts
-the next feature.
+"""Predicts the next feature with one decoder layer: EAGLE-1 (Li et al. 2024, arXiv 2401.15077).
 
-Owns the network, for engine and trainer alike; not its checkpoint's names (eagle_checkpoint.py),
-not drafting with a cache (eagle_drafter.py). embed_tokens and lm_head are the target's, by
-reference: never trained or exported.
+Engine and trainer share the network. embed_tokens and lm_head are the target's, by reference: never
+trained or exported.
 
 Alignment: row t = (hidden h_t, embed(token t + 1)), embed first in the concatenation, rotary
 position t. Its output predicts h_{t+1}; lm_head of it predicts token t + 2. h is the target's last
@@ -69,7 +67,7 @@ class EagleLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, chain: ChainKeys | None
     ) -> Tensor:
-        """x [B, T, H] -> same shape; see layer.Attention.forward for the rest."""
+        """x [B, T, H] -> same shape; see layer/parts.py, Attention.forward, for the rest."""
         x = x + self.self_attn(x, cos, sin, mask, chain)
         return x + self.mlp(self.post_attention_layernorm(x))
 

@@ -1,1 +1,1 @@
-"""EAGLE-3 (Li et al., 2025)."""
+"""EAGLE-3 (Li et al. 2025)."""

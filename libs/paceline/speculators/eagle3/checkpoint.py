@@ -1,6 +1,6 @@
-"""What an EAGLE-3 checkpoint holds: names, shapes, config.json, inner states, draft vocabulary.
+"""Reads and checks what an EAGLE-3 checkpoint holds, its inner states and draft vocabulary with it.
 
-Owns no network and no file. Names are those of SGLang's EAGLE-3 loader (fc.weight,
+Names are those of SGLang's EAGLE-3 loader (fc.weight,
 midlayer.mlp.up_proj.weight, ...), which skips unknown ones without a word: hence strict checks
 here.
 """

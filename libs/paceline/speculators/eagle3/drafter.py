@@ -1,7 +1,4 @@
-"""Drafting with an EAGLE-3 network in the embedded engine.
-
-Owns its fused weights; layer_drafter.py drafts.
-"""
+"""Drafts with an EAGLE-3 network in the embedded engine: fused weights under layer/drafter.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""EAGLE-3 drafter as a module (Li et al. 2025, arXiv 2503.01840): one layer over fused inner states
-of the target.
+"""Predicts tokens with one layer over fused inner states of the target: EAGLE-3 (Li et al. 2025,
+arXiv 2503.01840).
 
-Owns the network, for engine and trainer alike; not its checkpoint (eagle3_checkpoint.py), not
-drafting with a cache (eagle3_drafter.py). embed_tokens is the target's, by reference; lm_head is
-its own, over the draft vocabulary.
+Engine and trainer share the network. embed_tokens is the target's, by reference; lm_head is its
+own, over the draft vocabulary.
 
 Alignment: row t = (fc of the inner states of token t, embed(token t + 1)), rotary position t; its
 head predicts token t + 2. A later step of a chain reads the layer's own output before the final
@@ -102,7 +101,7 @@ class Eagle3Layer(nn.Module):
         mask: Tensor | None,
         chain: ChainKeys | None,
     ) -> Tensor:
-        """embedded, hidden [B, T, H] -> [B, T, H]; see layer.Attention.forward for the rest."""
+        """embedded, hidden [B, T, H] -> [B, T, H]; see Attention.forward for the rest."""
         normed = self.hidden_norm(hidden)
         fused = torch.cat((self.input_layernorm(embedded), normed), dim=-1)
         residual = normed if self.norm_before_residual else hidden

@@ -1,10 +1,10 @@
-"""Drafting with a network of one decoder layer: its KV cache, catching up from true states, chains
-and trees.
+"""Drafts chains and trees with a network of one decoder layer, from a KV cache that catches up with
+true states.
 
-Owns no weights and no training; what the layer reads and how its output becomes logits is each
-drafter's own affair. What drafting writes into the cache comes from the drafter's own features; the
-next catch-up overwrites those rows with rows from true hidden states. So the drafter may be off for
-any number of rounds: the engine keeps the states.
+What the layer reads and how its output becomes logits is each drafter's own affair. What drafting
+writes into the cache comes from the drafter's own features; the next catch-up overwrites those rows
+with rows from true hidden states. So the drafter may be off for any number of rounds: the engine
+keeps the states.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Parts of one decoder layer as a drafter trains it. Owns the arithmetic of a layer and of a
-chain's attention.
+"""Computes the parts of one decoder layer as a drafter trains it, and the attention of a chain.
 
-Owns no network: what a layer reads and what its output means is each drafter's own affair
-(eagle.py, eagle3.py).
+What a layer reads and what its output means is each network's own affair.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Recurrent speculators: LSTM and MLP."""
+"""Drafters that carry a state from draft to draft: LSTM and MLP."""

@@ -1,5 +1,4 @@
-"""Drafting with a recurrent network, "mlp" or "lstm". Owns the serving weights; no training, no
-cell.
+"""Drafts with a recurrent network, "mlp" or "lstm", in the embedded engine.
 
 A round reads the target's state of token n - 2, then token n - 1 and its own drafts. Nothing is
 kept of a sequence between rounds: there is no cache to fill, to move or to catch up, however long

@@ -1,8 +1,8 @@
-"""ArcticLSTMSpeculator of Snowflake (ArcticTraining), method "sum_lstm": a drafter with a gated
-cell.
+"""Predicts tokens with a gated cell: ArcticLSTMSpeculator of Snowflake (ArcticTraining), method
+"sum_lstm".
 
-Owns the cell and its checkpoint, whose names and config.json are those of Arctic Inference's
-plug-in for vLLM; see recurrent.py for the rest. With W the first projections for draft 0 and the
+Names and config.json of the checkpoint are those of Arctic Inference's plug-in for vLLM; see net.py
+for what is not the cell's. With W the first projections for draft 0 and the
 second ones for all others, and a, E, D the token's weight ew / sw (as in mlp.py), its embedding and
 the width:
 

@@ -1,8 +1,8 @@
-"""MLPSpeculator of IBM (Wertheimer et al. 2024, arXiv 2404.19124): a drafter whose cell is one
-matrix, norm and GELU.
+"""Predicts tokens with a cell of one matrix, norm and GELU: MLPSpeculator of IBM (Wertheimer et al.
+2024, arXiv 2404.19124).
 
-Owns the cell and its checkpoint, whose names and config.json are those of vLLM's "mlp_speculator";
-see recurrent.py for the rest. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
+Names and config.json of the checkpoint are those of vLLM's "mlp_speculator"; see net.py for what is
+not the cell's. Draft i of n, with D the width: h = GELU(ln_i(proj_i(h) + (ew / sw)
 emb_i(token))), logits = head_i(h), where sw = 0.5^(0.5 / n) and ew = sqrt((1 - sw²) D / 2).
 """
 

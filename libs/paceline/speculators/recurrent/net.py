@@ -1,9 +1,5 @@
-"""What the drafters "mlp" and "lstm" share: a state that is carried from draft to draft, and a head
-for each draft.
-
-Owns alignment, loss, offline chain and how tied weights are stored; the cells are mlp.py and
-lstm.py, drafting in the engine is recurrent_drafter.py. Source: Wertheimer et al. 2024, arXiv
-2404.19124.
+"""Predicts tokens from a state that is carried from draft to draft, a head for each: what "mlp" and
+"lstm" share (Wertheimer et al. 2024, arXiv 2404.19124).
 
 Alignment: the state starts as h_t, the target's last hidden state after the final norm. Draft i
 reads token t + 1 + i and its head predicts token t + 2 + i. There is no attention: a position needs

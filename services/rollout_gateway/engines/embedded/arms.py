@@ -1,4 +1,4 @@
-"""Arms of the embedded engine and their shapes. Owns no choice and no drafting."""
+"""Reads the arms of the embedded engine and checks their shapes."""
 
 from __future__ import annotations
 
