@@ -19,6 +19,7 @@ IN_THE_TREE = (
 __all__ = ["model_dir", "world"]
 
 
+@pytest.mark.slow  # a trainer of its own each
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
