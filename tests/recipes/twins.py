@@ -26,13 +26,13 @@ KIND = SpeculatorKind("twin", f"{__name__}:TwinDrafter", f"{__name__}:TwinNet", 
 """
 
 BANDIT = """
-from rollout_gateway.bandits.base import Choice
+from rollout_gateway.bandits.base import ArmChoice
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 
 
 class LastArm(EpsilonGreedy):
     def choose_among(self, situation, names):
-        return Choice(names[-1], explored=False)
+        return ArmChoice(names[-1], explored=False)
 """
 
 ENVIRONMENT = """
