@@ -17,6 +17,9 @@ OTHERS = re.compile(r"DESIGN\b")
 EXCEPTIONS = {
     "file.py": "stands for a user's file",
     "path/to/file.py": "stands for a user's file",
+    "medusa.py": "stands for a user's file",
+    "path/to/medusa.py": "stands for a user's file",
+    "adaptive_spec_params.py": "SGLang's",
     "config.toml": "a run's own",
     "candidate.py": "written into a sandbox",
     "tests.py": "written into a sandbox",

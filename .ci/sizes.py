@@ -1,4 +1,4 @@
-"""Prints code lines and characters a line by package; fails on what is too long.
+"""Prints code lines and characters a line by package; fails on what is too long or named twice.
 
 Exceptions are listed here by name, with a reason.
 """
@@ -10,6 +10,7 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 FUNCTION_LINES, FILE_LINES = 60, 400
@@ -17,6 +18,13 @@ ROOTS = ("libs", "services", "benchmarks", "examples")
 PRODUCT = ("libs", "services")
 GENERATED = ("/v1/", "/client/sync/")
 EXCEPTIONS: dict[str, str] = {}
+CLASSES_IN = ("libs", "services", "benchmarks")
+NAMED_TWICE = {
+    "Delta": "public noun of the client",
+    "Task": "public noun of the client",
+    "ToolCall": "public noun of the client",
+    "ToolCallDelta": "public noun of the client",
+}
 
 
 def code_lines(source: str) -> list[str]:
@@ -60,6 +68,15 @@ def excesses(path: Path, source: str) -> list[str]:
     return found
 
 
+def named_twice(classes: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Names that two classes have; one noun is one class."""
+    return [
+        f"class {name} stands in {' and '.join(map(str, paths))}"
+        for name, paths in classes.items()
+        if len(paths) > 1 and name not in NAMED_TWICE
+    ]
+
+
 def package_of(path: Path) -> str:
     """A service, a folder of the library, or benchmarks or examples as one."""
     depth = {"services": 2, "libs": 3}.get(path.parts[0], 1)
@@ -70,6 +87,7 @@ def main() -> int:
     """Prints a line a package and every excess; returns 1 when there is one."""
     found: list[str] = []
     packages: dict[str, list[str]] = {}
+    classes: dict[str, list[Path]] = {}
     for root in ROOTS:
         for path in sorted(Path(root).rglob("*.py")):
             if any(generated in str(path) for generated in GENERATED):
@@ -77,6 +95,10 @@ def main() -> int:
             source = path.read_text(encoding="utf-8")
             packages.setdefault(package_of(path), []).extend(code_lines(source))
             found += excesses(path, source)
+            for node in ast.walk(ast.parse(source)) if root in CLASSES_IN else ():
+                if isinstance(node, ast.ClassDef):
+                    classes.setdefault(node.name, []).append(path)
+    found += named_twice(classes)
     product = [
         line for name, lines in packages.items() if name.startswith(PRODUCT) for line in lines
     ]
@@ -84,7 +106,7 @@ def main() -> int:
     for name, lines in packages.items():
         mean = sum(map(len, lines)) / max(1, len(lines))
         print(f"{name:32} {len(lines):7,} lines  {mean:5.1f} characters a line")
-    print("\n".join(found) or "every function and file within its budget")
+    print("\n".join(found) or "every function and file within its budget, every noun one class")
     return 1 if found else 0
 
 

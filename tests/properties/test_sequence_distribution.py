@@ -17,7 +17,7 @@ import torch
 from goodness_of_fit import g_test, power
 from torch import Tensor
 
-from paceline.models.sampling import DrawParams, Stream, gumbel_noise, uniform_of
+from paceline.models.sampling import DrawParams, NoiseStream, gumbel_noise, uniform_of
 from rollout_gateway.engines.embedded import rejection
 from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
 from rollout_gateway.engines.embedded.rejection import SampledTree, verify_sampled
@@ -293,18 +293,20 @@ def biased_logits(contexts: Tensor, drafts: Tensor) -> Tensor:
     return ((1 - BIAS) * at(TARGET, contexts).softmax(-1) + BIAS * draft).log()
 
 
-def lucky_coins(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
+def lucky_coins(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: NoiseStream) -> Tensor:
     return uniform_of(seeds, positions, tokens, stream) - BIAS
 
 
-def coins_of_the_drafts(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
-    return uniform_of(seeds, positions, tokens, Stream.DRAFT)
+def coins_of_the_drafts(
+    seeds: Tensor, positions: Tensor, tokens: Tensor, stream: NoiseStream
+) -> Tensor:
+    return uniform_of(seeds, positions, tokens, NoiseStream.DRAFT)
 
 
 def noise_of_the_drafts(
-    seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET
+    seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
 ) -> Tensor:
-    return gumbel_noise(seeds, positions, vocab, Stream.DRAFT)
+    return gumbel_noise(seeds, positions, vocab, NoiseStream.DRAFT)
 
 
 def only_removed(q: Tensor, tokens: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ _MULTIPLIER_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MULTIPLIER_2 = 0x94D049BB133111EB - (1 << 64)
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """What a random number at a position is for; numbers of different streams are independent."""
 
     TARGET = 0
@@ -62,7 +62,9 @@ def _token_counters(vocab: int, device: torch.device) -> Tensor:
     return (torch.arange(vocab, dtype=torch.int64, device=device) + 1) * _GOLDEN
 
 
-def uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET) -> Tensor:
+def uniform(
+    seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
+) -> Tensor:
     """u(s, t, v, r) of the module docstring for every token.
 
     seeds, positions: int64 [N]. Returns float64 [N, V] in (0, 1).
@@ -71,7 +73,7 @@ def uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Strea
     return _to_unit(_mix_(keys[:, None] + _token_counters(vocab, keys.device)))
 
 
-def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream) -> Tensor:
+def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: NoiseStream) -> Tensor:
     """u(s, t, v, r) of one token per row; seeds, positions, tokens int64 [N].
 
     Returns float64 [N] in (0, 1).
@@ -79,7 +81,7 @@ def uniform_of(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: Stream)
     return _to_unit(_mix_(_keys(seeds, positions, stream) + (tokens + 1) * _GOLDEN))
 
 
-def _keys(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+def _keys(seeds: Tensor, positions: Tensor, stream: NoiseStream) -> Tensor:
     keys = _mix_(_mix_(seeds + _GOLDEN) + positions * _GOLDEN)
     return _mix_(keys - _wrapped(stream * _GOLDEN)) if stream else keys
 
@@ -89,7 +91,7 @@ def _to_unit(z: Tensor) -> Tensor:
 
 
 def gumbel_noise(
-    seeds: Tensor, positions: Tensor, vocab: int, stream: Stream = Stream.TARGET
+    seeds: Tensor, positions: Tensor, vocab: int, stream: NoiseStream = NoiseStream.TARGET
 ) -> Tensor:
     """-log(-log u), float64 [N, V]; seeds, positions: int64 [N]."""
     return uniform(seeds, positions, vocab, stream).log_().neg_().log_().neg_()

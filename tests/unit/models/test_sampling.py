@@ -9,7 +9,7 @@ import torch
 
 from paceline.models.sampling import (
     DrawParams,
-    Stream,
+    NoiseStream,
     behavior_logprobs,
     draw,
     gumbel_noise,
@@ -21,8 +21,8 @@ from paceline.models.sampling import (
 CHI2_999 = {7: 24.32, 63: 103.4}  # critical values at alpha 1e-3
 
 
-@pytest.mark.parametrize("stream", Stream)
-def test_noise_is_the_documented_function(stream: Stream) -> None:
+@pytest.mark.parametrize("stream", NoiseStream)
+def test_noise_is_the_documented_function(stream: NoiseStream) -> None:
     seeds, positions = torch.tensor([0, 7, (1 << 63) - 1]), torch.tensor([0, 511, 131_071])
     got = uniform(seeds, positions, 50, stream)
     for row in range(3):
@@ -83,8 +83,8 @@ def test_streams_are_independent_at_the_same_and_at_neighbouring_tokens(
 ) -> None:
     n = 40_000
     seeds, positions = torch.full((n,), 5), torch.arange(n)
-    first = uniform(seeds, positions, 3, Stream(one))[:, 1].numpy()
-    second = uniform(seeds, positions, 3, Stream(other))[:, 1 + shift].numpy()
+    first = uniform(seeds, positions, 3, NoiseStream(one))[:, 1].numpy()
+    second = uniform(seeds, positions, 3, NoiseStream(other))[:, 1 + shift].numpy()
     table = np.histogram2d(first, second, bins=8, range=[[0, 1], [0, 1]])[0]
     assert ((table - n / 64) ** 2 / (n / 64)).sum() < CHI2_999[63]
 

@@ -28,7 +28,7 @@ from torch.nn import functional
 from paceline.errors import InvalidInput
 from paceline.models.sampling import (
     DrawParams,
-    Stream,
+    NoiseStream,
     behavior_logprobs,
     gumbel_noise,
     mask_scores,
@@ -122,7 +122,7 @@ def sample_drafts(
     if not 1 <= count <= vocab:
         raise InvalidInput("count of drafts is out of range", seen=count, allowed=f"1 to {vocab}")
     scores = _scores(behavior_logprobs(draft_logits, params.temperatures), params)
-    noise = gumbel_noise(params.seeds, positions, vocab, Stream.DRAFT)
+    noise = gumbel_noise(params.seeds, positions, vocab, NoiseStream.DRAFT)
     top = (
         noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         .add_(scores)
@@ -181,7 +181,7 @@ def verify_sampled(
     if parents is None:
         parents = torch.arange(-1, nodes - 1, device=logits.device).clamp(min=0).expand(batch, -1)
     at = positions.gather(1, parents).view(-1)
-    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), Stream.COIN).view(
+    coins = uniform_of(params.seeds, at, draft_tokens.clamp(min=0).view(-1), NoiseStream.COIN).view(
         batch, nodes
     )
     p, accepted, path = _walk(target, draft_tokens, parents, draft_probs, coins)
