@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ from pydantic import Field
 
 from paceline.config import Config, ServiceConfig
 from paceline.errors import ConfigError
+from paceline.local.processes import usable_cores
 from paceline.plugins import import_object
 from rollout_gateway.bandits.base import BanditConfig
 from rollout_gateway.engines import ENGINES, find_engine
@@ -229,12 +229,7 @@ class GatewayConfig(ServiceConfig):
     @property
     def worker_count(self) -> int:
         """Engine workers; one per usable core unless set."""
-        cores = (
-            len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count() or 1
-        )
-        return self.engine.workers or cores
+        return self.engine.workers or usable_cores()
 
     @property
     def spool(self) -> Path | None:

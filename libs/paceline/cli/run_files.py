@@ -12,7 +12,7 @@ from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
 from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
 from paceline.errors import ConfigError, NotFound
 from paceline.local.ports import free_ports
-from paceline.report.machine import usable_cores
+from paceline.local.processes import usable_cores
 
 EXAMPLES = Path("examples/demo")
 """Where the demo's model, tasks and settings lie, from the root of the repository."""

@@ -70,3 +70,10 @@ def describe_exit(code: int) -> str:
     return (
         f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
     )
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
+
+from paceline.local.processes import usable_cores
 
 _PACKAGES = (
     "paceline",
@@ -29,13 +30,6 @@ def machine_in_words() -> str:
         f"{usable_cores()} cores of {_processor()}, {memory:.0f} GiB memory, {platform.system()} "
         f"{platform.machine()}"
     )
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def versions() -> dict[str, str]:

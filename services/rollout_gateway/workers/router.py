@@ -93,11 +93,6 @@ class Router:
         """Workers, ready or not."""
         return len(self._slots)
 
-    @property
-    def in_flight(self) -> int:
-        """Requests under way."""
-        return sum(len(slot.live) for slot in self._slots)
-
     def processes(self) -> list[WorkerProcess]:
         """Workers that serve now."""
         return [slot.process for slot in self._slots if slot.process is not None]

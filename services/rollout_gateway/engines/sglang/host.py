@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from typing import Any
 import zmq
 
 from paceline.errors import ConfigError, PacelineError
+from paceline.local.ports import free_ports
 from paceline.speculators.kinds import SGLANG
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.sglang import VERSIONS
@@ -80,6 +80,7 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
     context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))[
         "max_position_embeddings"
     ]
+    port, nccl_port = free_ports(2)
     values: dict[str, Any] = {
         "model_path": spec.model_dir,
         "skip_tokenizer_init": True,
@@ -93,8 +94,8 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
         "skip_server_warmup": True,
         "enable_memory_saver": spec.memory_saver,
         "log_level": "warning",
-        "port": free_port(),
-        "nccl_port": free_port(),
+        "port": port,
+        "nccl_port": nccl_port,
     }
     if cuda:
         values["mem_fraction_static"] = spec.memory_fraction
@@ -169,13 +170,6 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         given = folder
     return spec.model_copy(update={"drafter": str(given)})
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def launch(worker: WorkerSpec, folder: Path) -> None:
