@@ -27,6 +27,7 @@ SECTIONS: dict[str, Callable[[Extent], Awaitable[Findings]]] = {
     "start": sections.drafters_of_little_use,
     "injected": compared.injected_acceptance,
     "rollout": sections.rollouts,
+    "groups": sections.rollouts_of_groups,
     "bf16": compared.in_bf16,
     "threads": sections.more_threads,
     "profile": compared.profile,

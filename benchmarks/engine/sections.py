@@ -44,6 +44,8 @@ PROTOTYPE_RATES = {1: 379.0, 4: 1060.0, 8: 1534.0}
 """Tokens/s without drafts that a prototype reached with this model, one thread, fp32."""
 NEVER_BELOW, BEST_ARM_GOAL, ROLLOUT_GOAL = 0.97, 0.95, 1.8
 ROLLOUT = 64
+GROUP_PAIRS = (("policy_start", "eagle"), ("policy_start", ""), ("policy_trained", ""))
+"""Policies of the demo and what drafts for them; "" is the trained drafter."""
 FEWEST_PAIRS = 3
 """A goal is judged from this many pairs on."""
 
@@ -260,11 +262,34 @@ async def rollouts(plan: Extent) -> Findings:
         ROLLOUT_GOAL,
         rate_ratio(runs[first], runs[OFF]),
     )
-    grouped = grouped_work(distinct, runs[OFF][0], max(2, several // 8))
-    ways = forced(engine, grouped, plan.threads, (OFF,)) | chosen(bandits, grouped, plan.threads)
-    runs = await take_turns(ways, plan.few, "rollout, groups of samples")
-    rows += rollout_rows("rollout of groups of samples, fp32", runs)
     return Findings(rows, [goal, equality_goal("rollouts", rows)])
+
+
+async def rollouts_of_groups(plan: Extent) -> Findings:
+    """A training step's requests: samples of each prompt at once, under drafters of more and more
+    use; every bandit named beside the first.
+    """
+    several = 4 if plan.quick else ROLLOUT
+    rows: list[Row] = []
+    goals: list[Goal] = []
+    for policy, drafter in GROUP_PAIRS:
+        changes = {"drafter": drafter} if drafter else {}
+        engine = plan.engine(policy, max_batch=several, **changes)
+        bandits = plan.bandit_engines(policy, max_batch=several, **changes)
+        distinct = plan.at_once(several)
+        work = grouped_work(
+            distinct, decode(engine, distinct, OFF, plan.threads), max(2, several // 8)
+        )
+        ways = forced(engine, work, plan.threads, (OFF,)) | chosen(bandits, work, plan.threads)
+        name = f"groups of samples, {policy}, {'fresh' if drafter else 'trained'} drafter"
+        runs = await take_turns(ways, plan.pairs, name)
+        rows += rollout_rows(f"{name}, fp32", runs)
+        first, *others = bandits
+        goals += [
+            judged(f"{name}: {kind} / {first}", 1.0, rate_ratio(runs[kind], runs[first]))
+            for kind in others
+        ]
+    return Findings(rows, [*goals, equality_goal("groups of samples", rows)])
 
 
 def rollout_rows(section: str, runs: Mapping[str, Sequence[TimedRun]]) -> list[Row]:
