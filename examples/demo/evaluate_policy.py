@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import gcd_chain
 import torch
 from tokenizers import Tokenizer
 from transformers import DynamicCache, LlamaForCausalLM
 
-from paceline.tasks import Task, gcd_chain, read_tasks
+from paceline.tasks import Task, read_tasks
 
 HERE = Path(__file__).parent
 MAX_NEW_TOKENS = 224

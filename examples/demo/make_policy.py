@@ -19,14 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import gcd_chain
 import torch
 from evaluate_policy import evaluate
 from make_tokenizer import CONTEXT_TOKENS, build_tokenizer, vocabulary, write_tokenizer
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from paceline.tasks import gcd_chain
 
 HERE = Path(__file__).parent
 ROWS, ROW_TOKENS = 4, 256

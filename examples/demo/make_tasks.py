@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from paceline.tasks import gcd_chain, write_tasks
+import gcd_chain
+
+from paceline.tasks import write_tasks
 
 HERE = Path(__file__).parent
 TRAIN_TASKS, TRAIN_SEED = 2000, 1

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 import redis.asyncio
+from memory_stream import MemoryStream
 
 from paceline.errors import ResourceExhausted
 from paceline.streams import RedisStream, Stream, run_key
-from paceline.testing.memory_stream import MemoryStream
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from memory_stream import MemoryStream
 from unit.drafter_trainer.samples import TARGET, batch
 
 from drafter_trainer.link import CONSUMER, GROUP, TrainerLink
 from paceline.streams import encode_features
-from paceline.testing.memory_stream import MemoryStream
 
 
 class SilentParent:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import pytest
 import torch
+from memory_stream import MemoryStream
 from twin_kind import TwinNet
 from unit.drafter_trainer.samples import (
     HASH,
@@ -40,7 +41,6 @@ from paceline.speculators.eagle.net import EagleNet
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.loading import read_drafter
 from paceline.streams import FeatureBatch, encode_features
-from paceline.testing.memory_stream import MemoryStream
 
 EVERY = 4
 CONFIG = {

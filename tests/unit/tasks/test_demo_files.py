@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from paceline.tasks import gcd_chain, read_tasks
+from examples.demo import gcd_chain
+from paceline.tasks import read_tasks
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "policy_start" / "tokenizer.json"))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from examples.demo import gcd_chain
 from paceline.errors import InvalidInput
-from paceline.tasks import gcd_chain
 
 NUMBERS = st.integers(1, gcd_chain.LARGEST)
 

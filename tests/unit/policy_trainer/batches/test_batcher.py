@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_stream import MemoryStream
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
 from paceline.streams import encode_trajectory
-from paceline.testing.memory_stream import MemoryStream
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 from policy_trainer.batches.batcher import CONSUMER, GROUP, Batch, Batcher, Wanted
 from policy_trainer.batches.records import RecordFile, StepRecord

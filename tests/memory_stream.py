@@ -1,4 +1,4 @@
-"""A stream in this process's memory, for tests and single-process use. It survives nothing."""
+"""A stream in memory, as `Stream` describes it: for tests that need no Redis."""
 
 from __future__ import annotations
 

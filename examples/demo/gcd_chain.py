@@ -19,7 +19,7 @@ from functools import cache
 from typing import Literal, get_args
 
 from paceline.errors import InvalidInput
-from paceline.tasks.source import Task
+from paceline.tasks import Task
 
 Style = Literal["direct", "remainder", "subtract"]
 Split = Literal["train", "heldout"]

@@ -1,1 +1,0 @@
-"""Stand-ins for tests: a stream in memory."""
