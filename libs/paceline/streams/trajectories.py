@@ -4,6 +4,7 @@ header, the arrays in a safetensors payload.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import astuple, fields
 from typing import Any
@@ -16,7 +17,6 @@ from paceline.telemetry import inject
 from paceline.tensors import (
     NUMPY_CODES,
     as_numpy,
-    crc32,
     decode_safetensors,
     encode_safetensors,
     from_numpy,
@@ -42,7 +42,7 @@ def encode_trajectory(
     header = TRAJECTORIES.write_header(
         trajectory,
         policy_version=max((span.policy_version for span in trajectory.version_spans), default=0),
-        crc32=crc32(payload),
+        crc32=zlib.crc32(payload),
         traceparent=traceparent or inject().get("traceparent", ""),
     )
     return header, payload
@@ -52,9 +52,9 @@ def decode_trajectory(header: Mapping[str, str], payload: bytes) -> Trajectory:
     """The branch of an entry; DataLoss when it is not what encode_trajectory writes."""
     try:
         values, computed = TRAJECTORIES.read_header(header)
-        if computed["crc32"] != crc32(payload):
+        if computed["crc32"] != zlib.crc32(payload):
             raise DataLoss(
-                "payload of a trajectory does not match its checksum", seen=crc32(payload)
+                "payload of a trajectory does not match its checksum", seen=zlib.crc32(payload)
             )
         key = BranchKey(**{one.name: values.pop(f"key.{one.name}") for one in fields(BranchKey)})
         return Trajectory(key=key, **values | _arrays(payload))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from types import TracebackType
 
 from rollout_gateway.background import background, cancel
 from rollout_gateway.workers.router import Router
@@ -35,12 +34,7 @@ class IdleWorkers:
         ]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await cancel(*self._watchers)
 
     async def lent(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.tensors import NamedTensor, as_numpy, crc32, from_numpy, head_hash
+from paceline.tensors import NamedTensor, as_numpy, from_numpy, head_hash
 
 
 def test_bfloat16_is_shown_as_its_bits() -> None:
@@ -52,4 +52,3 @@ def test_dtypes_without_a_name_are_refused() -> None:
 
 def test_head_is_named_by_the_start_of_its_sha256() -> None:
     assert head_hash(b"abc") == hashlib.sha256(b"abc").hexdigest()[:16]
-    assert crc32(b"123456789") == 0xCBF43926  # the check value of CRC-32/ISO-HDLC

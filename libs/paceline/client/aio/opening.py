@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Coroutine, Generator
-from types import TracebackType
 from typing import Any, ParamSpec
 
 from paceline.client.aio.session import AsyncSession
@@ -26,12 +25,7 @@ class OpeningSession:
         self._session = await self._opened
         return self._session
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._session is not None
         await self._session.__aexit__(kind, error, trace)
 
