@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 from hypothesis import HealthCheck, settings
+from opentelemetry.metrics import NoOpMeterProvider
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.local.redis import RedisLauncher, wait_redis
 from paceline.streams import connect
+from paceline.telemetry.metrics import use_meter
 
 # A run says the same twice; look for new cases with --hypothesis-profile=default. How long a case
 # takes to draw says something of the machine's load, nothing of the code.
@@ -97,3 +101,12 @@ async def redis_client(redis_url: str) -> AsyncIterator[redis.asyncio.Redis]:
     client = connect(redis_url)
     yield client
     await client.aclose()
+
+
+@pytest.fixture
+def metric_reader() -> Iterator[InMemoryMetricReader]:
+    """What the metrics of this process hold since the test began."""
+    reader = InMemoryMetricReader()
+    use_meter(MeterProvider([reader]))
+    yield reader
+    use_meter(NoOpMeterProvider())

@@ -1,99 +1,122 @@
-"""Records the drafter trainer's metrics (docs/metrics.md)."""
+"""The drafter trainer's metrics and spans. `make docs` writes the metrics into docs/metrics.md."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from drafter_trainer.messages import Judged
-from paceline.telemetry import meter, span
+from paceline.telemetry import span
+from paceline.telemetry.metrics import Counter, Gauge, Histogram, Labels
 
 if TYPE_CHECKING:  # the parent of the ranks imports no torch
     from drafter_trainer.learn.learner import MicroResult
 
 
-class TrainerMetrics:
-    """What rank 0 learns and judges."""
+LATENCY_BOUNDARIES_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+DRAFTER = ("drafter",)
+JUDGED = ("drafter", "temperature", "role")
 
-    def __init__(self) -> None:
-        made = meter()
-        self._positions = made.create_counter("paceline.drafter.positions", unit="{position}")
-        self._samples = made.create_counter("paceline.drafter.samples", unit="{sample}")
-        self._steps = made.create_counter("paceline.drafter.steps", unit="{step}")
-        self._loss = made.create_gauge("paceline.drafter.loss")
-        self._length = made.create_gauge("paceline.drafter.accept_length", unit="{token}")
-        self._speedup = made.create_gauge("paceline.drafter.projected_speedup")
-        self._survival = made.create_gauge("paceline.drafter.survival")
-        self._conditional = made.create_gauge("paceline.drafter.conditional_acceptance")
-        self._policy_version = made.create_gauge("paceline.drafter.judged_policy_version")
-        self._decisions = made.create_counter("paceline.drafter.decisions", unit="{decision}")
+POSITIONS = Counter("paceline.drafter.positions", "{position}", DRAFTER, "positions of rank 0")
+SAMPLES = Counter(
+    "paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks; its rate is samples/s"
+)
+STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "whole optimiser steps")
+LOSS = Gauge(
+    "paceline.drafter.loss",
+    "1",
+    ("drafter", "term"),
+    "mean over the positions of the last micro-batch: total and the parts that the network names",
+)
+ACCEPT_LENGTH = Gauge(
+    "paceline.drafter.accept_length",
+    "{token}",
+    (*JUDGED, "bucket"),
+    "held-out E[len] = 1 + sum of survivals; role is candidate or serving; bucket is all, "
+    "prompt_end (8 positions behind a prompt or a tool's answer), early or late (halves of the "
+    "rest)",
+)
+SURVIVAL = Gauge(
+    "paceline.drafter.survival", "1", (*JUDGED, "position"), "drafts 1 .. i all accepted"
+)
+CONDITIONAL_ACCEPTANCE = Gauge(
+    "paceline.drafter.conditional_acceptance",
+    "1",
+    (*JUDGED, "position"),
+    "draft i accepted where all before it were",
+)
+PROJECTED_SPEEDUP = Gauge(
+    "paceline.drafter.projected_speedup",
+    "1",
+    JUDGED,
+    "best over the number of drafts k: E[len] up to k by the cost of such a round, plain decoding "
+    "being 1",
+)
+JUDGED_POLICY_VERSION = Gauge(
+    "paceline.drafter.judged_policy_version",
+    "1",
+    DRAFTER,
+    "policy version of the held-out rows behind the gauges above; not a label, which would make "
+    "new series at every RL step",
+)
+DECISIONS = Counter(
+    "paceline.drafter.decisions",
+    "{decision}",
+    ("drafter", "decision"),
+    "promoted, kept, frozen, reopened or rolled_back",
+)
+SLOT_TIME = Counter("paceline.drafter.slot_time", "s", (), "slot-seconds that leases held")
+PREEMPTION_LATENCY = Histogram(
+    "paceline.drafter.preemption_latency",
+    "s",
+    (),
+    "from Preempt to free slots",
+    LATENCY_BOUNDARIES_S,
+)
 
-    def learned(self, kind: str, result: MicroResult, *, samples: int) -> None:
-        """One micro-batch of rank 0; `samples` are those of all ranks."""
-        where = {"drafter": kind}
-        self._positions.add(result.positions, where)
-        self._samples.add(samples, where)
-        self._steps.add(int(result.stepped), where)
-        for term, value in {"total": result.loss, **result.terms}.items():
-            self._loss.set(value, {**where, "term": term})
 
-    def judged(self, decision: Judged) -> None:
-        """One decision of the gate."""
-        self._decisions.add(1, {"drafter": decision.kind, "decision": decision.decision})
-        if decision.decision in (
-            "frozen",
-            "rolled_back",
-        ):  # the numbers of another decision, counted there
-            return
-        # The policy version is a value, not a label: a label would make new series at every RL
-        # step.
-        where: dict[str, str | float] = {
-            "drafter": decision.kind,
-            "temperature": decision.temperature,
-        }
-        self._policy_version.set(decision.policy_version, {"drafter": decision.kind})
-        if decision.candidate:
-            sides = {"candidate": decision.survival, "serving": decision.serving_survival}
-            self._length.set(decision.candidate, {**where, "role": "candidate", "bucket": "all"})
-            self._speedup.set(decision.candidate_speedup, {**where, "role": "candidate"})
-        else:
-            sides = {"serving": decision.serving_survival}
-        self._length.set(decision.serving, {**where, "role": "serving", "bucket": "all"})
-        self._speedup.set(decision.serving_speedup, {**where, "role": "serving"})
-        for bucket, length in decision.lengths_by_bucket.items():
-            self._length.set(length, {**where, "role": "candidate", "bucket": bucket})
-        for role, survival in sides.items():
-            self._by_position({**where, "role": role}, survival)
+def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
+    """One micro-batch of rank 0; `samples` are those of all ranks."""
+    POSITIONS.record(result.positions, drafter=kind)
+    SAMPLES.record(samples, drafter=kind)
+    STEPS.record(int(result.stepped), drafter=kind)
+    for term, value in {"total": result.loss, **result.terms}.items():
+        LOSS.record(value, drafter=kind, term=term)
 
-    def _by_position(self, where: Mapping[str, str | float], survival: list[float]) -> None:
+
+def record_decision(decision: Judged) -> None:
+    """One decision of the gate."""
+    drafter = decision.kind
+    DECISIONS.record(drafter=drafter, decision=decision.decision)
+    # These two repeat the numbers of another decision.
+    if decision.decision in ("frozen", "rolled_back"):
+        return
+    JUDGED_POLICY_VERSION.record(decision.policy_version, drafter=drafter)
+    for role, length, speedup, survival in (
+        ("candidate", decision.candidate, decision.candidate_speedup, decision.survival),
+        ("serving", decision.serving, decision.serving_speedup, decision.serving_survival),
+    ):
+        if role == "candidate" and not decision.candidate:
+            continue
+        labels: Labels = {"drafter": drafter, "temperature": decision.temperature, "role": role}
+        ACCEPT_LENGTH.record(length, **labels, bucket="all")
+        PROJECTED_SPEEDUP.record(speedup, **labels)
         before = 1.0
         for position, value in enumerate(survival, 1):
-            at = {**where, "position": position}
-            self._survival.set(value, at)
-            self._conditional.set(value / before if before else 0.0, at)
+            SURVIVAL.record(value, **labels, position=position)
+            CONDITIONAL_ACCEPTANCE.record(
+                value / before if before else 0.0, **labels, position=position
+            )
             before = value
-
-
-class LeaseMetrics:
-    """What the parent of the ranks sees of leases."""
-
-    def __init__(self) -> None:
-        made = meter()
-        self._slot_time = made.create_counter("paceline.drafter.slot_time", unit="s")
-        self._preemption = made.create_histogram(
-            "paceline.drafter.preemption_latency",
-            unit="s",
-            explicit_bucket_boundaries_advisory=(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    for bucket, length in decision.lengths_by_bucket.items():
+        ACCEPT_LENGTH.record(
+            length,
+            drafter=drafter,
+            temperature=decision.temperature,
+            role="candidate",
+            bucket=bucket,
         )
-
-    def held(self, slots: int, seconds: float) -> None:
-        """A lease has ended."""
-        self._slot_time.add(slots * seconds)
-
-    def preempted(self, seconds: float) -> None:
-        """The slots were free so long after the command."""
-        self._preemption.record(seconds)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.driver import DrafterDriver, Lease
 from drafter_trainer.gate.publish import Promoter, PushOutcome
-from drafter_trainer.metrics import LeaseMetrics
+from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
 from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import shared_fields, to_message
 from paceline.rpc import EpochGuard, Server, channel, check_run
@@ -62,7 +62,6 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._gateway = channel(config.addresses.gateway, config.security)
         self._promoter = Promoter(self._gateway, config.push_deadline_s)
         self._preempted_epoch = 0
-        self._metrics = LeaseMetrics()
 
     async def Activate(
         self, request: pb.ActivateRequest, context: Any
@@ -99,7 +98,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 yield response
         finally:
             self._ranks.abandon(lease)
-            self._metrics.held(len(request.slots), time.monotonic() - lease.began)
+            SLOT_TIME.record(len(request.slots) * (time.monotonic() - lease.began))
 
     async def _news(
         self, lease: Lease, context: CommandContext
@@ -169,7 +168,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
         stopped_after_s = await self._ranks.preempt(lease)
-        self._metrics.preempted(stopped_after_s)
+        PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
     async def GetDrafterStatus(

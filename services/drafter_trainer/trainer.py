@@ -17,7 +17,12 @@ from drafter_trainer.learn.heads import PolicyHeads
 from drafter_trainer.learn.learner import MicroResult
 from drafter_trainer.learn.students import Students
 from drafter_trainer.link import ENTRIES_PER_READ, TrainerLink
-from drafter_trainer.metrics import TrainerMetrics, gate_span, micro_step_span
+from drafter_trainer.metrics import (
+    gate_span,
+    micro_step_span,
+    record_decision,
+    record_micro_step,
+)
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample
@@ -88,7 +93,6 @@ class DrafterTrainer:
             rejected=settings.rejected,
         )
         self.gate = PublishGate(config, students, heads, self.buffer, candidates)
-        self._metrics = TrainerMetrics()
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
 
     def run_activation(self, command: m.Activate) -> m.Stopped:
@@ -166,7 +170,7 @@ class DrafterTrainer:
                 record(result)
         student.learn_speed(activation.last_s / max(len(rows[0]), 1))
         activation.batches |= {one.traceparent for samples in drawn for one in samples} - {""}
-        self._metrics.learned(student.kind, result, samples=sum(map(len, drawn)))
+        record_micro_step(student.kind, result, samples=sum(map(len, drawn)))
         if student is self.students.primary:  # limits, passes and the loss reported are its own
             activation.learned(rows, result)
         if result.stepped:
@@ -202,7 +206,7 @@ class DrafterTrainer:
 
     def _tell(self, decisions: Iterable[m.Judged]) -> None:
         for decision in decisions:
-            self._metrics.judged(decision)
+            record_decision(decision)
             self._link.send(decision)
 
     def on_serving(self, version: int) -> None:

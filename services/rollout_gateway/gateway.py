@@ -17,9 +17,10 @@ from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
 from paceline.plugins import import_object
 from paceline.streams import connect
-from paceline.telemetry import get_logger, meter
+from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
+from rollout_gateway import metrics
 from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.checks import check_arm, check_request
 from rollout_gateway.calls.planner import Planner
@@ -87,10 +88,6 @@ class Gateway:
         self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
-        self._requests = meter().create_counter("paceline.gateway.requests", unit="{request}")
-        self._refused = meter().create_counter(
-            "paceline.gateway.requests_refused", unit="{request}"
-        )
         self.router.on_ready = self._equip
 
     async def start(self) -> None:
@@ -125,7 +122,7 @@ class Gateway:
         request = wire.request_to(asked)
         if plan.capture:
             self.publisher.expect(number)
-        self._requests.add(1)
+        metrics.REQUESTS.record()
         prefer = plan.session.worker_index if plan.session is not None else None
         rerun = plan.queue_key is None or not find_engine(self.config.engine.kind).starts_slowly
         return self.router.submit(request, worker=plan.worker, prefer=prefer, rerun=rerun)
@@ -157,7 +154,7 @@ class Gateway:
             self.outbox.admit()
             self.agents.groups.admit()
         except ResourceExhausted:
-            self._refused.add(1)
+            metrics.REQUESTS_REFUSED.record()
             raise
 
     def captures(self, seed: int) -> bool:

@@ -13,6 +13,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 from paceline import telemetry
 from paceline.config import TelemetryConfig
+from paceline.telemetry.metrics import Counter
 
 
 class Collector(
@@ -51,7 +52,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Collector, str]
 
 def work() -> None:
     telemetry.setup("gateway", TelemetryConfig())
-    telemetry.meter().create_counter("tokens").add(5)
+    Counter("tokens", "1", (), "of a test").record(5)
     with telemetry.span("step", step=1):
         pass
     telemetry.shutdown()

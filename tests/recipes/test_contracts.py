@@ -1,5 +1,5 @@
-"""A setting, a journal event and a message's field, added as CONTRIBUTING.md says: in at most two
-places, and used by the service or read back by its own reader.
+"""A setting, a metric, a journal event, a message's field, a sampling parameter and a release of
+SGLang, added as CONTRIBUTING.md says, and used by the service or read back by its own reader.
 """
 
 from __future__ import annotations
@@ -63,6 +63,101 @@ FIELD = (
 )
 
 
+G = "services/rollout_gateway"
+METRIC = (
+    Change(
+        f"{G}/metrics.py",
+        'TWINS = Counter("paceline.gateway.twins", "{twin}", ("side",), "twins seen")\n',
+        "REQUESTS_REFUSED = Counter(",
+    ),
+    Change(
+        f"{G}/gateway.py",
+        '        metrics.TWINS.record(2, side="left")\n',
+        "        metrics.REQUESTS.record()\n",
+    ),
+)
+RELEASE = (Change(f"{G}/engines/sglang/__init__.py", 'VERSIONS = ("0.7.7",)\n', ""),)
+PARAMETER = (
+    Change(
+        "proto/paceline/v1/trajectory.proto",
+        "  // Added to the logit of token 9.\n  float twin = 77;\n",
+        "  // Number of tokens to generate at most; at least 1.\n",
+    ),
+    Change(
+        f"{G}/engines/sampling.py", "    twin: float = 0.0\n", '    json_schema: str = ""  # JSON'
+    ),
+    Change(f"{G}/engines/sampling.py", '    "twin": Range(0, 1000),\n', '    "min_p": Range('),
+    Change(
+        f"{G}/engines/sampling.py",
+        "        if self.twin:\n            return True\n",
+        "        return self.penalised or bool(",
+    ),
+    Change(
+        f"{G}/api/http/openai/schema.py",
+        '    twin: Annotated[float, within("twin")] = 0.0\n',
+        '    min_p: Annotated[float, within("min_p")] = 0.0\n',
+    ),
+    Change("libs/paceline/client/options.py", "    twin: float\n", "    min_p: float\n"),
+    Change(
+        f"{G}/engines/requests/penalties.py",
+        "            adjusted[row, ..., 9] += sequence.request.sampling.twin\n",
+        "            _add_bias_(adjusted[row], ",
+    ),
+)
+GENERATE = """
+import sys
+from paceline.client import Client
+
+with Client(sys.argv[1]) as client, client.session(trainable=False) as session:
+    print(*session.generate("1+1=", max_tokens=5, twin=float(sys.argv[2]), ignore_eos=True).token_ids)
+"""
+
+
+def test_a_new_metric_stands_on_the_metrics_page_with_its_meaning(checkout: Checkout) -> None:
+    checkout.change(METRIC)
+    assert places(METRIC) <= 2
+    with checkout.gateway("engine.workers=1") as (http, _):
+        body = {"prompt": "1+1=", "max_tokens": 2}
+        assert http.post("/v1/completions", json=body).status_code == 200
+        lines = http.get("/metrics").text.splitlines()
+    assert 'paceline_gateway_twins_total{side="left"} 2.0' in lines
+    assert "# HELP paceline_gateway_twins_total twins seen" in lines
+    shutil.copytree(ROOT / ".ci", checkout.root / ".ci")
+    written = checkout.python(
+        "import runpy, sys; sys.argv = ['docs']; sys.path.insert(0, '.ci'); "
+        "runpy.run_path('.ci/docs', run_name='__main__')"
+    )
+    assert written.returncode == 0, written.stderr
+    row = "| `paceline.gateway.twins` | counter, twin | `side` | twins seen |"
+    assert row in (checkout.root / "docs" / "metrics.md").read_text()
+
+
+def test_a_new_sampling_parameter_changes_what_the_client_gets(checkout: Checkout) -> None:
+    shutil.copytree(ROOT / "proto", checkout.root / "proto")
+    checkout.change(PARAMETER)
+    assert places(PARAMETER) <= 5
+    generate_messages(checkout)
+    with checkout.gateway("engine.workers=1") as (http, _):
+        url = str(http.base_url)
+        plain, biased = (checkout.python(GENERATE, url, value) for value in ("0", "900"))
+        refused = checkout.python(GENERATE, url, "1001")
+    assert biased.stdout.split() == ["9"] * 5, biased.stderr
+    assert plain.stdout.split() != ["9"] * 5, plain.stderr
+    assert "twin" in refused.stderr
+
+
+def test_a_new_release_of_sglang_is_taken_and_an_unknown_one_refused(checkout: Checkout) -> None:
+    (checkout.root / RELEASE[0].path).unlink()
+    checkout.change(RELEASE)
+    check = (
+        "import sys; from rollout_gateway.engines.sglang import host; "
+        "host.version = lambda name: sys.argv[1]; host.check_installed()"
+    )
+    assert checkout.python(check, "0.7.7").returncode == 0
+    refused = checkout.python(check, "0.7.8")
+    assert "this SGLang is not supported; seen: 0.7.8; allowed: 0.7.7" in refused.stderr
+
+
 def test_a_new_setting_is_taken_checked_and_printed(checkout: Checkout) -> None:
     checkout.change(SETTING)
     assert places(SETTING) <= 2
@@ -82,17 +177,22 @@ def test_a_new_journal_event_is_written_and_read_back_whole(
     assert done.returncode == 0, done.stderr
 
 
-def test_a_new_field_of_a_message_goes_over_the_wire(checkout: Checkout) -> None:
-    shutil.copytree(ROOT / "proto", checkout.root / "proto")
-    shutil.rmtree(checkout.root / "libs" / "paceline" / "v1")
-    checkout.change(FIELD)
-    assert places(FIELD) <= 2
+def generate_messages(checkout: Checkout) -> None:
+    """What `make proto` does, in the copy."""
     pytest.importorskip("grpc_tools")
+    shutil.rmtree(checkout.root / "libs" / "paceline" / "v1")
     protos = sorted(str(path) for path in (checkout.root / "proto").rglob("*.proto"))
     out = [f"--{kind}_out=libs" for kind in ("python", "pyi", "grpc_python")]
     generate = "import sys; from grpc_tools.protoc import main; sys.exit(main(sys.argv))"
     made = checkout.python(generate, f"-I{checkout.root}/proto", *out, *protos)
     assert made.returncode == 0, made.stderr
+
+
+def test_a_new_field_of_a_message_goes_over_the_wire(checkout: Checkout) -> None:
+    shutil.copytree(ROOT / "proto", checkout.root / "proto")
+    checkout.change(FIELD)
+    assert places(FIELD) <= 2
+    generate_messages(checkout)
     code = (
         "from paceline.v1.rollout_pb2 import SampleFinished as M\n"
         "assert M.FromString(M(twin_s=2.5).SerializeToString()).twin_s == 2.5"

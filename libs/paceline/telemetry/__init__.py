@@ -16,7 +16,7 @@ from paceline.telemetry.setup import (
     setup,
     shutdown,
 )
-from paceline.telemetry.trace import link_current, mark_failed, meter, span, tracer
+from paceline.telemetry.trace import link_current, mark_failed, span, tracer
 
 __all__ = [
     "PROMETHEUS_TYPE",
@@ -30,7 +30,6 @@ __all__ = [
     "inject_frame",
     "link_current",
     "mark_failed",
-    "meter",
     "prometheus_page",
     "setup",
     "shutdown",

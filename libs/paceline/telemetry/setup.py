@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import NotFound
 from paceline.telemetry.log import configure_log
-from paceline.telemetry.trace import use_providers
+from paceline.telemetry.metrics import use_meter
+from paceline.telemetry.trace import use_tracer
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics import MeterProvider
@@ -62,7 +63,8 @@ def setup(service: str, config: TelemetrySettings) -> None:
     configure_log(service, config.log_level, config.log_json)
     resource = Resource.create({"service.name": service, "process.pid": os.getpid()})
     _Running.providers = (_traces(service, config, resource), _metrics(config, resource))
-    use_providers(*_Running.providers)
+    use_tracer(_Running.providers[0])
+    use_meter(_Running.providers[1])
 
 
 def shutdown() -> None:
@@ -74,7 +76,8 @@ def shutdown() -> None:
 
     traces, metrics = _Running.providers
     _Running.providers = _Running.registry = None
-    use_providers(NoOpTracerProvider(), NoOpMeterProvider())
+    use_tracer(NoOpTracerProvider())
+    use_meter(NoOpMeterProvider())
     traces.shutdown()
     metrics.shutdown()
 

@@ -1,4 +1,4 @@
-"""Makes spans and instruments with the process's tracer and meter."""
+"""Makes spans with the process's tracer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from opentelemetry.context import Context
-from opentelemetry.metrics import Meter, MeterProvider, NoOpMeterProvider
 from opentelemetry.trace import (
     Link,
     NoOpTracerProvider,
@@ -21,32 +20,25 @@ from opentelemetry.trace import (
 from opentelemetry.util.types import AttributeValue
 
 from paceline.telemetry.context import span_context
+from paceline.telemetry.metrics import SCOPE
 
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
-_SCOPE = "paceline"
 
 
 class _Current:
-    """The process's tracer and meter: they do nothing before `setup`."""
+    """The process's tracer, which does nothing before `setup`."""
 
-    tracer: Tracer = NoOpTracerProvider().get_tracer(_SCOPE)
-    meter: Meter = NoOpMeterProvider().get_meter(_SCOPE)
+    tracer: Tracer = NoOpTracerProvider().get_tracer(SCOPE)
 
 
-def use_providers(traces: TracerProvider, metrics: MeterProvider) -> None:
-    """Make spans and instruments with these from now on."""
-    _Current.tracer = traces.get_tracer(_SCOPE)
-    _Current.meter = metrics.get_meter(_SCOPE)
+def use_tracer(provider: TracerProvider) -> None:
+    """Make spans with this provider from now on."""
+    _Current.tracer = provider.get_tracer(SCOPE)
 
 
 def tracer() -> Tracer:
     """The process's tracer. Ask at each use: `setup` replaces it."""
     return _Current.tracer
-
-
-def meter() -> Meter:
-    """The process's meter. Make instruments after `setup`."""
-    return _Current.meter
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, ResourceExhausted
-from paceline.telemetry import meter
+from rollout_gateway import metrics
 from rollout_gateway.config import QueueConfig
 
 RETRY_BOUNDS_S = (1.0, 60.0)
@@ -23,7 +23,6 @@ RETRY_BOUNDS_S = (1.0, 60.0)
 that recovered.
 """
 TURNS_REMEMBERED = 64
-WAIT_BOUNDARIES_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 @dataclass(eq=False, slots=True)
@@ -92,19 +91,6 @@ class FairQueue:
             None  # for the longest wait; it may ring too early, never too late
         )
         self._pace = _Pace()
-        made_by = meter()
-        self._waiting_now = made_by.create_up_down_counter(
-            "paceline.gateway.queue.waiting", unit="{request}"
-        )
-        self._running_now = made_by.create_up_down_counter(
-            "paceline.gateway.queue.running", unit="{request}"
-        )
-        self._refusals = made_by.create_counter("paceline.gateway.queue.refused", unit="{request}")
-        self._waits = made_by.create_histogram(
-            "paceline.gateway.queue.wait",
-            unit="s",
-            explicit_bucket_boundaries_advisory=WAIT_BOUNDARIES_S,
-        )
 
     @property
     def running(self) -> int:
@@ -134,8 +120,8 @@ class FairQueue:
             self._inside < self._places
         ):  # then nobody waits: a place that comes free goes to a waiting request at once
             self._inside += 1
-            self._running_now.add(1)
-            self._waits.record(0)
+            metrics.QUEUE_RUNNING.record(1)
+            metrics.QUEUE_WAIT.record(0)
             return 0.0
         ticket = self._queue(key)
         try:
@@ -154,7 +140,7 @@ class FairQueue:
             raise self._refusal(
                 "QUEUE_WAIT", "no place came free in time", f"{waited_s:.1f} s", f"{wait_s:g} s"
             )
-        self._waits.record(waited_s)
+        metrics.QUEUE_WAIT.record(waited_s)
         return waited_s
 
     def _queue(self, key: str) -> _Ticket:
@@ -175,7 +161,7 @@ class FairQueue:
             self._pace.begin(ticket.since_s)
         self._lines.setdefault(key, OrderedDict())[ticket] = None
         self._arrivals[ticket] = None
-        self._waiting_now.add(1)
+        metrics.QUEUE_WAITING.record(1)
         self._set_alarm()
         return ticket
 
@@ -184,7 +170,7 @@ class FairQueue:
         ticket = self._next()
         if ticket is None:
             self._inside -= 1
-            self._running_now.add(-1)
+            metrics.QUEUE_RUNNING.record(-1)
             return
         self._pace.turn(asyncio.get_running_loop().time())
         ticket.called.set_result(True)
@@ -213,7 +199,7 @@ class FairQueue:
         del line[ticket]
         if not line:
             del self._lines[ticket.key]
-        self._waiting_now.add(-1)
+        metrics.QUEUE_WAITING.record(-1)
 
     def _set_alarm(self) -> None:
         if self._alarm is None and self._arrivals:
@@ -236,7 +222,7 @@ class FairQueue:
         self, reason: str, message: str, seen: object, allowed: object, ahead: int | None = None
     ) -> ResourceExhausted:
         """`ahead`: requests of the refused key in line; None where all lines count."""
-        self._refusals.add(1, {"reason": reason})
+        metrics.QUEUE_REFUSED.record(reason=reason)
         turns = self.waiting if ahead is None else min(ahead * len(self._lines), self.waiting)
         shortest_s, longest_s = RETRY_BOUNDS_S
         estimate_s = self._pace.seconds(turns, asyncio.get_running_loop().time())

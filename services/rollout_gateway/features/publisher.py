@@ -24,8 +24,9 @@ from paceline.streams import (
     encode_features,
     run_key,
 )
-from paceline.telemetry import extract, get_logger, inject, meter, span
+from paceline.telemetry import extract, get_logger, inject, span
 from paceline.tensors import NamedTensor
+from rollout_gateway import metrics
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import FeaturesConfig
 from rollout_gateway.engines.nouns import RowLayout
@@ -83,9 +84,6 @@ class FeaturePublisher:
         self._task: asyncio.Task[None] | None = None
         self.batches = 0
         self.rows_dropped = 0
-        self._dropped = meter().create_counter(
-            "paceline.gateway.feature_rows_dropped", unit="{row}"
-        )
 
     def start(self, layout: RowLayout) -> None:
         """Begin to send rows that the engine declared to be of `layout`."""
@@ -223,4 +221,4 @@ class FeaturePublisher:
     def _drop(self, rows: int) -> None:
         if rows:
             self.rows_dropped += rows
-            self._dropped.add(rows)
+            metrics.FEATURE_ROWS_DROPPED.record(rows)

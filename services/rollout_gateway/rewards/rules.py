@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.telemetry import get_logger
+from rollout_gateway import metrics
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Prepares, RewardRule, Unscored
 from rollout_gateway.rewards.code_tests import CodeTests
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
-from rollout_gateway.rewards.metrics import RewardMetrics
 from rollout_gateway.rewards.model import ModelReward
 from rollout_gateway.rewards.processes.pool import Children, ChildRule
 from rollout_gateway.rewards.remote import RemoteReward
@@ -84,7 +84,6 @@ class RewardRules:
         self._parts = Parts(
             config, self._children, sandbox or Sandbox(config.sandbox), self._closing
         )
-        self._metrics = RewardMetrics()
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
@@ -94,7 +93,7 @@ class RewardRules:
         its settings are missing, ResourceExhausted.
         """
         if name not in self._rules:
-            self._rules[name] = MeasuredRule(name, self._build(name), self._metrics)
+            self._rules[name] = MeasuredRule(name, self._build(name))
         return self._rules[name]
 
     async def check(self, name: str) -> None:
@@ -138,10 +137,9 @@ class RewardRules:
 class MeasuredRule:
     """A rule with its metrics, its log and the check of its scores."""
 
-    def __init__(self, name: str, rule: RewardRule, metrics: RewardMetrics) -> None:
+    def __init__(self, name: str, rule: RewardRule) -> None:
         self._name = name
         self.inner = rule
-        self._metrics = metrics
 
     async def prepare(self) -> None:
         """See Prepares; nothing for a rule that needs nothing."""
@@ -168,14 +166,14 @@ class MeasuredRule:
                 reason=why.reason,
                 error=str(why),
             )
-            self._metrics.failed(self._name, why.reason)
+            metrics.REWARD_FAILURES.record(rule=self._name, reason=why.reason)
             value = None
         except PacelineError as error:
-            self._metrics.failed(self._name, error.reason.lower())
+            metrics.REWARD_FAILURES.record(rule=self._name, reason=error.reason.lower())
             raise
         finally:
-            self._metrics.took(self._name, clock() - started)
-        self._metrics.scored(self._name, value)
+            metrics.REWARD_TIME.record(clock() - started, rule=self._name)
+        (metrics.UNSCORED if value is None else metrics.SCORES).record(rule=self._name)
         return value
 
     def _finite(self, value: float | None) -> float | None:

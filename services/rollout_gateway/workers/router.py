@@ -17,9 +17,10 @@ from typing import Any
 import zmq.asyncio
 
 from paceline.errors import ConfigError, PacelineError, Unavailable
-from paceline.telemetry import get_logger, meter
+from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway import metrics
 from rollout_gateway.background import background, cancel
 from rollout_gateway.config import EngineConfig
 from rollout_gateway.engines.nouns import RowLayout
@@ -81,12 +82,8 @@ class Router:
         self.ready = pb.WorkerReady()
         """Facts of the engine, from the first worker."""
         self.rows_dropped = [0] * count
-        self._tokens = meter().create_counter("paceline.gateway.tokens", unit="{token}")
         self.metrics = EngineMetrics(config.kind)
         self.evidence = EvidenceExchange()
-        self._restarts = meter().create_counter(
-            "paceline.gateway.worker_restarts", unit="{restart}"
-        )
 
     @property
     def count(self) -> int:
@@ -247,7 +244,7 @@ class Router:
         generation = slot.live.get(chunk.request_id)
         if generation is None:
             return
-        self._tokens.add(len(chunk.token_ids))
+        metrics.TOKENS.record(len(chunk.token_ids))
         generation.accept(chunk)
         if generation.finished:
             slot.end(chunk.request_id)
@@ -304,7 +301,7 @@ class Router:
             slot.process = None
             log.warning("engine worker lost", worker=slot.index, reason=reason)
             await process.close()
-            self._restarts.add(1)
+            metrics.WORKER_RESTARTS.record()
             self._requeue(slot)
             await self._replace(slot)
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from drafter_trainer import messages as m
 from drafter_trainer import metrics
 from drafter_trainer.learn.learner import MicroResult
-
-
-@pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
-    found = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[found])
-    monkeypatch.setattr(metrics, "meter", lambda: provider.get_meter("test"))
-    yield found
-    provider.shutdown()
 
 
 def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[Any, ...], Any]:
@@ -39,9 +27,8 @@ def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[Any, ...], Any
 
 
 def test_acceptance_is_told_by_position_bucket_role_and_temperature(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
-    told = metrics.TrainerMetrics()
     decision = m.Judged(
         1,
         "kept",
@@ -55,32 +42,32 @@ def test_acceptance_is_told_by_position_bucket_role_and_temperature(
         serving_survival=[0.5, 0.0],
         lengths_by_bucket={"early": 2.0},
     )
-    told.judged(decision)
-    told.judged(m.Judged(1, "frozen", "eagle", 2))
-    assert points(reader, "decisions") == {("kept", "eagle"): 1, ("frozen", "eagle"): 1}
-    assert points(reader, "judged_policy_version") == {("eagle",): 7}
-    assert points(reader, "survival")["eagle", 2, "candidate", 0.5] == 0.25
-    conditional = points(reader, "conditional_acceptance")
+    metrics.record_decision(decision)
+    metrics.record_decision(m.Judged(1, "frozen", "eagle", 2))
+    assert points(metric_reader, "decisions") == {("kept", "eagle"): 1, ("frozen", "eagle"): 1}
+    assert points(metric_reader, "judged_policy_version") == {("eagle",): 7}
+    assert points(metric_reader, "survival")["eagle", 2, "candidate", 0.5] == 0.25
+    conditional = points(metric_reader, "conditional_acceptance")
     assert (conditional["eagle", 1, "serving", 0.5], conditional["eagle", 2, "candidate", 0.5]) == (
         0.5,
         0.5,
     )
-    assert points(reader, "accept_length") == {
+    assert points(metric_reader, "accept_length") == {
         ("all", "eagle", "candidate", 0.5): 1.75,
         ("all", "eagle", "serving", 0.5): 1.5,
         ("early", "eagle", "candidate", 0.5): 2.0,
     }
 
 
-def test_loss_terms_samples_and_slot_seconds_are_counted(reader: InMemoryMetricReader) -> None:
-    told = metrics.TrainerMetrics()
+def test_loss_terms_samples_and_slot_seconds_are_counted(
+    metric_reader: InMemoryMetricReader,
+) -> None:
     for _ in range(2):
-        told.learned("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
-    assert points(reader, "samples") == {("lstm",): 6}
-    assert points(reader, "positions") == {("lstm",): 80}
-    assert points(reader, "loss") == {("lstm", "total"): 0.75, ("lstm", "token"): 0.5}
-    leases = metrics.LeaseMetrics()
-    leases.held(2, 1.5)
-    leases.preempted(0.25)
-    assert points(reader, "slot_time") == {(): 3.0}
-    assert points(reader, "preemption_latency") == {(): 0.25}
+        metrics.record_micro_step("lstm", MicroResult(0.75, 40, True, {"token": 0.5}), samples=3)
+    assert points(metric_reader, "samples") == {("lstm",): 6}
+    assert points(metric_reader, "positions") == {("lstm",): 80}
+    assert points(metric_reader, "loss") == {("lstm", "total"): 0.75, ("lstm", "token"): 0.5}
+    metrics.SLOT_TIME.record(3.0)
+    metrics.PREEMPTION_LATENCY.record(0.25)
+    assert points(metric_reader, "slot_time") == {(): 3.0}
+    assert points(metric_reader, "preemption_latency") == {(): 0.25}

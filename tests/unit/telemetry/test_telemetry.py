@@ -12,6 +12,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from paceline import telemetry
 from paceline.config import TelemetryConfig
 from paceline.errors import NotFound
+from paceline.telemetry.metrics import Counter, Histogram
 from paceline.telemetry.span_file import SpanFileExporter
 
 
@@ -209,12 +210,12 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
     tmp_path: Path,
 ) -> None:
     start(tmp_path)
-    telemetry.meter().create_counter("paceline.tokens", unit="{token}").add(5, {"arm": "off"})
-    telemetry.meter().create_histogram(
-        "paceline.wait", unit="s", explicit_bucket_boundaries_advisory=[0.015, 0.05]
-    ).record(0.02)
+    tokens = Counter("paceline.tokens", "{token}", ("arm",), "tokens by arm")
+    tokens.record(5, arm="off")
+    Histogram("paceline.wait", "s", (), "how long", (0.015, 0.05)).record(0.02)
     lines = telemetry.prometheus_page().decode().splitlines()
     assert 'paceline_tokens_total{arm="off"} 5.0' in lines
+    assert "# HELP paceline_tokens_total tokens by arm" in lines
     buckets = [line for line in lines if line.startswith("paceline_wait_seconds_bucket")]
     counts = {"0.015": 0.0, "0.05": 1.0, "+Inf": 1.0}
     assert buckets == [
@@ -222,6 +223,8 @@ def test_metrics_are_on_the_page_in_prometheus_names_and_gone_with_the_process(
     ]
     start(tmp_path)
     assert "paceline_tokens" not in telemetry.prometheus_page().decode()
+    tokens.record(1, arm="off")
+    assert 'paceline_tokens_total{arm="off"} 1.0' in telemetry.prometheus_page().decode()
     telemetry.shutdown()
     with pytest.raises(NotFound, match="keeps no metrics"):
         telemetry.prometheus_page()

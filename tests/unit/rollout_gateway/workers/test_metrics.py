@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
@@ -15,17 +14,8 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import ArmReport
 from rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
 from rollout_gateway.engines.worker import wire
-from rollout_gateway.workers import metrics as engine_metrics
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.metrics import EngineMetrics
-
-
-@pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> InMemoryMetricReader:
-    made = InMemoryMetricReader()
-    provider = MeterProvider([made])
-    monkeypatch.setattr(engine_metrics, "meter", lambda: provider.get_meter("test"))
-    return made
 
 
 def position_of(point: Any) -> int:
@@ -40,7 +30,7 @@ def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
 
 
 def test_a_request_gives_first_token_time_per_token_and_acceptance_length(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
     stats = tpb.SpeculationStats(
@@ -58,7 +48,7 @@ def test_a_request_gives_first_token_time_per_token_and_acceptance_length(
     )
     generation.ended_s = generation.queued_s + 0.6
     EngineMetrics("sglang").ended(generation)
-    found = points(reader)
+    found = points(metric_reader)
     assert found["paceline.engine.time_to_first_token"][0].sum == pytest.approx(0.2)
     assert found["paceline.engine.time_per_output_token"][0].sum == pytest.approx(0.1)
     assert found["paceline.engine.time_per_output_token"][0].explicit_bounds[3] == 0.015
@@ -74,14 +64,16 @@ def test_a_request_gives_first_token_time_per_token_and_acceptance_length(
     assert dict(found["paceline.engine.accept_length"][0].attributes) == {"engine": "sglang"}
 
 
-def test_a_request_of_one_token_has_no_time_per_output_token(reader: InMemoryMetricReader) -> None:
+def test_a_request_of_one_token_has_no_time_per_output_token(
+    metric_reader: InMemoryMetricReader,
+) -> None:
     generation = Generation(pb.EngineRequest(request_id=1), None)
     assert generation.time_per_output_token_s is None
     generation.accept(
         pb.TokenChunk(request_id=1, token_ids=[4], finish_reason=tpb.FINISH_REASON_STOP)
     )
     EngineMetrics("sglang").ended(generation)
-    found = points(reader)
+    found = points(metric_reader)
     assert "paceline.engine.time_to_first_token" in found
     assert "paceline.engine.time_per_output_token" not in found
 
@@ -103,7 +95,7 @@ def look(
 
 
 def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     metrics = EngineMetrics("embedded")
     for pid, pulls in (
@@ -114,20 +106,20 @@ def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
         (8, 20),
     ):  # 12: overtaken; 8: a new process
         look(metrics, pid, arms=(ArmReport("off", 5, pulls, 0, 1.0, 1.0),))
-    (point,) = points(reader)["paceline.engine.arm_rounds"]
+    (point,) = points(metric_reader)["paceline.engine.arm_rounds"]
     assert point.value == 34
     assert dict(point.attributes) == {"engine": "embedded", "arm": "off", "batch_group": 5}
 
 
 def test_tokens_per_second_are_those_of_busy_seconds_since_the_last_look(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     metrics = EngineMetrics("embedded")
     for worker, tokens, busy in ((0, 100, 2.0), (0, 400, 4.0), (0, 400, 4.0), (1, 30, 1.0)):
         look(metrics, worker=worker, tflops=0.5, tokens_emitted=tokens, busy_s=busy)
     found = {
         name: {p.attributes["worker"]: p.value for p in each}
-        for name, each in points(reader).items()
+        for name, each in points(metric_reader).items()
     }
     assert found == {
         "paceline.engine.tokens": {0: 400, 1: 30},
@@ -139,10 +131,10 @@ def test_tokens_per_second_are_those_of_busy_seconds_since_the_last_look(
 
 
 def test_a_device_that_was_not_measured_has_no_tokens_per_second_per_tflops(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     look(EngineMetrics("scripted"), tokens_emitted=100, busy_s=2.0)
-    found = points(reader)
+    found = points(metric_reader)
     assert found["paceline.engine.tokens_per_second"][0].value == 50
     assert not {
         "paceline.engine.device_tflops",
@@ -151,7 +143,7 @@ def test_a_device_that_was_not_measured_has_no_tokens_per_second_per_tflops(
 
 
 def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     metrics = EngineMetrics("embedded")
     look(metrics, split=RoundSplit(2, 12, 0.5, 0.25, 1.0, 0.125, 0.0625))
@@ -159,7 +151,7 @@ def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
     look(metrics, split=RoundSplit(3, 18, 1.0, 0.5, 2.0, 0.25, 0.125))
     look(metrics, worker=1, split=RoundSplit(10, 10, 0.0, 0.0, 4.0, 0.0, 0.0))
     look(metrics, pid=2, split=RoundSplit(1, 6, 0.25, 0.0, 0.5, 0.0, 0.0))
-    found = points(reader)
+    found = points(metric_reader)
     stages = {
         point.attributes["stage"]: point.value for point in found["paceline.engine.round_time"]
     }
@@ -169,16 +161,16 @@ def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
     assert metrics.split - before == RoundSplit(12, 22, 0.75, 0.25, 5.5, 0.125, 0.0625)
 
 
-def test_regret_is_told_by_worker(reader: InMemoryMetricReader) -> None:
+def test_regret_is_told_by_worker(metric_reader: InMemoryMetricReader) -> None:
     arms = (ArmReport("off", 1, 10, 0, 50.0, 1.0), ArmReport("eagle:5_1_6", 1, 30, 0, 100.0, 3.0))
     look(EngineMetrics("embedded"), worker=3, arms=arms)
-    (point,) = points(reader)["paceline.engine.regret"]
+    (point,) = points(metric_reader)["paceline.engine.regret"]
     assert point.value == pytest.approx(0.125)
     assert dict(point.attributes) == {"engine": "embedded", "worker": 3}
 
 
 def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     metrics = EngineMetrics("embedded")
 
@@ -200,12 +192,12 @@ def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
     assert line["log_level"] == "warning"
     assert {key: line[key] for key in where} == where
     tell(0, 3, 3)
-    (point,) = points(reader)["paceline.engine.dead_drafters"]
+    (point,) = points(metric_reader)["paceline.engine.dead_drafters"]
     assert (point.value, dict(point.attributes)) == (3, {"engine": "embedded", **where})
 
 
 def test_reuse_of_prompts_is_counted_once_and_from_zero_after_a_restart(
-    reader: InMemoryMetricReader,
+    metric_reader: InMemoryMetricReader,
 ) -> None:
     metrics = EngineMetrics("embedded")
     look(metrics, worker=1)  # nothing has ended: no rate
@@ -216,7 +208,7 @@ def test_reuse_of_prompts_is_counted_once_and_from_zero_after_a_restart(
         (2, PrefixStats(40, 30, 1, 0.25, 0.5)),
     ):
         look(metrics, pid, prefixes=stats)
-    found = points(reader)
+    found = points(metric_reader)
     sums = {
         name: found[f"paceline.engine.{name}"][0].value
         for name in ("prompt_tokens", "kv_hit_tokens", "kv_lookups")
