@@ -1,4 +1,4 @@
-"""Prints code lines and characters a line by package; fails on what is too long or named twice.
+"""Prints lines of code and characters a line by package; fails on what is too long or named twice.
 
 Exceptions are listed here by name, with a reason.
 """
@@ -11,6 +11,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 FUNCTION_LINES, FILE_LINES = 60, 400
@@ -27,8 +28,8 @@ NAMED_TWICE = {
 }
 
 
-def code_lines(source: str) -> list[str]:
-    """Lines that hold code, without their spaces: no blank ones, comments or docstrings."""
+def code_lines(source: str) -> int:
+    """Lines that hold code: no blank ones, comments or docstrings."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if (
@@ -49,8 +50,7 @@ def code_lines(source: str) -> list[str]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in silent:
             used.update(range(token.start[0], token.end[0] + 1))
-    lines = source.split("\n")
-    return [re.sub(r"\s", "", lines[number - 1]) for number in sorted(used - documented)]
+    return len(used - documented)
 
 
 def excesses(path: Path, source: str) -> list[str]:
@@ -83,29 +83,43 @@ def package_of(path: Path) -> str:
     return "/".join(path.parts[:depth]) if len(path.parts) > depth else str(path.parent)
 
 
+@dataclass
+class Extent:
+    """Of the files of a package; httpx has 22 characters a line, starlette 27."""
+
+    code: int = 0
+    lines: int = 0  # all, blank ones too
+    characters: int = 0  # but white space
+
+    def add(self, source: str) -> None:
+        """One more file."""
+        self.code += code_lines(source)
+        self.lines += source.count("\n")
+        self.characters += len(re.sub(r"\s", "", source))
+
+
 def main() -> int:
     """Prints a line a package and every excess; returns 1 when there is one."""
     found: list[str] = []
-    packages: dict[str, list[str]] = {}
+    packages: dict[str, Extent] = {}
     classes: dict[str, list[Path]] = {}
     for root in ROOTS:
         for path in sorted(Path(root).rglob("*.py")):
             if any(generated in str(path) for generated in GENERATED):
                 continue
             source = path.read_text(encoding="utf-8")
-            packages.setdefault(package_of(path), []).extend(code_lines(source))
+            packages.setdefault(package_of(path), Extent()).add(source)
+            if root in PRODUCT:
+                packages.setdefault("product", Extent()).add(source)
             found += excesses(path, source)
             for node in ast.walk(ast.parse(source)) if root in CLASSES_IN else ():
                 if isinstance(node, ast.ClassDef):
                     classes.setdefault(node.name, []).append(path)
     found += named_twice(classes)
-    product = [
-        line for name, lines in packages.items() if name.startswith(PRODUCT) for line in lines
-    ]
-    packages["product"] = product
-    for name, lines in packages.items():
-        mean = sum(map(len, lines)) / max(1, len(lines))
-        print(f"{name:32} {len(lines):7,} lines  {mean:5.1f} characters a line")
+    packages["product"] = packages.pop("product", Extent())
+    for name, one in packages.items():
+        mean = one.characters / max(1, one.lines)
+        print(f"{name:32} {one.code:7,} lines of code  {mean:5.1f} characters a line")
     print("\n".join(found) or "every function and file within its budget, every noun one class")
     return 1 if found else 0
 
