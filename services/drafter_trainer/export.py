@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.errors import ConfigError, PacelineError, WeightsError
-from paceline.models.config import architecture, read_config, read_config_json
+from paceline.models.config import read_config, read_config_json
 from paceline.models.loading import DTYPES, read_tensors
 from paceline.speculators.export import Exported, Format, export_drafter
-from paceline.speculators.kinds import SPECULATORS, find_kind
-from paceline.speculators.loading import net_of, read_drafter
+from paceline.speculators.kinds import SPECULATORS, find_kind, kind_of_checkpoint
+from paceline.speculators.loading import net_of
 
 HELP = """Write a trained drafter as another engine's checkpoint.
 
@@ -91,12 +91,10 @@ def export_checkpoint(
             "the output directory is not empty", seen=out, allowed="a new or empty directory"
         )
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
-    # A kind of our own is first read whole by its network: stricter than any loader.
-    kinds = [find_kind(speculator)] if speculator else list(SPECULATORS.values())
-    readers = [kind for kind in kinds if architecture(raw) in kind.architectures]
-    for kind in readers:
-        net_of(kind).read(source, target)
-    exported = export_drafter(raw, tensors, target, form, dtype)
+    kinds = [find_kind(speculator)] if speculator else SPECULATORS.values()
+    kind = net_of(kind_of_checkpoint(source, kinds))
+    # Read whole by its network first: stricter than any loader.
+    exported = export_drafter(kind.read(source, target), raw, tensors, target, form, dtype)
     out.mkdir(parents=True, exist_ok=True)
     (out / "config.json").write_text(json.dumps(exported.config, indent=2) + "\n", encoding="utf-8")
     if exported.file.endswith(".bin"):
@@ -106,14 +104,13 @@ def export_checkpoint(
         save_file(exported.tensors, out / exported.file, metadata={"format": "pt"})
         written = read_tensors(out)
     _compare(exported, written)
-    if form is Format.NATIVE and readers and not speculator:
-        read_drafter(out, target)
+    if form is Format.NATIVE:
+        kind.read(out, target)
     return exported
 
 
 def _compare(exported: Exported, written: Mapping[str, Tensor]) -> None:
     """Raises WeightsError unless the files hold exactly what was meant."""
-    exported.check(written)
     for name, tensor in exported.tensors.items():
         if written[name].dtype != tensor.dtype or not torch.equal(written[name], tensor):
             raise WeightsError(f"tensor {name} was not written as it was", seen=name)

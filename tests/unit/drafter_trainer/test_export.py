@@ -21,6 +21,7 @@ from paceline.models.config import read_config
 from paceline.speculators.eagle.net import EagleNet, EagleOptions
 from paceline.speculators.export import Format
 from paceline.speculators.loading import read_drafter
+from paceline.speculators.recurrent.lstm import LstmNet, LstmOptions
 
 V, H, DRAFT, INNER, N = 97, 48, 20, 32, 3
 LAYER = {
@@ -32,7 +33,7 @@ LAYER = {
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    save_random(tmp_path / "model", "llama")
+    save_random(tmp_path / "model", "llama", num_hidden_layers=4)
     return tmp_path / "model"
 
 
@@ -177,7 +178,7 @@ def test_eagle3_keeps_sglangs_names_and_numbers_its_layers_as_each_engine_does(
     model: Path, tmp_path: Path, form: Format
 ) -> None:
     source = made_up(tmp_path / "source", EAGLE3_CONFIG, EAGLE3_SHAPES, **vocabulary())
-    export_checkpoint_unread(source, model, tmp_path / "out", form, torch.bfloat16)
+    export_checkpoint(source, model, tmp_path / "out", form, torch.bfloat16)
     config, tensors = written(tmp_path / "out")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == EAGLE3_SHAPES | {
         "d2t": (DRAFT,),
@@ -192,25 +193,14 @@ def test_eagle3_keeps_sglangs_names_and_numbers_its_layers_as_each_engine_does(
     )
 
 
-def export_checkpoint_unread(
-    source: Path, model: Path, out: Path, form: Format, dtype: torch.dtype | None
-) -> None:
-    """Made-up tensors of kinds whose networks demand more than their exports: only the mapping is
-    tried.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("drafter_trainer.export.SPECULATORS", {})
-        export_checkpoint(source, model, out, form, dtype)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"d2t": -torch.arange(DRAFT)}, "does not name ascending"),
-        ({"t2d": torch.zeros(V, dtype=torch.bool)}, "d2t and t2d name different tokens"),
+        ({"d2t": -torch.arange(DRAFT)}, "d2t is not ascending"),
+        ({"t2d": torch.zeros(V, dtype=torch.bool)}, "t2d and d2t name other tokens"),
         (
             {"d2t": torch.zeros(DRAFT - 1, dtype=torch.int64)},
-            r"tensor d2t does not fit; seen: \(19,\); allowed: \(20,\)",
+            r"tensor d2t has a wrong shape; seen: \(19,\); allowed: \(20,\)",
         ),
         ({"norm.bias": torch.zeros(H)}, "tensor norm.bias is not part"),
         ({"fc.weight": torch.zeros(H, 2 * H)}, "tensor fc.weight has a wrong shape"),
@@ -222,7 +212,7 @@ def test_an_eagle3_that_loaders_would_misread_in_silence_is_refused(
 ) -> None:
     source = made_up(tmp_path / "source", EAGLE3_CONFIG, EAGLE3_SHAPES, **(vocabulary() | change))
     with pytest.raises(WeightsError, match=named):
-        export_checkpoint_unread(source, model, tmp_path / "out", Format.SGLANG, None)
+        export_checkpoint(source, model, tmp_path / "out", Format.SGLANG)
 
 
 def test_an_eagle3_whose_residual_is_normed_is_refused_for_sglang_which_would_ignore_that(
@@ -231,8 +221,8 @@ def test_an_eagle3_whose_residual_is_normed_is_refused_for_sglang_which_would_ig
     normed = EAGLE3_CONFIG | {"norm_before_residual": True}
     source = made_up(tmp_path / "source", normed, EAGLE3_SHAPES, **vocabulary())
     with pytest.raises(InvalidInput, match="norm_before_residual=true"):
-        export_checkpoint_unread(source, model, tmp_path / "out", Format.SGLANG, None)
-    export_checkpoint_unread(source, model, tmp_path / "out", Format.VLLM, None)
+        export_checkpoint(source, model, tmp_path / "out", Format.SGLANG)
+    export_checkpoint(source, model, tmp_path / "out", Format.VLLM)
     assert written(tmp_path / "out")[0]["norm_before_residual"] is True
 
 
@@ -268,7 +258,7 @@ def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(
             {f"speculator.{name}": tensor for name, tensor in tensors.items()},
             source / "model.safetensors",
         )
-    export_checkpoint_unread(source, model, tmp_path / "out", Format.VLLM, None)
+    export_checkpoint(source, model, tmp_path / "out", Format.VLLM)
     found, tensors = written(tmp_path / "out")
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == mlp_shapes(tied)
     assert found == config | {
@@ -283,9 +273,9 @@ def test_the_mlp_speculator_has_vllms_names_once_per_tied_tensor(
         tensors["speculator.emb.2.weight"] += 1
         save_file(tensors, source / "model.safetensors")
         with pytest.raises(
-            WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight but differs"
+            WeightsError, match=r"emb\.2\.weight is tied to emb\.0\.weight, but the two differ"
         ):
-            export_checkpoint_unread(source, model, tmp_path / "other", Format.VLLM, None)
+            export_checkpoint(source, model, tmp_path / "other", Format.VLLM)
 
 
 LSTM_CONFIG = {
@@ -318,7 +308,7 @@ def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
     model: Path, tmp_path: Path
 ) -> None:
     source = made_up(tmp_path / "source", LSTM_CONFIG, LSTM_SHAPES)
-    export_checkpoint_unread(source, model, tmp_path / "out", Format.ARCTIC, torch.bfloat16)
+    export_checkpoint(source, model, tmp_path / "out", Format.ARCTIC, torch.bfloat16)
     config, tensors = written(tmp_path / "out")
     ties = {f"{gate}_emb.0.weight" for gate in ("input", "output", "cell")} | {
         "head.1.weight",
@@ -339,11 +329,10 @@ def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"method": "sum_rnn"}, "method of drafter"),
-        ({"tie_lstm_embs": False}, "tie_lstm_embs of drafter"),
+        ({"method": "sum_rnn"}, "method is not supported in an LSTM"),
         ({"input_hidden_dim": 64}, "input_hidden_dim of drafter"),
-        ({"inner_dim": "64.32"}, "inner_dim of the drafter is no width"),
-        ({"n_predict": 0}, "n_predict of the drafter"),
+        ({"inner_dim": "64.32"}, "inner_dim must be one width"),
+        ({"n_predict": 0}, "n_predict is no whole number"),
         ({"vocab_size": 98}, "vocab_size of drafter"),
     ],
 )
@@ -352,7 +341,15 @@ def test_an_lstm_that_arctic_cannot_serve_is_refused_by_key(
 ) -> None:
     source = made_up(tmp_path / "source", LSTM_CONFIG | change, LSTM_SHAPES)
     with pytest.raises(PacelineError, match=named):
-        export_checkpoint_unread(source, model, tmp_path / "out", Format.ARCTIC, None)
+        export_checkpoint(source, model, tmp_path / "out", Format.ARCTIC)
+
+
+def test_an_lstm_with_an_embedding_for_each_gate_is_refused_for_arctic(
+    model: Path, tmp_path: Path
+) -> None:
+    LstmNet.fresh(read_config(model), LstmOptions(tie_lstm_embs=False), 0).save(tmp_path / "source")
+    with pytest.raises(InvalidInput, match="tie_lstm_embs=false"):
+        export_checkpoint(tmp_path / "source", model, tmp_path / "out", Format.ARCTIC)
 
 
 def test_a_directory_with_files_is_not_written_into(model: Path) -> None:
