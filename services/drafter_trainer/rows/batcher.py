@@ -61,18 +61,14 @@ def _drafts(sample: FeatureSample) -> dict[str, Tensor] | None:
     branches = sample.branches
     if branches is None:
         return None
-    rows, hidden = sample.hidden.shape[0], branches.hidden.float()
-    # Under row i of the sequence: beside position i. Under another draft: that draft's own
-    # position.
-    under = torch.where(
-        branches.parents < rows, branches.parents - 1, branches.parents - rows + sample.positions
-    )
+    hidden = branches.hidden.float()
     return {
         "states": torch.cat([sample.hidden.float(), hidden])[branches.parents],
         "next_states": hidden[:, -sample.hidden_size :],
         "next_tokens": branches.token_ids,
         "draft_tokens": torch.full_like(branches.token_ids, -1),
         "positions": branches.roots + branches.depths,
-        "parents": under,
+        # Row i of the sequence is beside position i; the drafts' positions follow its last one.
+        "parents": branches.parents - 1,
         "valid": torch.ones_like(branches.token_ids, dtype=torch.bool),
     }

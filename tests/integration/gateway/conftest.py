@@ -108,7 +108,7 @@ def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> Se
         }
         settings["engine"] = {
             "kind": "scripted",
-            "workers": 2,
+            "workers": 1,
             "script": str(path),
             **settings.get("engine", {}),
         }

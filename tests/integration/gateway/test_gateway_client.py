@@ -49,7 +49,7 @@ async def connect(
 
 
 async def test_models_health_and_a_wrong_token(serve_gateway: Any, connect: Connect) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         client = connect(served)
         assert await client.models() == ("tiny-model",)
         assert (await client.health())["status"] == "ok"
@@ -59,7 +59,7 @@ async def test_models_health_and_a_wrong_token(serve_gateway: Any, connect: Conn
 
 
 async def test_tokens_go_in_and_come_out_as_they_are(serve_gateway: Any, connect: Connect) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         caller = connect(served).attach(TOKEN)
         tokens = await caller.generate(list(served.codec.encode("1+1=")), max_tokens=64, seed=1)
         assert tokens.token_ids == (*served.codec.encode("1+1=3 #3")[1:], 1)
@@ -77,7 +77,7 @@ async def test_tokens_go_in_and_come_out_as_they_are(serve_gateway: Any, connect
 
 
 async def test_a_streamed_answer_is_the_whole_one(serve_gateway: Any, connect: Connect) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         caller = connect(served).attach(TOKEN)
         whole = await caller.chat([user("2+2=")], max_tokens=64, return_token_ids=True)
         assert (whole.text, whole.message["role"], whole.tool_calls) == (
@@ -100,7 +100,7 @@ async def test_leaving_a_stream_frees_the_engine(
     serve_gateway: Any, connect: Connect, script: dict[str, Any]
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         stream = (
             connect(served)
             .attach(TOKEN)
@@ -121,7 +121,7 @@ async def test_leaving_a_stream_frees_the_engine(
 async def test_a_session_is_what_its_agent_said_and_earned(
     serve_gateway: Any, connect: Connect
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         client = connect(served)
         async with client.session(task="sums", group="g1", group_size=2, sample_index=1) as session:
             first = await session.chat([user("2+2=")], max_tokens=64, return_token_ids=True)
@@ -159,7 +159,7 @@ async def test_a_session_is_what_its_agent_said_and_earned(
 async def test_how_a_block_is_left_is_how_the_session_ends(
     serve_gateway: Any, connect: Connect
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         client = connect(served)
 
         async def left_by(
@@ -186,7 +186,7 @@ async def test_how_a_block_is_left_is_how_the_session_ends(
 async def test_an_openai_client_and_another_process_go_on_with_a_session(
     serve_gateway: Any, connect: Connect
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         client = connect(served)
         session = await client.session()
         async with openai.AsyncOpenAI(**session.openai_options(), max_retries=0) as agent:
@@ -205,7 +205,7 @@ async def test_an_openai_client_and_another_process_go_on_with_a_session(
 async def test_a_sessions_key_acts_on_no_other_session(
     serve_gateway: Any, connect: Connect
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         one, other = await connect(served).session(), await connect(served).session()
         stranger = connect(served, token=one.api_key)
         for refused in (stranger.session_info(other.id), stranger.session(), stranger.claim(0.01)):
@@ -233,7 +233,7 @@ async def give_two_rewards(session: Any) -> None:
 async def test_tasks_of_a_run_are_claimed_led_and_counted(
     serve_gateway: Any, connect: Connect
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         request = served.tasks_request(environment="external", reward="agent")
         told: list[Any] = []
 

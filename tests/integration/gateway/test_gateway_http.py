@@ -28,7 +28,7 @@ async def complete(http: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         codec = served.codec
         answer = await complete(
             served.http, model="any-name", seed=1, return_token_ids=True, logprobs=2
@@ -54,7 +54,7 @@ async def test_completions_by_text_and_by_token_ids(serve_gateway: Any) -> None:
 
 
 async def test_streams_join_to_the_whole_answer(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         body = {
             "prompt": "1+1=",
             "max_tokens": 64,
@@ -75,7 +75,7 @@ async def test_streams_join_to_the_whole_answer(serve_gateway: Any) -> None:
 
 
 async def test_chat_uses_the_template_and_streams_deltas(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         messages = [
             {
                 "role": "user",
@@ -120,7 +120,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
 
 
 async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         for body, field in BAD_BODIES:
             response = await served.http.post("/v1/completions", json=body)
             assert response.status_code == 400, (body, response.text)
@@ -141,7 +141,7 @@ async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None
 async def test_penalties_of_an_engine_without_them_are_refused_by_capability_and_setting(
     serve_gateway: Any,
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         for asked in (
             {"presence_penalty": 1},
             {"repetition_penalty": 1.2},
@@ -162,7 +162,7 @@ async def test_penalties_of_an_engine_without_them_are_refused_by_capability_and
 
 
 async def test_models_and_health(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         assert (await served.http.get("/v1/models")).json()["data"][0]["id"] == "tiny-model"
         assert (await served.http.get("/health")).json()["status"] == "ok"
 
@@ -172,7 +172,7 @@ async def test_a_client_that_goes_away_frees_the_engine(
     serve_gateway: Any, script: dict[str, Any], stream: bool
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         body = {"prompt": "2+2=", "max_tokens": 450, "ignore_eos": True, "stream": stream}
 
         async def load() -> int:
@@ -205,7 +205,7 @@ async def test_with_a_token_in_the_environment_requests_need_it(
     serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         assert (await served.http.get("/v1/models")).status_code == 401
         allowed = await served.http.get("/v1/models", headers={"authorization": "Bearer secret"})
         assert allowed.status_code == 200

@@ -56,7 +56,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
 ) -> None:
     script |= {"arms": ["off", "eagle:3_1_4"], "accept_lengths": {"eagle:3_1_4": 3.0}}
     script |= {"default_cost_s": 0.01, "costs_s": {}}
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         await complete(served.http, 6)
         found = await scrape(served.http)
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
@@ -95,7 +95,7 @@ async def test_the_page_holds_what_requests_and_rounds_gave(
 
 
 async def test_a_lost_worker_is_counted_from_zero_and_the_page_goes_on(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         await complete(served.http, 2)
         assert by_label(await scrape(served.http), "tokens_total", "worker") == {"0": 48}
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
@@ -126,7 +126,7 @@ async def test_metrics_need_the_token_when_there_is_one(
     serve_gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         assert (await served.http.get("/metrics")).status_code == 401
         wrong = await served.http.get("/metrics", headers={"authorization": "Bearer other"})
         assert wrong.status_code == 401
@@ -138,7 +138,7 @@ async def test_a_process_that_keeps_no_metrics_says_which_setting_keeps_them(
     serve_gateway: Any,
 ) -> None:
     telemetry.setup("gateway", TelemetryConfig(prometheus=False))
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         response = await served.http.get("/metrics")
     assert response.status_code == 404
     assert "telemetry.prometheus=true" in response.json()["error"]["message"]

@@ -88,7 +88,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 async def test_bad_requests_name_what_is_wrong(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         for prompt, sampling, words in BAD_REQUESTS:
             with pytest.raises(grpc.aio.AioRpcError, match=words) as raised:
                 await generated(
@@ -138,7 +138,7 @@ async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
         {"samples_per_task": 0},
         {"purpose": tpb.PURPOSE_UNSPECIFIED},
     ]
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         for change in changes:
             with (
                 pytest.raises(
@@ -153,7 +153,7 @@ async def test_runs_that_cannot_work_are_refused(serve_gateway: Any) -> None:
 
 
 async def test_sampling_that_cannot_be_trained_is_refused_for_training(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         request = served.tasks_request()
         request.sampling.top_p = 0.9
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
@@ -163,7 +163,7 @@ async def test_sampling_that_cannot_be_trained_is_refused_for_training(serve_gat
 
 
 async def test_a_command_of_an_old_lease_is_refused(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         request = served.tasks_request(purpose=tpb.PURPOSE_EVAL)
         request.context.epoch = 5
         await run_tasks(served.stub, request)
@@ -183,7 +183,7 @@ async def test_a_killed_worker_is_replaced_and_its_requests_give_the_same_tokens
         "arms": ["off"],
         "response_tokens": [60, 60],
     }
-    async with serve_gateway() as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         prompt = rpb.TokenIds(ids=[40, 41, 42])
         request = rpb.GenerateRequest(
             token_ids=prompt, sampling=tpb.SamplingParams(temperature=1, max_tokens=64, seed=5)
@@ -213,7 +213,7 @@ async def test_an_engine_fault_ends_its_requests_with_the_message_and_the_worker
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:
     script["fault_token"] = 99
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=4, seed=1)
         bad = await generated(
             served.stub, rpb.GenerateRequest(token_ids=rpb.TokenIds(ids=[99]), sampling=sampling)
@@ -228,7 +228,7 @@ async def test_cancelling_a_call_frees_the_engine(
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         call = served.stub.Generate(
             rpb.GenerateRequest(text="2+2=", sampling=sampling), timeout=patient(20)
@@ -247,7 +247,7 @@ async def running(stub: RolloutServiceStub) -> int:
 
 
 async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         await served.stub.SetArm(rpb.SetArmRequest(arm="ngram:4_1_5"), timeout=patient(5))
         news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
         assert {arm.arm for arm in news[-1].finished.arms if arm.pulls} == {"ngram:4_1_5"}
@@ -257,7 +257,7 @@ async def test_a_forced_arm_is_the_only_one_pulled(serve_gateway: Any) -> None:
 
 async def test_too_many_requests_are_refused(serve_gateway: Any, script: dict[str, Any]) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}, queue={"running": 1, "limit": 1}) as served:
+    async with serve_gateway(queue={"running": 1, "limit": 1}) as served:
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         request = rpb.GenerateRequest(text="2+2=", sampling=sampling)
         first = served.stub.Generate(request, timeout=patient(20))
@@ -290,7 +290,9 @@ async def test_workers_hear_what_the_others_learned_when_tasks_end(
         send(process, command)
 
     monkeypatch.setattr(WorkerProcess, "send", listen)
-    async with serve_gateway(speculation={"bandit": {"kind": "cost_model"}}) as served:
+    async with serve_gateway(
+        engine={"workers": 2}, speculation={"bandit": {"kind": "cost_model"}}
+    ) as served:
         await run_tasks(served.stub, served.tasks_request())
         status = await served.stub.GetStatus(rpb.GetStatusRequest())
     assert {index for index, _ in told} == {0, 1}
@@ -317,7 +319,7 @@ async def test_bandits_that_do_not_share_send_nothing(
 
 async def test_a_worker_that_cannot_be_built_says_why(serve_gateway: Any) -> None:
     with pytest.raises(PacelineError, match="no such bandit"):
-        async with serve_gateway(engine={"workers": 1}, speculation={"bandit": {"kind": "coin"}}):
+        async with serve_gateway(speculation={"bandit": {"kind": "coin"}}):
             pass
 
 
@@ -329,5 +331,5 @@ async def test_a_taken_port_is_refused(serve_gateway: Any) -> None:
             {"gateway": "127.0.0.1:0", "http": address},
         ):
             with pytest.raises(ConfigError, match="in use"):
-                async with serve_gateway(engine={"workers": 1}, addresses=addresses):
+                async with serve_gateway(addresses=addresses):
                     pass

@@ -197,7 +197,7 @@ async def post(served: Any, session: str, value: float) -> int:
 async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history_forks(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}, **redis_keys(redis_url, run_id)) as served:
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
         session = await open_session(served, group_id="g", group_size=2)
         prompt = list(served.codec.encode("2+2="))
         first = await generate(served, session, prompt, max_tokens=3)
@@ -231,7 +231,7 @@ async def test_turns_that_extend_each_other_are_one_branch_and_a_changed_history
 async def test_a_session_without_a_reward_is_never_published(
     serve_gateway: Any, redis_url: str, redis_client: redis.asyncio.Redis, run_id: str
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}, **redis_keys(redis_url, run_id)) as served:
+    async with serve_gateway(**redis_keys(redis_url, run_id)) as served:
         session = await open_session(served)
         await generate(served, session, "2+2=")
         closed = await served.stub.CloseSession(
@@ -247,7 +247,7 @@ async def test_a_session_without_a_reward_is_never_published(
 async def test_sampling_that_cannot_be_trained_is_refused_unless_the_session_says_so(
     serve_gateway: Any,
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         with pytest.raises(grpc.aio.AioRpcError, match="cannot be trained"):
             await generate(served, await open_session(served), "2+2=", top_k=5)
         free = await open_session(served, trainable=False)

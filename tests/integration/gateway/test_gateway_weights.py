@@ -45,7 +45,7 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
     serve_gateway: Any, script: dict[str, Any]
 ) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway() as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         assert await worker_versions(served) == [(0, 0), (0, 0)]
         sampling = tpb.SamplingParams(temperature=1, max_tokens=100, seed=1, ignore_eos=True)
@@ -65,7 +65,7 @@ async def test_a_commit_swaps_all_workers_and_running_requests_go_on(
 async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set(
     serve_gateway: Any,
 ) -> None:
-    async with serve_gateway() as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 3)
         await push(served, pb.WEIGHT_TARGET_DRAFTER, 2)
         await commit(served, VersionSet(1, 3, 2))
@@ -80,7 +80,7 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
                 pass
             while await worker_versions(served) != [(3, 2), (3, 2)]:
                 pass
-    async with serve_gateway() as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         assert await worker_versions(served) == [(3, 2), (3, 2)]
         status = await served.stub.GetStatus(rpb.GetStatusRequest(), timeout=patient(5))
         assert (status.versions.seq, status.versions.policy, status.versions.drafter) == (1, 3, 2)
@@ -89,7 +89,7 @@ async def test_a_replaced_worker_and_a_restarted_gateway_serve_the_committed_set
 async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_refused(
     serve_gateway: Any,
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         with pytest.raises(WeightsError, match="not prepared"):
             await commit(served, VersionSet(1, 5, 0))
         await push(served, pb.WEIGHT_TARGET_DRAFTER, 1)
@@ -103,7 +103,7 @@ async def test_a_drafter_rolls_back_under_a_new_seq_and_unprepared_versions_are_
 
 
 async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         await abort_version(served.channel, CONTEXT, pb.WEIGHT_TARGET_POLICY, 1)
         with pytest.raises(WeightsError):
@@ -112,7 +112,7 @@ async def test_an_aborted_version_cannot_be_committed(serve_gateway: Any) -> Non
 
 async def test_abort_mode_ends_running_requests(serve_gateway: Any, script: dict[str, Any]) -> None:
     script |= {"real_time": True, "default_cost_s": 0.01, "costs_s": {}, "arms": ["off"]}
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         await push(served, pb.WEIGHT_TARGET_POLICY, 1)
         sampling = tpb.SamplingParams(temperature=1, max_tokens=400, seed=1, ignore_eos=True)
         call = served.stub.Generate(

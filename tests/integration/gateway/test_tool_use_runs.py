@@ -52,7 +52,7 @@ async def test_a_task_is_solved_with_the_calculator_and_with_python(
         rpb.TaskSpec(task_id="product", prompt="6 times 7", answer="42", group_id="p"),
         rpb.TaskSpec(task_id="sum", prompt="sum to ten", answer="55", group_id="s", task_index=1),
     ]
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         samples = await ran(served, tasks, "tool_use", "math_answer")
         codec = served.codec
     assert {name: sample.reward.value for name, sample in samples.items()} == {
@@ -76,6 +76,6 @@ async def test_code_is_scored_by_the_share_of_its_tests(
         group_id="g",
         metadata={"tests": "assert f(1) == 2\nassert f(1) == 3\n"},
     )
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         samples = await ran(served, [task], "single_turn", "code_tests")
     assert samples["f"].reward.value == 0.5

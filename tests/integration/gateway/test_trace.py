@@ -44,7 +44,7 @@ def spans_of(directory: Path) -> list[dict[str, Any]]:
 async def test_http_and_engine_spans_hang_below_the_callers(
     serve_gateway: Any, spans_dir: Path, stream: bool, choices: int
 ) -> None:
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         agent = await opened(served)
         body = {**BODY, "stream": stream, "n": choices}
         answer = await served.http.post(
@@ -65,7 +65,7 @@ async def test_a_stream_that_its_client_leaves_ends_its_spans_in_order(
 ) -> None:
     script |= SLOW
     caplog.set_level(logging.WARNING)
-    async with serve_gateway(engine={"workers": 1}) as served:
+    async with serve_gateway() as served:
         agent = await opened(served)
         body = {**BODY, "stream": True, "ignore_eos": True}
         headers = {**agent.headers, **HEADER}

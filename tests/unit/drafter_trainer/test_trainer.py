@@ -237,7 +237,7 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     assert np.cumprod(promoted.conditional) == pytest.approx(promoted.survival)
     assert set(promoted.lengths_by_bucket) == {"prompt_end", "early", "late"}
     assert (promoted.lm_head_hash, promoted.path) == (HASH, str(trainer.candidates.path(1)))
-    assert promoted.optimizer_steps % 5 == 0
+    assert [one.optimizer_steps for one in judged] == [5 * (i + 1) for i in range(len(judged))]
     (contender,) = trainer.trainer.standing().leaderboard
     assert (contender.kind, contender.accept_length, contender.servable) == (
         "eagle",
@@ -362,7 +362,9 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
     (promoted,) = trainer.judged("promoted")
     trainer.learn_at(1e-12)
     trainer.trainer.on_serving(1)
+    assert trainer.trainer.gate.state()["taken_back_version"] == 0
     trainer.trainer.on_serving(0)  # live acceptance fell
+    assert trainer.trainer.gate.state()["taken_back_version"] == 1
     trainer.parent.sent.clear()
     trainer.run(2, max_steps=3)
     rolled_back, *later = trainer.judged()

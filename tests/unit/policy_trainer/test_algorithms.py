@@ -199,5 +199,7 @@ def test_the_behavior_correction_is_capped_detached_and_off_by_default() -> None
     assert not weights.requires_grad
     tokens = TokenBatch(proximal, proximal.detach(), behavior, torch.tensor([1.0, 1.0]))
     assert build_algorithm(AlgorithmConfig()).loss(tokens).loss_sum.item() == pytest.approx(-2.0)
-    capped = build_algorithm(AlgorithmConfig(behavior_cap=2.0)).loss(tokens)
-    assert capped.loss_sum.item() == pytest.approx(-math.exp(0.5) - 2.0, rel=1e-6)
+    for cap in (0.5, 1.0, 2.0):
+        capped = build_algorithm(AlgorithmConfig(behavior_cap=cap)).loss(tokens)
+        expected = -min(math.exp(0.5), cap) - cap
+        assert capped.loss_sum.item() == pytest.approx(expected, rel=1e-6)

@@ -29,6 +29,7 @@ def grown(rows: int, seed: int, shape: DraftShape) -> tuple[Drafts, int]:
     def expand(beam: Beam) -> torch.Tensor:
         nonlocal beams, expanded
         expanded += 1
+        assert beam.level == expanded
         beams = [
             [
                 (*beams[row][int(source)], int(token))
