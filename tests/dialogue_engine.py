@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.planner import Planner
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
@@ -110,10 +110,10 @@ class Desk:
         """One that no completion had."""
         return f"c{next(self._names)}"
 
-    def answer(self, plan: Plan, saying: Saying) -> Piece:
+    def answer(self, plan: Plan, saying: Saying) -> Call:
         """The plan, run."""
         self.engine.saying = saying
-        return done(Call(self.engine, plan).whole())
+        return done(Call(self.engine, plan).run())
 
 
 def sampling(**change: Any) -> Callable[[int, int], tpb.SamplingParams]:

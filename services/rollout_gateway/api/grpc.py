@@ -52,7 +52,8 @@ class RolloutServicer(RolloutServiceServicer):
         gateway = self._gateway
         gateway.admit()
         plan = replace(self._plan(request), forced_arm=request.forced_arm)
-        async with aclosing(gateway.call(plan).pieces(stream=True)) as pieces:
+        call = gateway.call(plan)
+        async with aclosing(call.pieces(stream=True)) as pieces:
             async for piece in pieces:
                 news = rpb.GenerateResponse(
                     chunk=piece.chunk,
@@ -62,8 +63,8 @@ class RolloutServicer(RolloutServiceServicer):
                 if piece.finish:
                     news.prompt_tokens = len(plan.prompt)
                     news.completion_id = plan.completion_id
-                    if piece.message is not None:
-                        news.message_json = json.dumps(piece.message.shown(), ensure_ascii=False)
+                    if (message := call.message) is not None:
+                        news.message_json = json.dumps(message.shown(), ensure_ascii=False)
                 yield news
 
     async def OpenSession(

@@ -8,9 +8,9 @@ answers at once finds its history known.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import InvalidInput, Unavailable
@@ -45,9 +45,8 @@ class Piece:
     chunk: pb.TokenChunk
     text: str  # text that has become certain
     delta: Delta | None = None  # of a conversation: what the text means
-    message: Message | None = None  # of a conversation, on the last piece: the whole message
     finish: str = ""  # on the last piece: "stop" | "length" | "tool_calls" | "abort" | "error"
-    reasoning_tokens: int = 0  # on the last piece
+    start: int = 0  # characters that were said before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +96,43 @@ class EngineAccess(Protocol):
 
 @dataclass
 class Call:
-    """A planned generation as it runs."""
+    """A planned generation as it runs, and what it has said so far."""
 
     engine: EngineAccess
     plan: Plan
     generation: Generation | None = field(default=None, init=False)
+    text: str = field(default="", init=False)
+    finish: str = field(default="", init=False)  # of the last piece
     _recorded: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self._parser = plan.parser() if plan.parser is not None else None
+        kept = self._parser.kept if self._parser is not None else ()
+        self._decoder = self.engine.codec.stream(plan.sampling.stop, kept)
+
+    @property
+    def whole(self) -> pb.TokenChunk:
+        """All that the engine has given out."""
+        assert self.generation is not None
+        return self.generation.whole
+
+    @property
+    def message(self) -> Message | None:
+        """Of a conversation: what was said, a prefill included."""
+        return None if self._parser is None else self._parser.message
+
+    @property
+    def deltas(self) -> list[Delta]:
+        """Of a conversation: what was said, without a prefill."""
+        return [] if self._parser is None else self._parser.deltas
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of a conversation's answer that were thought, not said."""
+        if self._parser is None:
+            return 0
+        return self._parser.reasoning_tokens(self.whole.token_ids, self.engine.codec.decode_all)
 
     async def pieces(self, *, stream: bool) -> AsyncGenerator[Piece]:
         """Piece by piece; one piece when it does not stream.
@@ -119,13 +149,12 @@ class Call:
             async with place:
                 with span("engine.request", prompt_tokens=len(plan.prompt)) as current:
                     self.generation = generation = engine.submit(plan, stream=stream)
-                    said = _GrowingText(engine.codec, plan)
                     async for chunk in generation.chunks():
                         _refuse(chunk)
-                        piece = said.take(chunk)
+                        piece = self._take(chunk)
                         if chunk.finish_reason:
                             describe(current, generation)
-                            self._record(generation, piece)
+                            self._record(generation)
                         yield piece
         finally:
             if self.generation is not None and not self.generation.finished:
@@ -133,15 +162,34 @@ class Call:
             if plan.session is not None and not self._recorded:
                 plan.session.end(len(plan.new_ids), None)
 
-    async def whole(self) -> Piece:
-        """The answer at once."""
-        pieces = [piece async for piece in self.pieces(stream=False)]
-        return pieces[-1] if len(pieces) == 1 else merged(pieces)
+    async def run(self) -> Call:
+        """To the end, without streaming."""
+        async with aclosing(self.pieces(stream=False)) as pieces:
+            async for _ in pieces:
+                pass
+        return self
 
-    def _record(self, generation: Generation, piece: Piece) -> None:
+    def _take(self, chunk: pb.TokenChunk) -> Piece:
+        """The text of new tokens, and what it means."""
+        news = self._decoder.push(chunk.token_ids)
+        finish = FINISH_NAMES[chunk.finish_reason]
+        if finish:
+            news += self._decoder.finish(chunk.matched_stop)
+        start, delta = len(self.text), None
+        self.text += news
+        if self._parser is not None:
+            delta = self._parser.push(news)
+            if finish:
+                delta = Delta.of([delta, self._parser.finish()])
+                finish = finish_name(self._parser.message, finish)
+        self.finish = finish
+        return Piece(chunk, news, delta, finish, start)
+
+    def _record(self, generation: Generation) -> None:
         plan, chunk = self.plan, generation.whole
         if plan.session is None or chunk.finish_reason not in _RECORDED:
             return
+        message = self.message
         turn = Turn(
             completion_id=plan.completion_id,
             parent=plan.parent,
@@ -154,8 +202,8 @@ class Call:
             temperature=generation.request.sampling.temperature,
             speculation=stats_from_proto(chunk.speculation),
             smallest_gap=chunk.smallest_gap,
-            message=piece.message,
-            digest=piece.message.digest(plan.digest) if piece.message is not None else b"",
+            message=message,
+            digest=message.digest(plan.digest) if message is not None else b"",
         )
         # With the stop string that the answer leaves out: a prompt is that of the tokens or it is
         # another history.
@@ -170,50 +218,11 @@ class Call:
         self.engine.recorded(plan, generation, turn)
 
 
-class _GrowingText:
-    """Text and meaning of one growing response."""
-
-    def __init__(self, codec: TextCodec, plan: Plan) -> None:
-        self._codec = codec
-        self._parser = parser = plan.parser() if plan.parser is not None else None
-        self._ids: list[int] = []
-        self._stream = codec.stream(plan.sampling.stop, parser.kept if parser is not None else ())
-
-    def take(self, chunk: pb.TokenChunk) -> Piece:
-        self._ids += chunk.token_ids
-        news = self._stream.push(chunk.token_ids)
-        if chunk.finish_reason:
-            news += self._stream.finish(chunk.matched_stop)
-        finish = FINISH_NAMES[chunk.finish_reason]
-        parser = self._parser
-        if parser is None:
-            return Piece(chunk, news, finish=finish)
-        delta = parser.push(news)
-        if not finish:
-            return Piece(chunk, news, delta)
-        delta = Delta.of([delta, parser.finish()])
-        message = parser.message
-        finish = finish_name(message, finish)
-        thought = parser.reasoning_tokens(self._ids, self._codec.decode_all)
-        return Piece(chunk, news, delta, message, finish, thought)
-
-
 def _refuse(chunk: pb.TokenChunk) -> None:
     """Raises what the engine refused for the caller's reasons, or for now."""
     for kind in (Unavailable, InvalidInput):
         if chunk.error.startswith(f"{kind.reason}: "):
             raise kind(chunk.error.partition(": ")[2])
-
-
-def merged(pieces: Sequence[Piece]) -> Piece:
-    """All pieces of one completion as one."""
-    whole = pb.TokenChunk()
-    for piece in pieces:
-        whole.MergeFrom(piece.chunk)
-    deltas = [piece.delta for piece in pieces if piece.delta is not None]
-    text = "".join(piece.text for piece in pieces)
-    delta = Delta.of(deltas) if deltas else None
-    return replace(pieces[-1], chunk=whole, text=text, delta=delta)
 
 
 def generation_seed(base: int, number: int) -> int:

@@ -59,7 +59,9 @@ class ChatParser:
         marks = tool_format.special_tokens if tool_format is not None else ()
         self.kept = (*marks, THINK, THOUGHT) if reasoning else marks
         """Special tokens whose text has to be pushed as well."""
-        self._deltas = [Delta(prefill)]
+        self._prefill = prefill
+        self.deltas: list[Delta] = []
+        """News so far."""
         self._opens_thinking = starts_in_reasoning and not forced
         self._format = tool_format
         self._digits = digits
@@ -87,20 +89,20 @@ class ChatParser:
     @property
     def message(self) -> Message:
         """The whole message so far, the prefill included."""
-        return joined(self._deltas)
+        return joined([Delta(self._prefill), *self.deltas])
 
     def reasoning_tokens(
         self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> int:
         """How many of the response's tokens were thought, not said."""
-        if not any(delta.reasoning for delta in self._deltas):
+        if not any(delta.reasoning for delta in self.deltas):
             return 0
         return reasoning_tokens(token_ids, decode, starts_in_reasoning=self._opens_thinking)
 
     def _next(self) -> Delta:
         next(self._reading, None)
         delta = self._news.taken()
-        self._deltas.append(delta)
+        self.deltas.append(delta)
         return delta
 
     def _message(self, reasoning: bool, started: bool) -> Reading[None]:

@@ -16,7 +16,7 @@ from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.call import FINISH_NAMES, Piece, Plan
+from rollout_gateway.calls.call import FINISH_NAMES, Call, Plan
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
@@ -86,8 +86,8 @@ class _SessionModel:
         (plan,) = self._gateway.planner.completions(
             caller, [prompt], self._sampling, count=1, completion_id=self._name
         )
-        piece = await self._run(plan)
-        return TextTurn(tuple(piece.chunk.token_ids), piece.text, piece.finish)
+        call = await self._run(plan)
+        return TextTurn(tuple(call.whole.token_ids), call.text, call.finish)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
@@ -97,8 +97,8 @@ class _SessionModel:
         (plan,) = self._gateway.planner.chat(
             caller, request, self._sampling, count=1, completion_id=self._name
         )
-        piece = await self._run(plan)
-        return ChatTurn(piece.message or Message("assistant", piece.text), piece.finish)
+        call = await self._run(plan)
+        return ChatTurn(call.message or Message("assistant", call.text), call.finish)
 
     @property
     def _name(self) -> str:
@@ -110,13 +110,13 @@ class _SessionModel:
         sampling.ClearField("seed")  # the session's
         return sampling
 
-    async def _run(self, plan: Plan) -> Piece:
+    async def _run(self, plan: Plan) -> Call:
         job = self._job
         return await self._gateway.call(
             replace(
                 plan, worker=job.worker_index, forced_arm=job.request.forced_arm, queue_key=None
             )
-        ).whole()
+        ).run()
 
 
 class SampleRuns:

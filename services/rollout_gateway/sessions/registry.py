@@ -39,6 +39,16 @@ class Ended:
         default_factory=dict
     )  # as it was at its end; nothing of a former process's
 
+    def json(self) -> dict[str, Any]:
+        """What is known of it."""
+        return {
+            "id": self.session_id,
+            "object": "session",
+            "state": str(self.state),
+            "fail_reason": None if self.reason is None else str(self.reason),
+            **self.shown,
+        }
+
     def error(self) -> FailedPrecondition:
         """What a call on it gets."""
         return ended_error(self.session_id, self.state, self.reason)

@@ -23,7 +23,8 @@ from schemathesis.specs.openapi.checks import (
 
 from paceline.local.patience import patient
 from rollout_gateway.api.http.app import build_app
-from rollout_gateway.api.http.openapi import OPERATIONS, document
+from rollout_gateway.api.http.openapi import document
+from rollout_gateway.api.http.routes import OPERATIONS
 
 CHECKS = [
     not_a_server_error,

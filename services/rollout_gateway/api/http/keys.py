@@ -13,38 +13,44 @@ CURRENT = "current"
 """Stands for the session of the key."""
 
 
+def gateway_of(request: Request) -> Gateway:
+    """The gateway that serves a request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
 def api_key(request: Request) -> str:
     """The key of a request: OpenAI's bearer token, or Anthropic's x-api-key."""
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     return value.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-async def caller_of(gateway: Gateway, request: Request) -> Caller:
+async def caller_of(request: Request) -> Caller:
     """Who asks.
 
     Raises InvalidInput (UNAUTHENTICATED), FailedPrecondition for the key of an ended session.
     """
-    return await gateway.agents.caller(api_key(request))
+    return await gateway_of(request).agents.caller(api_key(request))
 
 
-async def require_token(gateway: Gateway, request: Request) -> None:
+async def require_token(request: Request) -> None:
     """Raises InvalidInput for the key of a session: it opens nothing but the session itself."""
-    if (await caller_of(gateway, request)).session is not None:
+    if (await caller_of(request)).session is not None:
         raise InvalidInput(
             "a session's key cannot do this", reason="NOT_ALLOWED", allowed="the gateway's token"
         )
 
 
-async def session_of(gateway: Gateway, request: Request) -> Session | Ended:
+async def session_of(request: Request) -> Session | Ended:
     """The session that the path names, open or ended, if the key may act on it.
 
     Raises InvalidInput, NotFound.
     """
+    sessions = gateway_of(request).agents.sessions
     named = str(request.path_params["id"])
-    key = api_key(request)
-    owner = gateway.agents.sessions.owner(key)
+    owner = sessions.owner(api_key(request))
     if owner is None:
-        await gateway.agents.caller(key)
+        await caller_of(request)
         if named == CURRENT:
             raise InvalidInput(
                 "current is the session of a session's key", seen="another key", allowed="an id"
@@ -53,5 +59,12 @@ async def session_of(gateway: Gateway, request: Request) -> Session | Ended:
         raise InvalidInput(
             "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
         )
-    ended = gateway.agents.sessions.ended(owner or named)
-    return gateway.agents.sessions.get(owner or named) if ended is None else ended
+    return sessions.ended(owner or named) or sessions.get(owner or named)
+
+
+async def open_session_of(request: Request) -> Session:
+    """The same, if it is open. Raises FailedPrecondition for an ended one."""
+    found = await session_of(request)
+    if isinstance(found, Ended):
+        raise found.error()
+    return found

@@ -1,10 +1,9 @@
-"""The published OpenAPI 3.1 document. Owns the table of operations; bodies describe themselves."""
+"""Publishes the operations as an OpenAPI 3.1 document; bodies describe themselves."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -13,13 +12,9 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from rollout_gateway.api.http import sessions
-from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
-from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
 from rollout_gateway.api.http.openapi_answers import ANSWERS, EVENT, TEXT, Schema
-from rollout_gateway.api.http.responses.schema import ResponsesBody
+from rollout_gateway.api.http.routes import OPERATIONS, Operation
 
 READ = (400, 401, 403, 404, 409)
 """Errors of any operation that needs a key."""
@@ -40,101 +35,6 @@ SCHEMES = {
         "description": "The same, as Anthropic has it.",
     },
 }
-FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What one path does with one method."""
-
-    method: str
-    path: str
-    summary: str
-    answer: str  # name of the schema of what it answers
-    body: type[BaseModel] | None = None
-    status: int = 200
-    errors: tuple[int, ...] = WRITE
-    streams: bool = False  # the body may ask for events
-    query: tuple[Schema, ...] = ()
-    empty: str = ""  # when it answers 204
-
-    @property
-    def anthropic(self) -> bool:
-        """Whether errors have Anthropic's shape."""
-        return self.path.startswith("/v1/messages")
-
-
-ONE_SESSION = "/v1/sessions/{id}"
-OPERATIONS = (
-    Operation("get", "/health", "200 while a worker serves, else 503", "Health", errors=()),
-    Operation("get", "/v1/models", "The model that is served", "ModelList", errors=READ),
-    Operation("get", "/v1/models/{name}", "One model", "Model", errors=READ),
-    Operation(
-        "post",
-        "/v1/completions",
-        "OpenAI's completions",
-        "Completion",
-        CompletionBody,
-        streams=True,
-    ),
-    Operation(
-        "post", "/v1/chat/completions", "OpenAI's chat", "ChatCompletion", ChatBody, streams=True
-    ),
-    Operation(
-        "post", "/v1/responses", "OpenAI's responses", "Response", ResponsesBody, streams=True
-    ),
-    Operation("get", "/v1/responses/{id}", "A stored response", "Response", errors=READ),
-    Operation(
-        "delete", "/v1/responses/{id}", "Forget a stored response", "DeletedResponse", errors=READ
-    ),
-    Operation(
-        "post", "/v1/messages", "Anthropic's messages", "Message", MessagesBody, streams=True
-    ),
-    Operation(
-        "post",
-        "/v1/messages/count_tokens",
-        "Tokens of a conversation",
-        "TokenCount",
-        ConversationBody,
-    ),
-    Operation(
-        "post",
-        "/v1/sessions",
-        "Open a session",
-        "OpenedSession",
-        sessions.OpenBody,
-        status=201,
-        empty="No task came in time.",
-    ),
-    Operation("get", ONE_SESSION, "A session", "Session", errors=READ),
-    Operation(
-        "get",
-        f"{ONE_SESSION}/export",
-        "Its tree or samples",
-        "SessionExport",
-        errors=READ,
-        query=(FORM,),
-    ),
-    Operation(
-        "post",
-        f"{ONE_SESSION}/reward",
-        "Reward it or one of its turns",
-        "Session",
-        sessions.RewardBody,
-    ),
-    Operation(
-        "post",
-        f"{ONE_SESSION}/complete",
-        "End it: final or unscored",
-        "Session",
-        sessions.CompleteBody,
-    ),
-    Operation("post", f"{ONE_SESSION}/abort", "End it: aborted", "Session"),
-    Operation("post", f"{ONE_SESSION}/fail", "End it: failed", "Session", sessions.FailBody),
-    Operation(
-        "post", "/v1/rewards", "Reward a completion", "Session", sessions.CompletionRewardBody
-    ),
-)
 
 
 @functools.cache
@@ -157,13 +57,9 @@ def document() -> dict[str, Any]:
     }
 
 
-def route() -> Route:
+async def show(request: Request) -> Response:
     """GET /openapi.json; it needs no key."""
-
-    async def show(request: Request) -> Response:
-        return JSONResponse(document())
-
-    return Route("/openapi.json", show)
+    return JSONResponse(document())
 
 
 def _described(operation: Operation) -> dict[str, Any]:
@@ -184,7 +80,7 @@ def _described(operation: Operation) -> dict[str, Any]:
             "required": any(field.is_required() for field in operation.body.model_fields.values()),
             "content": _json(operation.body.__name__),
         }
-    if not operation.errors:
+    if operation.open:
         described["security"] = []
     return described
 
@@ -201,10 +97,11 @@ def _responses(operation: Operation) -> dict[str, Any]:
     found: dict[str, Any] = {str(operation.status): {"description": "Done.", "content": content}}
     if operation.empty:
         found["204"] = {"description": operation.empty}
-    if not operation.errors:
+    if operation.open:
         found["503"] = {"description": "No worker serves yet.", "content": _json(operation.answer)}
+        return found
     shape = "AnthropicError" if operation.anthropic else "Error"
-    for status in operation.errors:
+    for status in WRITE if operation.method == "post" else READ:
         found[str(status)] = {"description": HTTPStatus(status).phrase, "content": _json(shape)}
     return found
 

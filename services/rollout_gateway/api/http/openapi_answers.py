@@ -133,3 +133,4 @@ ANSWERS: dict[str, Schema] = {
     },
 }
 """Schemas by name, as `components.schemas` has them."""
+FORM = {"name": "form", "in": "query", "schema": {"enum": ["tree", "samples"], "default": "tree"}}

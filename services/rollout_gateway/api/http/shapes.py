@@ -9,6 +9,7 @@ identifiers: error paths leave them out.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -23,9 +24,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, core_schema
 
+from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.sampling import RANGES
 
-_PLAIN = tuple(name for name in RANGES if name not in ("max_tokens", "top_logprobs"))
+_PLAIN = {*RANGES, "ignore_eos", "logit_bias"} - {"max_tokens", "top_logprobs"}
+"""Sampling parameters that bodies spell as they are spelled everywhere."""
+MAX_STOPS = 16
 MAX_JSON_DEPTH = 64
 """Objects and arrays inside each other at most, in values that go on to templates and back to
 clients.
@@ -169,6 +173,14 @@ Off = Annotated[bool, NullIs(False)]
 On = Annotated[bool, NullIs(True)]
 
 
+Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
+
+
+def stop_list(stop: str | list[str] | None) -> list[str]:
+    """One text or several."""
+    return [stop] if isinstance(stop, str) else stop or []
+
+
 def joined_text(content: str | list[Any] | None) -> str:
     """Parts one after the other, with nothing between them."""
     if content is None or isinstance(content, str):
@@ -176,6 +188,57 @@ def joined_text(content: str | list[Any] | None) -> str:
     return "".join(part.text for part in content)
 
 
-def plain_sampling(body: BaseModel) -> dict[str, Any]:
-    """The sampling parameters that a body spells as they are spelled everywhere."""
-    return {name: getattr(body, name) for name in _PLAIN if name in type(body).model_fields}
+class SampledBody(StrictShape):
+    """A body that makes the model speak."""
+
+    model: str | None = None
+    stream: Off = False
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    seed: Seed | None = None
+
+    def limit(self) -> int | None:
+        """Tokens to generate at most."""
+        raise NotImplementedError
+
+    def stops(self) -> Sequence[str]:
+        """Texts that end the answer."""
+        raise NotImplementedError
+
+    def json_schema(self) -> str:
+        """The schema that the answer has to match, as JSON; "{}" is any object, "" no demand."""
+        return ""
+
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives per token; None when no log-probs are asked for."""
+        return None
+
+    def sampling(self, index: int, room: int) -> tpb.SamplingParams:
+        """How to draw choice `index` with `room` tokens left: with a seed, choice i draws with
+        seed + i.
+        """
+        known = type(self).model_fields.keys() & _PLAIN
+        return tpb.SamplingParams(
+            **{name: value for name in known if (value := getattr(self, name)) is not None},
+            max_tokens=self.limit() or room,
+            stop=self.stops(),
+            top_logprobs=self.wanted_logprobs() or 0,
+            json_schema=self.json_schema(),
+            seed=None if self.seed is None else self.seed + index,
+        )
+
+
+class FunctionShape(StrictShape):
+    """A function that the model may call."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: JsonObject | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates read it, and as every API hashes it."""
+        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {
+            "type": "function",
+            "function": {key: value for key, value in about.items() if value is not None},
+        }

@@ -1,15 +1,11 @@
-"""Plans run and answered over HTTP: at once or as server-sent events.
-
-Owns streams; what they say is the answers'.
-"""
+"""Runs the calls of a request, and answers it at once or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -17,75 +13,17 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.errors import InternalError, PacelineError, Unavailable
-from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.calls.call import Piece, Plan
-from rollout_gateway.chat.messages import Delta, Message, joined
-from rollout_gateway.gateway import Gateway
+from rollout_gateway.api.http import bodies
+from rollout_gateway.api.http.answers import Answers, B, Event
+from rollout_gateway.api.http.keys import caller_of, gateway_of
+from rollout_gateway.calls.call import Call, Piece
 
 STREAM_QUEUE = 64
 """Pieces of one answer that wait for a slow client; more wait merged inside their generation."""
-Event = tuple[str, dict[str, Any]]
-"""(name of the event, or "" where the API names none; body)"""
 Pieces = AsyncGenerator[tuple[int, Piece]]
 """(choice, its next piece)"""
+Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
-
-
-@dataclass
-class AnswerChoice:
-    """One completion so far."""
-
-    prompt_tokens: int
-    text: str = ""
-    finish: str = ""  # "stop" | "length" | "tool_calls" | "abort" | "error", at the end
-    reasoning_tokens: int = 0
-    whole: pb.TokenChunk = field(default_factory=pb.TokenChunk)
-    deltas: list[Delta] = field(default_factory=list)
-
-    @property
-    def message(self) -> Message:
-        """What was said in a conversation, without a prefill."""
-        return joined(self.deltas)
-
-    def add(self, piece: Piece) -> None:
-        """Take news. Raises InternalError when the engine failed."""
-        self.text += piece.text
-        self.whole.MergeFrom(piece.chunk)
-        if piece.delta is not None:
-            self.deltas.append(piece.delta)
-        if piece.finish:
-            self.finish, self.reasoning_tokens = piece.finish, piece.reasoning_tokens
-            if piece.finish == "error":
-                raise InternalError(piece.chunk.error)
-
-
-class Answers(Protocol):
-    """One API's spelling of one request's answers."""
-
-    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
-        """The answer of a request that does not stream."""
-        ...
-
-    def first(self) -> list[Event]:
-        """Events before anything is said."""
-        ...
-
-    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
-        """Events of one piece; `choice` holds it already."""
-        ...
-
-    def last(self, choices: list[AnswerChoice]) -> list[Event]:
-        """Events after the choices."""
-        ...
-
-    def failed(self, error: PacelineError) -> list[Event]:
-        """Events of a stream that broke."""
-        ...
-
-    @property
-    def end(self) -> str:
-        """Raw text that ends the stream."""
-        ...
 
 
 class EventStream(Response):
@@ -94,9 +32,9 @@ class EventStream(Response):
     media_type = "text/event-stream"
     charset = "utf-8"
 
-    def __init__(self, source: AsyncGenerator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, source: AsyncGenerator[bytes]) -> None:
         self.status_code, self.background, self.body = 200, None, b""
-        self.init_headers({"cache-control": "no-cache", **headers})
+        self.init_headers({"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._source = source
 
@@ -107,9 +45,8 @@ class EventStream(Response):
         gone = asyncio.create_task(self._cancel_when_gone(receive, sending))
         try:
             async with aclosing(self._source) as source:
-                first = await anext(
-                    source
-                )  # what fails before there is anything to say gets a status of its own
+                # What fails before there is anything to say gets a status of its own.
+                first = await anext(source)
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
@@ -132,109 +69,114 @@ class EventStream(Response):
         sending.cancel()
 
 
-class PlanRunner:
-    """Runs plans of one gateway."""
+def generating(kind: type[Answers[B]], body: type[B]) -> Handler:
+    """The handler of a request that makes the model speak."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    async def handle(request: Request) -> Response:
+        caller = await caller_of(request)
+        answers = kind(request, await bodies.read(request, body), caller)
+        gateway = gateway_of(request)
+        gateway.admit()
+        calls = [gateway.call(plan) for plan in answers.plans()]
+        answer: Response
+        if answers.body.stream:
+            answer = EventStream(_events(calls, answers))
+        else:
+            await unless_gone(request, _run(calls))
+            answer = JSONResponse(answers.whole(calls))
+        answer.headers.update(dict.fromkeys(answers.id_headers, answers.id))
+        return answer
 
-    async def answer(
-        self, request: Request, plans: Sequence[Plan], answers: Answers, *, stream: bool
-    ) -> Response:
-        """Everything at once, or event by event."""
-        headers = {"x-request-id": plans[0].completion_id.partition(":")[0]}
-        if stream:
-            return EventStream(self._events(plans, answers), headers)
-        choices = await unless_gone(request, self._all(plans))
-        return JSONResponse(answers.whole(choices), headers=headers)
+    return handle
 
-    async def _all(self, plans: Sequence[Plan]) -> list[AnswerChoice]:
-        """Every choice; when one fails the others end."""
-        tasks = [asyncio.create_task(self._whole(plan)) for plan in plans]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _whole(self, plan: Plan) -> AnswerChoice:
-        choice = AnswerChoice(len(plan.prompt))
-        choice.add(await self._gateway.call(plan).whole())
-        return choice
+async def _run(calls: Sequence[Call]) -> None:
+    """Every choice; when one fails the others end."""
+    tasks = [asyncio.create_task(_whole(call)) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _events(self, plans: Sequence[Plan], answers: Answers) -> AsyncGenerator[bytes]:
-        choices = [AnswerChoice(len(plan.prompt)) for plan in plans]
-        began = False
-        try:
-            async with aclosing(self._pieces(plans)) as pieces:
-                async for index, piece in pieces:
-                    choices[index].add(piece)
-                    for event in () if began else answers.first():
-                        yield framed(event)
-                    began = True
-                    for event in answers.piece(index, choices[index], piece):
-                        yield framed(event)
-            for event in answers.last(choices):
-                yield framed(event)
-            yield answers.end.encode()
-        except PacelineError as error:
-            if not began:
-                raise
-            for event in answers.failed(error):
-                yield framed(event)
 
-    def _pieces(self, plans: Sequence[Plan]) -> Pieces:
-        return self._one(plans[0]) if len(plans) == 1 else self._several(plans)
+async def _whole(call: Call) -> None:
+    await call.run()
+    _refuse(call.finish, call.whole.error)
 
-    async def _one(self, plan: Plan) -> Pieces:
-        async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
+
+async def _events(calls: Sequence[Call], answers: Answers[Any]) -> AsyncGenerator[bytes]:
+    began = False
+    try:
+        async with aclosing(_pieces(calls)) as pieces:
+            async for index, piece in pieces:
+                _refuse(piece.finish, piece.chunk.error)
+                for event in () if began else answers.first():
+                    yield framed(event)
+                began = True
+                for event in answers.piece(index, calls[index], piece):
+                    yield framed(event)
+        for event in answers.last(calls):
+            yield framed(event)
+        yield answers.end
+    except PacelineError as error:
+        if not began:
+            raise
+        yield framed(answers.failed(error))
+
+
+def _refuse(finish: str, error: str) -> None:
+    """Raises InternalError when the engine failed."""
+    if finish == "error":
+        raise InternalError(error)
+
+
+async def _pieces(calls: Sequence[Call]) -> Pieces:
+    """Pieces of all choices as they come; each of several is drawn in a task of its own."""
+    if len(calls) == 1:
+        async with aclosing(calls[0].pieces(stream=True)) as pieces:
             async for piece in pieces:
                 yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
+    tasks = [asyncio.create_task(_feed(queue, index, call)) for index, call in enumerate(calls)]
+    left = len(calls)
+    try:
+        while left:
+            index, news = await queue.get()
+            if isinstance(news, PacelineError):
+                raise news
+            left -= bool(news.finish)
+            yield index, news
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _several(self, plans: Sequence[Plan]) -> Pieces:
-        """Pieces of all choices as they come, each drawn in a task of its own."""
-        queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
-        tasks = [
-            asyncio.create_task(self._feed(queue, index, plan)) for index, plan in enumerate(plans)
-        ]
-        left = len(plans)
-        try:
-            while left:
-                index, piece = await queue.get()
-                if isinstance(piece, PacelineError):
-                    raise piece
-                left -= bool(piece.finish)
-                yield index, piece
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _feed(
-        self, queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, plan: Plan
-    ) -> None:
-        try:
-            async with aclosing(self._gateway.call(plan).pieces(stream=True)) as pieces:
-                async for piece in pieces:
-                    await queue.put((index, piece))
-        except PacelineError as error:
-            await queue.put((index, error))
+async def _feed(
+    queue: asyncio.Queue[tuple[int, Piece | PacelineError]], index: int, call: Call
+) -> None:
+    try:
+        async with aclosing(call.pieces(stream=True)) as pieces:
+            async for piece in pieces:
+                await queue.put((index, piece))
+    except PacelineError as error:
+        await queue.put((index, error))
 
 
 def framed(event: Event) -> bytes:
     """An event as server-sent events spell it."""
-    name, body = event
-    data = b"data: %b\n\n" % orjson.dumps(body)
-    return b"event: %b\n%b" % (name.encode(), data) if name else data
+    data = b"data: %b\n\n" % orjson.dumps(event)
+    return b"event: %b\n%b" % (event["type"].encode(), data) if "type" in event else data
 
 
 async def unless_gone(request: Request, awaited: Awaitable[T]) -> T:
     """Run until done; cancelled when the client goes away."""
     work = asyncio.ensure_future(awaited)
-    gone = asyncio.ensure_future(
-        request.receive()
-    )  # the body is read: the next message is the disconnect
+    # The body is read: the next message is the disconnect.
+    gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():

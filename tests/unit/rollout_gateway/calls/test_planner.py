@@ -403,9 +403,10 @@ def test_a_turn_is_known_before_its_last_piece_is_given_out(desk: Desk) -> None:
     desk.engine.saying = saying("42")
 
     async def run() -> None:
-        async for piece in Call(desk.engine, plan).pieces(stream=True):
+        call = Call(desk.engine, plan)
+        async for piece in call.pieces(stream=True):
             if piece.finish:
-                assert [turn.message for turn in where.tree.turns] == [piece.message]
+                assert [turn.message for turn in where.tree.turns] == [call.message]
 
     done(run())
     assert where.worker_index == 1

@@ -13,24 +13,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.openai.schema import MAX_STOPS
 from rollout_gateway.api.http.shapes import (
+    MAX_STOPS,
     TEXT_OR_LIST,
+    FunctionShape,
     JsonObject,
     JsonValue,
     Limit,
     NullIs,
     Off,
-    Seed,
+    SampledBody,
     StrictShape,
-    Temperature,
     TopK,
-    TopP,
     by_type,
     joined_text,
-    plain_sampling,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, ToolCall, ToolChoice
 
@@ -146,25 +143,11 @@ class MessageBody(StrictShape):
         ]
 
 
-class AnthropicTool(StrictShape):
+class AnthropicTool(FunctionShape):
     """A tool with a schema of its own; tools that Anthropic runs are not served."""
 
     type: Literal["custom"] | None = None
-    name: str = Field(min_length=1)
-    description: str | None = None
-    input_schema: JsonObject
-
-    def shown(self) -> dict[str, Any]:
-        """As chat templates read it, and as chat completions hash it."""
-        about = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": self.input_schema,
-        }
-        return {
-            "type": "function",
-            "function": {key: value for key, value in about.items() if value is not None},
-        }
+    parameters: JsonObject = Field(alias="input_schema")
 
 
 class AnthropicToolChoice(StrictShape):
@@ -240,30 +223,23 @@ class ConversationBody(StrictShape):
         return message.content
 
 
-class MessagesBody(ConversationBody):
+class MessagesBody(ConversationBody, SampledBody):
     """POST /v1/messages."""
 
     max_tokens: Limit
-    stream: Off = False
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
     top_k: Annotated[TopK, NullIs(0)] = 0
     stop_sequences: list[str] | None = Field(None, max_length=MAX_STOPS)
     output_config: OutputConfig | None = None
-    seed: Seed | None = None  # extension
 
-    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
-        """How to draw the message; `index` is 0, there is one, and it has a limit of its own."""
+    def limit(self) -> int:
+        return self.max_tokens
+
+    def stops(self) -> list[str]:
+        return self.stop_sequences or []
+
+    def json_schema(self) -> str:
         form = self.output_config.format if self.output_config is not None else None
-        params = tpb.SamplingParams(
-            **plain_sampling(self),
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences or [],
-            json_schema="" if form is None else json.dumps(form.json_schema),
-        )
-        if self.seed is not None:
-            params.seed = self.seed
-        return params
+        return "" if form is None else json.dumps(form.json_schema)
 
 
 def _user(blocks: Sequence[Any]) -> Iterator[Message]:

@@ -2,136 +2,126 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
-from paceline.errors import PacelineError
+from starlette.requests import Request
+
+from paceline.errors import InvalidInput, PacelineError
 from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.api.http.answers import Answers, Event, usage
 from rollout_gateway.api.http.errors import openai_error
-from rollout_gateway.api.http.openai.schema import ChatBody, GenerationBody
-from rollout_gateway.api.http.streaming import AnswerChoice, Event
-from rollout_gateway.calls.call import Piece
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
-from rollout_gateway.chat.text import TextCodec
+from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody, GenerationBody
+from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta, joined
+from rollout_gateway.sessions.session import Caller
 
-FINISH = {
-    "stop": "stop",
-    "length": "length",
-    "tool_calls": "tool_calls",
-    "abort": "stop",
-    "error": "stop",
-}
+MAX_REQUESTS_PER_CALL = 256
+_BROKEN = {"abort": "stop", "error": "stop"}
+B = TypeVar("B", bound=GenerationBody)
 
 
-class _Base:
-    """Facts that all chunks of an answer share."""
+class _Choices(Answers[B]):
+    """An answer of several choices."""
 
     objects = ("", "")  # whole, chunk
+    end = b"data: [DONE]\n\n"
 
-    def __init__(
-        self, model: str, codec: TextCodec, body: GenerationBody, completion_id: str
-    ) -> None:
-        self._codec = codec
-        self._body = body
-        self._id = completion_id
-        self._created = int(time.time())
-        self._model = model
+    @abstractmethod
+    def _said(self, call: Call) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _news(self, index: int, piece: Piece) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]: ...
+
+    def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
+        choices = [
+            self._choice(index, call.whole, self._said(call), call.finish)
+            for index, call in enumerate(calls)
+        ]
+        return {**self._head(chunk=False), "choices": choices, "usage": self._usage(calls)}
+
+    def piece(self, index: int, call: Call, piece: Piece) -> Iterator[Event]:
+        news = self._news(index, piece)
+        choice = self._choice(index, piece.chunk, news, piece.finish, piece.start)
+        yield {**self._head(chunk=True), "choices": [choice]}
+
+    def last(self, calls: Sequence[Call]) -> Iterator[Event]:
+        if self.body.with_usage():
+            yield {**self._head(chunk=True), "choices": [], "usage": self._usage(calls)}
+
+    def failed(self, error: PacelineError) -> Event:
+        return openai_error(error)
 
     def _head(self, *, chunk: bool) -> dict[str, Any]:
         return {
-            "id": self._id,
+            "id": self.id,
             "object": self.objects[chunk],
             "created": self._created,
-            "model": self._model,
+            "model": self._gateway.model,
         }
 
-    end = "data: [DONE]\n\n"
-
-    def first(self) -> list[Event]:
-        return []
-
-    def failed(self, error: PacelineError) -> list[Event]:
-        return [("", openai_error(error))]
-
     def _choice(
-        self, index: int, chunk: pb.TokenChunk, content: dict[str, Any], offset: int, finish: str
+        self, index: int, chunk: pb.TokenChunk, said: dict[str, Any], finish: str, start: int = 0
     ) -> dict[str, Any]:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": FINISH.get(finish)}
-        if self._body.wanted_logprobs() is not None:
-            choice["logprobs"] = self._logprobs(chunk, offset)
-        if self._body.return_token_ids:
+        finish_reason = _BROKEN.get(finish, finish) or None
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish_reason}
+        if self.body.wanted_logprobs() is not None:
+            choice["logprobs"] = self._logprobs(chunk, start)
+        if self.body.return_token_ids:
             choice["token_ids"] = list(chunk.token_ids)
         return choice
 
-    def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
-        raise AssertionError("each shape has its own")
+    def _text(self, token: int) -> str:
+        return self._gateway.codec.token_text(token)
 
     def _alternatives(self, chunk: pb.TokenChunk) -> list[list[tuple[str, float]]]:
         """Most likely tokens by position."""
-        token = self._codec.token_text
         return [
             [
-                (token(one), logprob)
-                for one, logprob in zip(row.token_ids, row.logprobs, strict=True)
+                (self._text(one), value)
+                for one, value in zip(row.token_ids, row.logprobs, strict=True)
             ]
             for row in chunk.top_logprobs
         ]
 
-    @staticmethod
-    def _usage(choices: list[AnswerChoice], siblings: int) -> dict[str, Any]:
-        """Tokens; a prompt shared by `siblings` choices counts once."""
-        prompt = sum(choice.prompt_tokens for choice in choices) // siblings
-        completion = sum(len(choice.whole.token_ids) for choice in choices)
-        cached = sum(choice.whole.cached_prompt_tokens for choice in choices)
+    def _usage(self, calls: Sequence[Call]) -> dict[str, Any]:
+        counted = usage(calls, self.body.n)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
-            "completion_tokens_details": {
-                "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
-            },
+            "prompt_tokens": counted.prompt,
+            "completion_tokens": counted.said,
+            "total_tokens": counted.prompt + counted.said,
+            "prompt_tokens_details": {"cached_tokens": counted.cached},
+            "completion_tokens_details": {"reasoning_tokens": counted.thought},
         }
 
 
-class CompletionAnswers(_Base):
+class CompletionAnswers(_Choices[CompletionBody]):
     """`text_completion`."""
 
+    prefix = "cmpl-"
     objects = ("text_completion", "text_completion")
 
-    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
-        listed = [
-            self._choice(i, one.whole, {"text": one.text}, 0, one.finish)
-            for i, one in enumerate(choices)
-        ]
-        return {
-            **self._head(chunk=False),
-            "choices": listed,
-            "usage": self._usage(choices, self._body.n),
-        }
+    def plans(self) -> list[Plan]:
+        self.body.check()
+        prompts = self.body.prompts()
+        refuse_above(len(prompts) * self.body.n)
+        return self._gateway.planner.completions(
+            self._caller, prompts, self.body.sampling, count=self.body.n, completion_id=self.id
+        )
 
-    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
-        offset = len(choice.text) - len(piece.text)
-        said = self._choice(index, piece.chunk, {"text": piece.text}, offset, piece.finish)
-        return [("", {**self._head(chunk=True), "choices": [said]})]
+    def _said(self, call: Call) -> dict[str, Any]:
+        return {"text": call.text}
 
-    def last(self, choices: list[AnswerChoice]) -> list[Event]:
-        if not self._body.with_usage():
-            return []
-        return [
-            (
-                "",
-                {
-                    **self._head(chunk=True),
-                    "choices": [],
-                    "usage": self._usage(choices, self._body.n),
-                },
-            )
-        ]
+    def _news(self, index: int, piece: Piece) -> dict[str, Any]:
+        return {"text": piece.text}
 
-    def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
-        tokens = [self._codec.token_text(token) for token in chunk.token_ids]
-        offsets = [offset + sum(map(len, tokens[:index])) for index in range(len(tokens))]
+    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
+        tokens = [self._text(token) for token in chunk.token_ids]
+        offsets = [start + sum(map(len, tokens[:index])) for index in range(len(tokens))]
         return {
             "tokens": tokens,
             "token_logprobs": list(chunk.behavior_logprobs),
@@ -140,27 +130,30 @@ class CompletionAnswers(_Base):
         }
 
 
-class ChatAnswers(_Base):
+class ChatAnswers(_Choices[ChatBody]):
     """`chat.completion` and its chunks."""
 
+    prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, model: str, codec: TextCodec, body: ChatBody, completion_id: str) -> None:
-        super().__init__(model, codec, body, completion_id)
+    def __init__(self, request: Request, body: ChatBody, caller: Caller) -> None:
+        super().__init__(request, body, caller)
         self._started: set[int] = set()
 
-    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
-        listed = [
-            self._choice(index, one.whole, {"message": shown(one.message)}, 0, one.finish)
-            for index, one in enumerate(choices)
-        ]
-        return {
-            **self._head(chunk=False),
-            "choices": listed,
-            "usage": self._usage(choices, self._body.n),
-        }
+    def plans(self) -> list[Plan]:
+        refuse_above(self.body.n)
+        return self._gateway.planner.chat(
+            self._caller,
+            self.body.request(),
+            self.body.sampling,
+            count=self.body.n,
+            completion_id=self.id,
+        )
 
-    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
+    def _said(self, call: Call) -> dict[str, Any]:
+        return {"message": shown(joined(call.deltas))}
+
+    def _news(self, index: int, piece: Piece) -> dict[str, Any]:
         news: dict[str, Any] = {}
         if index not in self._started:
             self._started.add(index)
@@ -172,29 +165,14 @@ class ChatAnswers(_Base):
             news["content"] = delta.content
         if delta.tool_calls:
             news["tool_calls"] = [_call_news(call) for call in delta.tool_calls]
-        said = self._choice(index, piece.chunk, {"delta": news}, 0, piece.finish)
-        return [("", {**self._head(chunk=True), "choices": [said]})]
+        return {"delta": news}
 
-    def last(self, choices: list[AnswerChoice]) -> list[Event]:
-        if not self._body.with_usage():
-            return []
-        return [
-            (
-                "",
-                {
-                    **self._head(chunk=True),
-                    "choices": [],
-                    "usage": self._usage(choices, self._body.n),
-                },
-            )
-        ]
-
-    def _logprobs(self, chunk: pb.TokenChunk, offset: int) -> dict[str, Any]:
+    def _logprobs(self, chunk: pb.TokenChunk, start: int) -> dict[str, Any]:
         alternatives = self._alternatives(chunk) or [[] for _ in chunk.token_ids]
         return {
             "content": [
                 {
-                    **_scored(self._codec.token_text(token), logprob),
+                    **_scored(self._text(token), logprob),
                     "top_logprobs": [_scored(text, other) for text, other in row],
                 }
                 for token, logprob, row in zip(
@@ -202,6 +180,12 @@ class ChatAnswers(_Base):
                 )
             ]
         }
+
+
+def refuse_above(count: int) -> None:
+    """Raises InvalidInput for more generations in one call than are served."""
+    if count > MAX_REQUESTS_PER_CALL:
+        raise InvalidInput("prompts times n is too many", seen=count, allowed=MAX_REQUESTS_PER_CALL)
 
 
 def _scored(text: str, logprob: float) -> dict[str, Any]:

@@ -6,54 +6,46 @@ Owns which fields exist, their types and ranges; unknown fields are ignored.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     Content,
+    FunctionShape,
     JsonObject,
     Limit,
     NullIs,
     Off,
-    Seed,
-    Temperature,
+    SampledBody,
+    Stop,
+    StrictShape,
     TopK,
     TopLogprobs,
-    TopP,
     joined_text,
-    plain_sampling,
+    stop_list,
     within,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 from rollout_gateway.engines.sampling import BIAS, MAX_BIASED_TOKENS
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Bias = Annotated[float, Field(ge=BIAS.low, le=BIAS.high, allow_inf_nan=False)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(StrictShape):
     """What a stream says besides its choices."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     include_usage: Off = False
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(SampledBody):
     """What both kinds of completion understand."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    model: str = ""
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), NullIs(1)] = 1
     max_tokens: Limit | None = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
     top_k: TopK = 0
     min_p: Annotated[float, within("min_p")] = 0.0
     presence_penalty: Annotated[float, within("presence_penalty"), NullIs(0.0)] = 0.0
@@ -61,44 +53,20 @@ class GenerationBody(BaseModel):
     repetition_penalty: Annotated[float, within("repetition_penalty")] = 1.0  # extension
     # JSON spells the ids as text.
     logit_bias: dict[TokenId, Bias] | None = Field(None, max_length=MAX_BIASED_TOKENS)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
-    seed: Seed | None = None
-    stream: Off = False
+    stop: Stop | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False  # extension: go on after an end token
     return_token_ids: bool = False  # extension: token_ids in each choice
 
-    def wanted_logprobs(self) -> int | None:
-        """Alternatives per token; None when no log-probs are asked for."""
-        return None
-
     def limit(self) -> int | None:
-        """Tokens to generate at most."""
         return self.max_tokens
 
-    def json_schema(self) -> str:
-        """The JSON schema that the response has to match; empty: none."""
-        return ""
+    def stops(self) -> list[str]:
+        return stop_list(self.stop)
 
     def with_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
-
-    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
-        """Sampling of choice `index`: with a seed, choice i draws with seed + i."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        params = tpb.SamplingParams(
-            **plain_sampling(self),
-            max_tokens=self.limit() or default_limit,
-            stop=stops,
-            ignore_eos=self.ignore_eos,
-            top_logprobs=self.wanted_logprobs() or 0,
-            logit_bias=self.logit_bias or {},
-            json_schema=self.json_schema(),
-        )
-        if self.seed is not None:
-            params.seed = self.seed + index
-        return params
 
 
 class CompletionBody(GenerationBody):
@@ -152,10 +120,8 @@ class CallBody(BaseModel):
     function: FunctionCall
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(StrictShape):
     """One message; unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
@@ -180,23 +146,11 @@ class ChatMessage(BaseModel):
         )
 
 
-class FunctionTool(BaseModel):
-    """A function that the model may call."""
-
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: JsonObject | None = None
-
-
 class ToolBody(BaseModel):
     """A tool; only functions are known."""
 
     type: Literal["function"]
-    function: FunctionTool
-
-    def shown(self) -> dict[str, Any]:
-        """As chat templates read it."""
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+    function: FunctionShape
 
 
 class NamedFunction(BaseModel):
@@ -265,6 +219,6 @@ class ChatBody(GenerationBody):
             asked = ToolChoice(choice or "auto")
         return ChatRequest(
             tuple(message.message() for message in self.messages),
-            tuple(tool.shown() for tool in self.tools or ()),
+            tuple(tool.function.shown() for tool in self.tools or ()),
             asked,
         )

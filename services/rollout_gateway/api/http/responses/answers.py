@@ -1,214 +1,170 @@
-"""Answers of OpenAI's responses API.
-
-Owns output items, the order of the events that build them, and the response.
+"""Writes responses as OpenAI's responses API spells them: output items, and the events that build
+them.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
+from starlette.requests import Request
+
 from paceline.errors import PacelineError, ResourceExhausted
+from rollout_gateway.api.http.answers import Answers, Event, Part, Parts, usage
 from rollout_gateway.api.http.responses.schema import ResponsesBody
-from rollout_gateway.api.http.streaming import AnswerChoice, Event
-from rollout_gateway.calls.call import Piece
-from rollout_gateway.chat.messages import Delta, Message, ToolCallDelta
+from rollout_gateway.api.http.responses.store import past_responses
+from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.chat.messages import Delta, Message, joined
+from rollout_gateway.sessions.session import Caller
 
-News = dict[str, Any]
-"""An event without its number."""
+_ITEMS = {
+    "reasoning": ("reasoning", "rs"),
+    "content": ("message", "msg"),
+    "call": ("function_call", "fc"),
+}
+"""Type of a part's item, and what its id begins with."""
 
 
-class OutputItems:
-    """The items of one response as they grow. One is open at a time; opening the next closes it."""
+class OutputItems(Parts):
+    """The items of one response as they grow."""
 
     def __init__(self, name: str) -> None:
-        self.items: list[dict[str, Any]] = []
+        super().__init__()
         self._name = name  # what the ids of the items end in
-        self._open: dict[str, Any] | None = None
-        self._call = -1  # index of the open function call
 
-    def add(self, delta: Delta) -> list[News]:
-        """Events of what was said."""
-        news: list[News] = []
-        if delta.reasoning:
-            news += self._text("reasoning", delta.reasoning)
-        if delta.content:
-            news += self._text("message", delta.content)
-        for call in delta.tool_calls:
-            news += self._called(call)
-        return news
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """All so far."""
+        return [self._item(part) for part in self.parts]
 
-    def end(self, status: str) -> list[News]:
-        """Events of the end: the last item gets `status`.
+    def end(self, status: str = "completed") -> list[Event]:
+        """Events of the end; a response that said nothing has an empty message."""
+        news = [] if self.parts else self._grow("content", "")
+        return news + super().end(status)
 
-        A response that said nothing has an empty message.
-        """
-        news = [] if self.items else self._begin(_message_item(self._id("msg")))
-        return news + self._close(status)
+    def _began(self, part: Part) -> list[Event]:
+        item = self._item(part)
+        if part.kind != "call":
+            item["content"] = []
+        place = {"output_index": part.index, "item": item}
+        events: list[Event] = [{"type": "response.output_item.added", **place}]
+        if part.kind != "call":
+            events.append(self._of_content(part, "response.content_part.added"))
+        return events
 
-    def _text(self, kind: str, text: str) -> list[News]:
-        news: list[News] = []
-        if self._open is None or self._open["type"] != kind:
-            news = self._begin(
-                _message_item(self._id("msg"))
-                if kind == "message"
-                else _reasoning_item(self._id("rs"))
-            )
-        assert self._open is not None
-        part = self._open["content"][0]
-        part["text"] += text
-        delta: News = {
-            "type": f"response.{part['type']}.delta",
-            **self._at(part=True),
-            "delta": text,
-        }
-        return [*news, delta | ({"logprobs": []} if kind == "message" else {})]
+    def _grew(self, part: Part, text: str) -> Event:
+        if part.kind == "call":
+            kind = "response.function_call_arguments.delta"
+            return {"type": kind, **self._at(part), "delta": text}
+        return self._of_text(part, "delta", {"delta": text})
 
-    def _called(self, call: ToolCallDelta) -> list[News]:
-        news: list[News] = []
-        if self._open is None or self._open["type"] != "function_call" or self._call != call.index:
-            self._call = call.index
-            news = self._begin(_call_item(self._id("fc"), call))
-        assert self._open is not None
-        if call.arguments:
-            self._open["arguments"] += call.arguments
-            news.append(
-                {
-                    "type": "response.function_call_arguments.delta",
-                    **self._at(),
-                    "delta": call.arguments,
-                },
-            )
-        return news
-
-    def _begin(self, item: dict[str, Any]) -> list[News]:
-        news = self._close("completed")
-        self.items.append(item)
-        self._open = item
-        shown = {**item, "content": []} if "content" in item else dict(item)
-        news.append(
-            {
-                "type": "response.output_item.added",
-                "output_index": len(self.items) - 1,
-                "item": shown,
-            }
-        )
-        if "content" in item:
-            part = dict(item["content"][0])
-            news.append(
-                {"type": "response.content_part.added", **self._at(part=True), "part": part}
-            )
-        return news
-
-    def _close(self, status: str) -> list[News]:
-        item = self._open
-        if item is None:
-            return []
-        news: list[News] = []
-        if item["type"] == "function_call":
-            done = {"name": item["name"], "arguments": item["arguments"]}
-            news.append({"type": "response.function_call_arguments.done", **self._at(), **done})
-        else:
-            part = dict(item["content"][0])
-            said: News = {
-                "type": f"response.{part['type']}.done",
-                **self._at(part=True),
-                "text": part["text"],
-            }
-            news.append(said | ({"logprobs": []} if item["type"] == "message" else {}))
-            news.append({"type": "response.content_part.done", **self._at(part=True), "part": part})
-        item["status"] = status
-        index = len(self.items) - 1
-        self._open = None
+    def _ended(self, part: Part) -> list[Event]:
+        item = self._item(part)
+        done = {"type": "response.output_item.done", "output_index": part.index, "item": item}
+        if part.kind == "call":
+            kind = "response.function_call_arguments.done"
+            said = {"name": item["name"], "arguments": part.text}
+            return [{"type": kind, **self._at(part), **said}, done]
         return [
-            *news,
-            {"type": "response.output_item.done", "output_index": index, "item": dict(item)},
+            self._of_text(part, "done", {"text": part.text}),
+            self._of_content(part, "response.content_part.done"),
+            done,
         ]
 
-    def _at(self, *, part: bool = False) -> News:
-        """Where an event belongs: to the open item, or to its part."""
-        place: News = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
-        return {**place, "content_index": 0} if part else place
+    def _of_text(self, part: Part, what: str, said: dict[str, Any]) -> Event:
+        kind = f"response.{_content(part)['type']}.{what}"
+        event = {"type": kind, **self._at(part), "content_index": 0, **said}
+        return event | ({"logprobs": []} if part.kind == "content" else {})
 
-    def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self._name}_{len(self.items)}"
+    def _of_content(self, part: Part, kind: str) -> Event:
+        return {"type": kind, **self._at(part), "content_index": 0, "part": _content(part)}
+
+    def _at(self, part: Part) -> dict[str, Any]:
+        """Where an event belongs."""
+        return {"item_id": self._id(part), "output_index": part.index}
+
+    def _id(self, part: Part) -> str:
+        return f"{_ITEMS[part.kind][1]}_{self._name}_{part.index}"
+
+    def _item(self, part: Part) -> dict[str, Any]:
+        kind, _ = _ITEMS[part.kind]
+        item: dict[str, Any] = {"id": self._id(part), "type": kind, "status": part.status}
+        if part.call is not None:
+            call = {"call_id": part.call.call_id, "name": part.call.name}
+            return {**item, **call, "arguments": part.text}
+        item |= {"role": "assistant"} if part.kind == "content" else {"summary": []}
+        return {**item, "content": [_content(part)]}
 
 
-class ResponsesAnswers:
+class ResponsesAnswers(Answers[ResponsesBody]):
     """`response`, whole and as events."""
 
-    end = ""
+    prefix = "resp_"
 
-    def __init__(
-        self,
-        model: str,
-        body: ResponsesBody,
-        response_id: str,
-        finished: Callable[[dict[str, Any], Message], None],
-    ) -> None:
-        """`finished` is told of the response and of what the model said, once both are whole."""
-        self._model = model
-        self._body = body
-        self._id = response_id
-        self._created = int(time.time())
-        self._finished = finished
-        self._items = OutputItems(response_id.removeprefix("resp_"))
+    def __init__(self, request: Request, body: ResponsesBody, caller: Caller) -> None:
+        super().__init__(request, body, caller)
+        self._past = past_responses(request)
+        self._before: tuple[Message, ...] = ()
+        self._items = OutputItems(self.id.removeprefix(self.prefix))
         self._sent = 0
 
-    def whole(self, choices: list[AnswerChoice]) -> dict[str, Any]:
-        (choice,) = choices
-        for delta in choice.deltas:
+    def plans(self) -> list[Plan]:
+        self.body.check()
+        if (before := self.body.previous_response_id) is not None:
+            self._before = self._past.get(before, self._caller, "previous_response_id").messages
+        asked = self.body.request(self._before)
+        return self._gateway.planner.chat(
+            self._caller, asked, self.body.sampling, count=1, completion_id=self.id
+        )
+
+    def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
+        (call,) = calls
+        for delta in call.deltas:
             self._items.add(delta)
-        self._items.end(_item_status(choice.finish))
-        return self._ended(choice)
+        self._items.end(_status(call))
+        return self._finished(call)
 
     def first(self) -> list[Event]:
         begun = self._response("in_progress")
-        return self._numbered(
-            [
-                {"type": "response.created", "response": begun},
-                {"type": "response.in_progress", "response": begun},
-            ]
-        )
+        kinds = ("response.created", "response.in_progress")
+        return self._numbered([{"type": kind, "response": begun} for kind in kinds])
 
-    def piece(self, index: int, choice: AnswerChoice, piece: Piece) -> list[Event]:
-        news = self._items.add(piece.delta or Delta(piece.text))
-        return self._numbered(news)
+    def piece(self, index: int, call: Call, piece: Piece) -> list[Event]:
+        return self._numbered(self._items.add(piece.delta or Delta(piece.text)))
 
-    def last(self, choices: list[AnswerChoice]) -> list[Event]:
-        (choice,) = choices
-        news = self._items.end(_item_status(choice.finish))
-        response = self._ended(choice)
-        return self._numbered(
-            [*news, {"type": f"response.{response['status']}", "response": response}]
-        )
+    def last(self, calls: Sequence[Call]) -> list[Event]:
+        (call,) = calls
+        news = self._items.end(_status(call))
+        response = self._finished(call)
+        ended = {"type": f"response.{response['status']}", "response": response}
+        return self._numbered([*news, ended])
 
-    def failed(self, error: PacelineError) -> list[Event]:
+    def failed(self, error: PacelineError) -> Event:
         code = "rate_limit_exceeded" if isinstance(error, ResourceExhausted) else "server_error"
         response = {**self._response("failed"), "error": {"code": code, "message": str(error)}}
-        return self._numbered([{"type": "response.failed", "response": response}])
+        return self._numbered([{"type": "response.failed", "response": response}])[0]
 
-    def _ended(self, choice: AnswerChoice) -> dict[str, Any]:
-        response = self._response(
-            "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
-        )
-        if choice.finish == "length":
+    def _finished(self, call: Call) -> dict[str, Any]:
+        """The whole response; it is stored unless the client forbids it."""
+        response = self._response(_status(call))
+        if call.finish == "length":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        response["usage"] = _usage(choice)
-        self._finished(response, choice.message)
+        response["usage"] = _usage(call)
+        if self.body.store:
+            messages = (*self._before, *self.body.messages(), joined(call.deltas))
+            self._past.put(response, messages, self._caller)
         return response
 
     def _response(self, status: str) -> dict[str, Any]:
-        body = self._body
+        body = self.body
         choice = body.tool_choice or "auto"
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "model": self._model,
-            "output": [dict(item) for item in self._items.items],
+            "model": self._gateway.model,
+            "output": self._items.items,
             "error": None,
             "incomplete_details": None,
             "instructions": body.instructions,
@@ -227,16 +183,14 @@ class ResponsesAnswers:
             "usage": None,
         }
 
-    def _numbered(self, news: list[News]) -> list[Event]:
-        events: list[Event] = []
-        for one in news:
-            events.append((one["type"], {**one, "sequence_number": self._sent}))
-            self._sent += 1
-        return events
+    def _numbered(self, news: list[Event]) -> list[Event]:
+        first, self._sent = self._sent, self._sent + len(news)
+        return [{**one, "sequence_number": first + index} for index, one in enumerate(news)]
 
 
-def _item_status(finish: str) -> str:
-    return "completed" if finish in ("stop", "tool_calls") else "incomplete"
+def _status(call: Call) -> str:
+    """Of the response and of its last item."""
+    return "completed" if call.finish in ("stop", "tool_calls") else "incomplete"
 
 
 def _format(body: ResponsesBody) -> dict[str, Any]:
@@ -244,48 +198,19 @@ def _format(body: ResponsesBody) -> dict[str, Any]:
     return {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
 
 
-def _usage(choice: AnswerChoice) -> dict[str, Any]:
-    said = len(choice.whole.token_ids)
+def _usage(call: Call) -> dict[str, Any]:
+    counted = usage([call])
     return {
-        "input_tokens": choice.prompt_tokens,
-        "input_tokens_details": {
-            "cached_tokens": min(choice.whole.cached_prompt_tokens, choice.prompt_tokens),
-            "cache_write_tokens": 0,
-        },
-        "output_tokens": said,
-        "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
-        "total_tokens": choice.prompt_tokens + said,
+        "input_tokens": counted.prompt,
+        "input_tokens_details": {"cached_tokens": counted.cached, "cache_write_tokens": 0},
+        "output_tokens": counted.said,
+        "output_tokens_details": {"reasoning_tokens": counted.thought},
+        "total_tokens": counted.prompt + counted.said,
     }
 
 
-def _message_item(item_id: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {
-        "id": item_id,
-        "type": "message",
-        "status": "in_progress",
-        "role": "assistant",
-        "content": [part],
-    }
-
-
-def _reasoning_item(item_id: str) -> dict[str, Any]:
-    part = {"type": "reasoning_text", "text": ""}
-    return {
-        "id": item_id,
-        "type": "reasoning",
-        "status": "in_progress",
-        "summary": [],
-        "content": [part],
-    }
-
-
-def _call_item(item_id: str, call: ToolCallDelta) -> dict[str, Any]:
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call.call_id,
-        "name": call.name,
-        "arguments": "",
-    }
+def _content(part: Part) -> dict[str, Any]:
+    """What an item that says something holds."""
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}

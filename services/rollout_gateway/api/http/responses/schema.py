@@ -13,25 +13,22 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, Tag
 
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.api.http.bodies import FieldError
-from rollout_gateway.api.http.openai.schema import MAX_STOPS
 from rollout_gateway.api.http.shapes import (
     TEXT_OR_LIST,
     WORD_OR_OBJECT,
     Content,
+    FunctionShape,
     JsonObject,
     JsonValue,
     Limit,
-    Off,
     On,
-    Seed,
+    SampledBody,
+    Stop,
     StrictShape,
-    Temperature,
-    TopP,
     by_type,
     joined_text,
-    plain_sampling,
+    stop_list,
 )
 from rollout_gateway.chat.messages import ChatRequest, Message, Role, ToolCall, ToolChoice
 
@@ -95,22 +92,11 @@ Items = Annotated[
 ]
 
 
-class FlatTool(StrictShape):
+class FlatTool(FunctionShape):
     """A function that the model may call."""
 
     type: Literal["function"]
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: JsonObject | None = None
     strict: bool | None = None
-
-    def shown(self) -> dict[str, Any]:
-        """As chat templates read it, and as chat completions hash it."""
-        about = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {
-            "type": "function",
-            "function": {key: value for key, value in about.items() if value is not None},
-        }
 
 
 class NamedFunctionTool(StrictShape):
@@ -134,15 +120,13 @@ class TextConfig(StrictShape):
     format: TextFormat | None = None
 
 
-class ResponsesBody(StrictShape):
+class ResponsesBody(SampledBody):
     """POST /v1/responses."""
 
-    model: str | None = None
     input: Items
     instructions: str | None = None
     previous_response_id: str | None = None
     store: On = True
-    stream: Off = False
     tools: list[FlatTool] | None = None
     tool_choice: (
         Annotated[
@@ -154,12 +138,9 @@ class ResponsesBody(StrictShape):
     ) = None
     parallel_tool_calls: On = True
     max_output_tokens: Limit | None = None
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
     text: TextConfig | None = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None  # extension
-    seed: Seed | None = None  # extension
+    stop: Stop | None = None  # extension
     background: JsonValue = None
     conversation: JsonValue = None
     prompt: JsonValue = None
@@ -170,20 +151,13 @@ class ResponsesBody(StrictShape):
             if seen := getattr(self, field):
                 raise FieldError(field, "is not served", seen=str(seen)[:40])
 
-    def sampling(self, index: int, default_limit: int) -> tpb.SamplingParams:
-        """How to draw the response; `index` is 0, there is one."""
-        params = tpb.SamplingParams(
-            **plain_sampling(self),
-            max_tokens=self.max_output_tokens or default_limit,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            json_schema=self.json_schema(),
-        )
-        if self.seed is not None:
-            params.seed = self.seed
-        return params
+    def limit(self) -> int | None:
+        return self.max_output_tokens
+
+    def stops(self) -> list[str]:
+        return stop_list(self.stop)
 
     def json_schema(self) -> str:
-        """The schema of the text as JSON; "{}" is any object, "" no demand."""
         form = self.text.format if self.text is not None else None
         if form is None or form.type == "text":
             return ""

@@ -10,6 +10,8 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.requests import Request
+
 from paceline.errors import NotFound
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.sessions.session import Caller
@@ -70,6 +72,12 @@ class PastResponses:
         """Forget one. Raises UnknownResponse."""
         self._bytes -= self.get(response_id, caller).size
         del self._stored[response_id]
+
+
+def past_responses(request: Request) -> PastResponses:
+    """Those of the application that serves a request."""
+    past: PastResponses = request.app.state.past_responses
+    return past
 
 
 def _size(message: Message) -> int:

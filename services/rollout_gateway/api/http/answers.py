@@ -1,0 +1,158 @@
+"""Declares how an API spells its answers, and the form they all come from.
+
+A request becomes calls; an `Answers` turns them into JSON, whole or as events. `Parts` are what a
+message consists of where an API shows it in pieces.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+from starlette.requests import Request
+
+from paceline.errors import PacelineError
+from rollout_gateway.api.http.keys import gateway_of
+from rollout_gateway.api.http.shapes import SampledBody
+from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.chat.messages import Delta, ToolCallDelta
+from rollout_gateway.sessions.session import Caller
+
+Event = dict[str, Any]
+"""A server-sent event; its `type`, where it has one, is its name as well."""
+B = TypeVar("B", bound=SampledBody)
+
+
+class Answers(ABC, Generic[B]):
+    """One request in one API's spelling, from its plans to its answer."""
+
+    prefix = ""
+    """Of the answer's id."""
+    id_headers: tuple[str, ...] = ("x-request-id",)
+    end = b""
+    """Bytes that end a stream."""
+
+    def __init__(self, request: Request, body: B, caller: Caller) -> None:
+        self.body = body
+        self.id = f"{self.prefix}{uuid.uuid4().hex}"
+        self._request = request
+        self._gateway = gateway_of(request)
+        self._caller = caller
+        self._created = int(time.time())
+
+    @abstractmethod
+    def plans(self) -> list[Plan]:
+        """What to generate. Raises InvalidInput for what is not served."""
+
+    @abstractmethod
+    def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
+        """The answer of a request that does not stream."""
+
+    def first(self) -> Iterable[Event]:
+        """Events before anything is said."""
+        return ()
+
+    @abstractmethod
+    def piece(self, index: int, call: Call, piece: Piece) -> Iterable[Event]:
+        """Events of one piece; `call` holds it already."""
+
+    @abstractmethod
+    def last(self, calls: Sequence[Call]) -> Iterable[Event]:
+        """Events after the choices."""
+
+    @abstractmethod
+    def failed(self, error: PacelineError) -> Event:
+        """The event of a stream that broke."""
+
+
+class Usage(NamedTuple):
+    """Tokens of an answer."""
+
+    prompt: int
+    cached: int  # of the prompt
+    said: int
+    thought: int  # of what was said
+
+
+def usage(calls: Sequence[Call], siblings: int = 1) -> Usage:
+    """Tokens of all calls; a prompt shared by `siblings` choices counts once."""
+    prompt = sum(len(call.plan.prompt) for call in calls) // siblings
+    return Usage(
+        prompt,
+        min(sum(call.whole.cached_prompt_tokens for call in calls), prompt),
+        sum(len(call.whole.token_ids) for call in calls),
+        sum(call.reasoning_tokens for call in calls),
+    )
+
+
+Kind = Literal["reasoning", "content", "call"]
+
+
+@dataclass(slots=True)
+class Part:
+    """A stretch of a message that is all of one kind."""
+
+    kind: Kind
+    index: int
+    call: ToolCallDelta | None  # of a call: its first news
+    text: str = ""  # of a call: its arguments
+    status: str = "in_progress"
+
+
+class Parts(ABC):
+    """The parts of one message as they grow. One is open at a time; opening the next closes it."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self._open: Part | None = None
+
+    def add(self, delta: Delta) -> list[Event]:
+        """Events of what was said."""
+        return [event for news in _news(delta) for event in self._grow(*news)]
+
+    def end(self, status: str = "completed") -> list[Event]:
+        """Events of the end: the last part gets `status`."""
+        return self._close(status)
+
+    def _close(self, status: str) -> list[Event]:
+        part, self._open = self._open, None
+        if part is None:
+            return []
+        part.status = status
+        return self._ended(part)
+
+    @abstractmethod
+    def _began(self, part: Part) -> list[Event]: ...
+
+    @abstractmethod
+    def _grew(self, part: Part, text: str) -> Event: ...
+
+    @abstractmethod
+    def _ended(self, part: Part) -> list[Event]: ...
+
+    def _grow(self, kind: Kind, text: str, call: ToolCallDelta | None = None) -> list[Event]:
+        events: list[Event] = []
+        part = self._open
+        known = None if part is None or part.call is None else part.call.index
+        if part is None or part.kind != kind or (call is not None and call.index != known):
+            events = self._close("completed")
+            part = self._open = Part(kind, len(self.parts), call)
+            self.parts.append(part)
+            events += self._began(part)
+        if text:
+            part.text += text
+            events.append(self._grew(part, text))
+        return events
+
+
+def _news(delta: Delta) -> Iterator[tuple[Any, ...]]:
+    if delta.reasoning:
+        yield "reasoning", delta.reasoning
+    if delta.content:
+        yield "content", delta.content
+    for call in delta.tool_calls:
+        yield "call", call.arguments, call

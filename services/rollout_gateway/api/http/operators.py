@@ -1,0 +1,52 @@
+"""Answers what operators and clients ask of the gateway itself: health, metrics, its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from paceline import telemetry
+from paceline.errors import NotFound
+from rollout_gateway.api.http.keys import caller_of, gateway_of, require_token
+
+SCRAPE_DEADLINE_S = 5.0
+"""A worker that answers later shows what it said last; Prometheus itself waits 10 s by default."""
+
+
+async def health(request: Request) -> Response:
+    """200 while at least one worker serves."""
+    gateway = gateway_of(request)
+    ready = len(gateway.router.processes())
+    body = {"status": "ok" if ready else "starting", "model": gateway.model, "workers": ready}
+    return JSONResponse(body, status_code=200 if ready else 503)
+
+
+async def models(request: Request) -> Response:
+    """The one model; any name is accepted, the served one is reported."""
+    await caller_of(request)
+    return JSONResponse({"object": "list", "data": [_model(request)]})
+
+
+async def model(request: Request) -> Response:
+    """The model of that name."""
+    await caller_of(request)
+    served, name = _model(request), request.path_params["name"]
+    if name != served["id"]:
+        raise NotFound("no such model", seen=name, allowed=served["id"])
+    return JSONResponse(served)
+
+
+async def metrics(request: Request) -> Response:
+    """Every instrument of the process in Prometheus text format; workers are asked for what they
+    know now.
+    """
+    await require_token(request)
+    await gateway_of(request).router.healths(SCRAPE_DEADLINE_S)
+    return Response(telemetry.prometheus_page(), media_type=telemetry.PROMETHEUS_TYPE)
+
+
+def _model(request: Request) -> dict[str, Any]:
+    name = gateway_of(request).model
+    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline"}
