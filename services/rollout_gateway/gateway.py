@@ -22,7 +22,7 @@ from paceline.v1 import engine_pb2 as pb
 from paceline.weights import Spool
 from rollout_gateway import metrics
 from rollout_gateway.calls.call import Call, Plan
-from rollout_gateway.calls.checks import check_arm, check_request
+from rollout_gateway.calls.checks import check_arm
 from rollout_gateway.calls.planner import Planner
 from rollout_gateway.calls.queue import FairQueue
 from rollout_gateway.chat.text import TextCodec
@@ -110,11 +110,7 @@ class Gateway:
         self._temporary.close()
 
     def submit(self, plan: Plan, *, stream: bool) -> Generation:
-        """Queue one request.
-
-        Raises InvalidInput for a prompt or sampling the engine would refuse.
-        """
-        check_request(self.router.ready, plan.prompt, plan.sampling, plan.forced_arm)
+        """Queue one request."""
         number, sampling = next(self._request_ids), plan.sampling
         if sampling.seed == UNSEEDED:
             sampling = replace(sampling, seed=secrets.randbits(63))

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import json
-import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.messages import trajectory_to_proto, versions_to_proto
 from paceline.rpc import EpochGuard
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceServicer
 from rollout_gateway.api.http.bodies import parse
 from rollout_gateway.api.http.openai.schema import ChatBody
+from rollout_gateway.api.http.sessions import OpenBody
 from rollout_gateway.calls.call import Plan
+from rollout_gateway.calls.planner import Asked
 from rollout_gateway.chat.messages import ChatRequest
+from rollout_gateway.environments.base import EpisodeTask
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.tasks import TaskRuns
-from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
+from rollout_gateway.sessions.assignment import FailReason
+from rollout_gateway.sessions.registry import Ended
 from rollout_gateway.sessions.session import Caller, Grant, Session
 from rollout_gateway.sessions.view import tree_json
 
-STATES = {
-    SessionState.OPEN: rpb.SESSION_STATE_OPEN,
-    SessionState.FINAL: rpb.SESSION_STATE_FINAL,
-    SessionState.UNSCORED: rpb.SESSION_STATE_UNSCORED,
-    SessionState.ABORTED: rpb.SESSION_STATE_ABORTED,
-    SessionState.FAILED: rpb.SESSION_STATE_FAILED,
-}
 FAILURES = {rpb.FAIL_REASON_INFRA: FailReason.INFRA, rpb.FAIL_REASON_DATA: FailReason.DATA}
-MAX_WAIT_S = 60.0
-MAX_NAME = 200
 
 
 class RolloutServicer(RolloutServiceServicer):
@@ -51,7 +43,7 @@ class RolloutServicer(RolloutServiceServicer):
     ) -> AsyncIterator[rpb.GenerateResponse]:
         gateway = self._gateway
         gateway.admit()
-        plan = replace(self._plan(request), forced_arm=request.forced_arm)
+        plan = self._plan(request)
         call = gateway.call(plan)
         async with aclosing(call.pieces(stream=True)) as pieces:
             async for piece in pieces:
@@ -70,45 +62,18 @@ class RolloutServicer(RolloutServiceServicer):
     async def OpenSession(
         self, request: rpb.OpenSessionRequest, context: Any
     ) -> rpb.OpenSessionResponse:
-        gateway = self._gateway
-        if request.context.run_id:
+        gateway, run_id = self._gateway, request.context.run_id
+        if run_id:
             self._guard.check(request.context)
-        _check_opening(request)
-        if request.claim:
-            return await self._claim(request)
-        assignment = Assignment(
-            run_id=request.context.run_id or gateway.config.run.id,
-            step=request.context.step,
-            task_id=request.task_id,
-            group_id=request.group_id,
-            group_size=request.group_size or 1,
-            sample_index=request.sample_index,
-            trainable=request.trainable,
-            turn_discount=request.turn_discount if request.HasField("turn_discount") else None,
-            timeout_s=request.timeout_s,
-            open_group=not request.context.run_id,
-        )
+        fields = {field.name: value for field, value in request.ListFields()}
+        body = parse(OpenBody, {"trainable": request.trainable, **fields})
         gateway.admit()
-        return self._opened(await gateway.agents.open(assignment))
-
-    async def _claim(self, request: rpb.OpenSessionRequest) -> rpb.OpenSessionResponse:
-        self._gateway.admit()
-        claimed = await self._gateway.agents.claim(request.wait_s, request.timeout_s)
-        if claimed is None:
-            return rpb.OpenSessionResponse()
-        session, task = claimed
-        opened = self._opened(session)
-        opened.task.CopyFrom(
-            rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=dict(task.metadata))
-        )
-        return opened
-
-    @staticmethod
-    def _opened(session: Session) -> rpb.OpenSessionResponse:
-        group = session.assignment.group_id or session.session_id
-        return rpb.OpenSessionResponse(
-            session_id=session.session_id, api_key=session.api_key, group_id=group
-        )
+        if body.claim:
+            claimed = await gateway.agents.claim(body.wait_s, body.timeout_s)
+            return rpb.OpenSessionResponse() if claimed is None else _opened(*claimed)
+        step = request.context.step
+        about = body.assignment(run_id or gateway.config.run.id, step, open_group=not run_id)
+        return _opened(await gateway.agents.open(about))
 
     async def PostReward(
         self, request: rpb.PostRewardRequest, context: Any
@@ -129,40 +94,35 @@ class RolloutServicer(RolloutServiceServicer):
                 request.idempotency_key,
             )
         )
-        return rpb.PostRewardResponse(state=STATES[session.state])
+        return rpb.PostRewardResponse(state=_state(session))
 
     async def CloseSession(
         self, request: rpb.CloseSessionRequest, context: Any
     ) -> rpb.CloseSessionResponse:
-        ended = self._gateway.agents.sessions.ended(request.session_id)
-        if ended is not None:
-            return rpb.CloseSessionResponse(state=STATES[ended.state])
-        session = self._gateway.agents.sessions.get(request.session_id)
-        if request.fail_reason not in FAILURES and request.fail_reason:
-            raise InvalidInput(
-                "no such reason of a failure", seen=request.fail_reason, allowed="infra, data"
-            )
-        if request.fail_reason:
-            self._gateway.agents.finish(
-                session, fail=FAILURES[request.fail_reason], message=request.message
-            )
+        agents, reason = self._gateway.agents, request.fail_reason
+        found = agents.sessions.find(request.session_id)
+        if isinstance(found, Ended):
+            return rpb.CloseSessionResponse(state=_state(found))
+        if reason not in FAILURES and reason:
+            raise InvalidInput("no such reason of a failure", seen=reason, allowed="infra, data")
+        if reason:
+            agents.finish(found, fail=FAILURES[reason], message=request.message)
         elif request.abort:
-            self._gateway.agents.finish(session, abort=True)
+            agents.finish(found, abort=True)
         else:
-            await self._gateway.agents.complete(session)
-        return rpb.CloseSessionResponse(state=STATES[session.state])
+            await agents.complete(found)
+        return rpb.CloseSessionResponse(state=_state(found))
 
     async def GetSession(
         self, request: rpb.GetSessionRequest, context: Any
     ) -> rpb.GetSessionResponse:
-        ended = self._gateway.agents.sessions.ended(request.session_id)
-        if ended is not None:
-            return rpb.GetSessionResponse(state=STATES[ended.state])
-        session = self._gateway.agents.sessions.get(request.session_id)
+        found = self._gateway.agents.sessions.find(request.session_id)
+        if isinstance(found, Ended):
+            return rpb.GetSessionResponse(state=_state(found))
         return rpb.GetSessionResponse(
-            state=STATES[session.state],
-            branches=[trajectory_to_proto(one) for one in session.trajectories()],
-            tree_json=json.dumps(tree_json(session), ensure_ascii=False),
+            state=_state(found),
+            branches=[trajectory_to_proto(one) for one in found.trajectories()],
+            tree_json=json.dumps(tree_json(found), ensure_ascii=False),
         )
 
     async def RunTasks(
@@ -204,46 +164,40 @@ class RolloutServicer(RolloutServiceServicer):
         )
 
     def _plan(self, request: rpb.GenerateRequest) -> Plan:
-        planner = self._gateway.planner
-        caller = Caller(
-            self._gateway.agents.sessions.get(request.session_id) if request.session_id else None
+        sessions, planner = self._gateway.agents.sessions, self._gateway.planner
+        asked = Asked(
+            Caller(sessions.get(request.session_id) if request.session_id else None),
+            lambda index, room: request.sampling,
+            f"gen-{uuid.uuid4().hex}",
+            forced_arm=request.forced_arm,
         )
-        name = f"gen-{uuid.uuid4().hex}"
-
-        def sampling(index: int, room: int) -> tpb.SamplingParams:
-            return request.sampling
-
         match request.WhichOneof("prompt"):
             case "text":
-                return planner.completions(
-                    caller, [request.text], sampling, count=1, completion_id=name
-                )[0]
+                return planner.completions(asked, [request.text])[0]
             case "token_ids":
-                ids = tuple(request.token_ids.ids)
-                return planner.completions(caller, [ids], sampling, count=1, completion_id=name)[0]
+                return planner.completions(asked, [tuple(request.token_ids.ids)])[0]
             case "conversation":
-                chat = conversation(request.conversation)
-                return planner.chat(caller, chat, sampling, count=1, completion_id=name)[0]
+                return planner.chat(asked, conversation(request.conversation))[0]
             case _:
                 raise InvalidInput(
                     "the request has no prompt", allowed="text, token_ids or conversation"
                 )
 
 
-def _check_opening(request: rpb.OpenSessionRequest) -> None:
-    """Raises InvalidInput naming the field; comparisons are false for NaN."""
-    ranges = {
-        "timeout_s": (request.timeout_s, sys.float_info.max),
-        "wait_s": (request.wait_s, MAX_WAIT_S),
-    }
-    for field, (value, most) in (ranges | {"turn_discount": (request.turn_discount, 1.0)}).items():
-        if not 0 <= value <= most:
-            raise InvalidInput(f"{field} is out of range", seen=value, allowed=f"0 to {most:g}")
-    for field, name in (("task_id", request.task_id), ("group_id", request.group_id)):
-        if len(name) > MAX_NAME:
-            raise InvalidInput(
-                f"{field} is too long", seen=len(name), allowed=f"{MAX_NAME} characters"
-            )
+def _state(session: Session | Ended) -> str:
+    return f"SESSION_STATE_{session.state.name}"
+
+
+def _opened(session: Session, task: EpisodeTask | None = None) -> rpb.OpenSessionResponse:
+    opened = rpb.OpenSessionResponse(
+        session_id=session.session_id,
+        api_key=session.api_key,
+        group_id=session.assignment.group_id or session.session_id,
+    )
+    if task is not None:
+        shown = rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=task.metadata)
+        opened.task.CopyFrom(shown)
+    return opened
 
 
 def conversation(given: rpb.Conversation) -> ChatRequest:

@@ -21,7 +21,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.chat.messages import Delta, Message
 from rollout_gateway.chat.parse import ChatParser, finish_name
 from rollout_gateway.chat.text import TextCodec
-from rollout_gateway.engines.sampling import Sampling
+from rollout_gateway.engines.sampling import UNSEEDED, Sampling
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
@@ -35,6 +35,8 @@ FINISH_NAMES = {
     tpb.FINISH_REASON_ABORT: "abort",
     tpb.FINISH_REASON_ERROR: "error",
 }
+UNASKED = Sampling(UNSEEDED, 0)
+"""Of a plan before it is known how to draw it."""
 _RECORDED = (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH)
 
 
@@ -53,9 +55,9 @@ class Piece:
 class Plan:
     """One generation, checked."""
 
-    completion_id: str
     prompt: tuple[int, ...]  # all tokens that the engine sees first
-    sampling: Sampling
+    completion_id: str = ""
+    sampling: Sampling = UNASKED
     session: Session | None = None
     parent: Turn | None = None  # turn that the prompt extends
     digest: bytes = b""  # of the conversation before the answer; empty outside one

@@ -6,7 +6,7 @@ Nothing is begun here: a plan that is refused leaves no trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from paceline.errors import TrainabilityError
 from paceline.v1 import engine_pb2 as pb
@@ -26,7 +26,17 @@ from rollout_gateway.sessions.tree import Turn
 
 AskedSampling = Callable[[int, int], tpb.SamplingParams]
 """(choice, tokens left in the sequence) -> how to draw it, as the caller's door spells it."""
-_NOT_YET = Sampling(UNSEEDED, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Who asks for generations, and how they are drawn."""
+
+    caller: Caller
+    sampling: AskedSampling
+    completion_id: str
+    count: int = 1  # of each prompt
+    forced_arm: str = ""
 
 
 class Planner:
@@ -45,57 +55,31 @@ class Planner:
         self._ready = ready
         self._prompts = ChatPrompts(config.chat, codec)
 
-    def chat(
-        self,
-        caller: Caller,
-        request: ChatRequest,
-        sampling: AskedSampling,
-        *,
-        count: int,
-        completion_id: str,
-    ) -> list[Plan]:
-        """`count` answers to one conversation.
+    def chat(self, asked: Asked, request: ChatRequest) -> list[Plan]:
+        """Answers to one conversation.
 
         Raises InvalidInput for what cannot be rendered, drawn or trained.
         """
         if request.tool_choice.mode == "none":
             request = replace(request, tools=(), tool_choice=ToolChoice())
         digests = request.digests()
-        session = caller.session or self._sessions_by(digests)
+        given = asked.caller.session
+        session = given or self._sessions_by(digests)
         known = session.tree.extended_by_messages(digests) if session is not None else None
         turn, count_known = known or (None, 0)
         prompt = self._prompts.prompt(request, turn, count_known)
         plan = Plan(
-            completion_id,
             prompt.ids,
-            _NOT_YET,
             parent=turn if prompt.goes_on else None,
             digest=digests[-1],
             parser=prompt.parser,
-            queue_key=caller.queue_key,
         )
-        plans = [_named(self._drawn(plan, sampling, index), index, count) for index in range(count)]
-        return self._within(session, plans, implicit=caller.session is None)
+        return self._within(session, self._drawn(asked, [plan]), implicit=given is None)
 
-    def completions(
-        self,
-        caller: Caller,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: AskedSampling,
-        *,
-        count: int,
-        completion_id: str,
-    ) -> list[Plan]:
-        """`count` continuations of each prompt, text or token ids."""
-        plans = []
-        for number, prompt in enumerate(prompts):
-            plan = self._continued(caller, prompt)
-            plan = replace(plan, completion_id=completion_id, queue_key=caller.queue_key)
-            drawn = [self._drawn(plan, sampling, index) for index in range(count)]
-            plans += [
-                _named(one, number * count + i, len(prompts) * count) for i, one in enumerate(drawn)
-            ]
-        return self._within(caller.session, plans, implicit=False)
+    def completions(self, asked: Asked, prompts: Sequence[str | Sequence[int]]) -> list[Plan]:
+        """Continuations of each prompt, text or token ids."""
+        plans = [self._continued(asked.caller, prompt) for prompt in prompts]
+        return self._within(asked.caller.session, self._drawn(asked, plans), implicit=False)
 
     def _continued(self, caller: Caller, prompt: str | Sequence[int]) -> Plan:
         tree = caller.session.tree if caller.session is not None else None
@@ -108,17 +92,31 @@ class Planner:
                 parent, rest = found
                 ids = (*parent.token_ids, *self._codec.encode_piece(rest))
             text = prompt if tree is not None else ""
-            return Plan("", ids, _NOT_YET, parent=parent, prompt_text=text)
+            return Plan(ids, parent=parent, prompt_text=text)
         ids = tuple(prompt)
         extended = tree.extended_by_tokens(ids) if tree is not None else None
-        return Plan("", ids, _NOT_YET, parent=extended[0] if extended is not None else None)
+        return Plan(ids, parent=extended[0] if extended is not None else None)
 
-    def _drawn(self, plan: Plan, sampling: AskedSampling, index: int) -> Plan:
-        ready = self._ready()
-        room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
-        drawn = wire.sampling_from(sampling(index, room))
-        check_request(ready, plan.prompt, drawn, plan.forced_arm)
-        return replace(plan, sampling=drawn)
+    def _drawn(self, asked: Asked, plans: Sequence[Plan]) -> list[Plan]:
+        """Every plan once a choice. Each has a name of its own, so that it can be rewarded."""
+        ready, single = self._ready(), len(plans) * asked.count == 1
+        drawn: list[Plan] = []
+        for plan in plans:
+            room = max(ready.max_sequence_tokens - len(plan.prompt), 1)
+            for index in range(asked.count):
+                sampling = wire.sampling_from(asked.sampling(index, room))
+                check_request(ready, plan.prompt, sampling, asked.forced_arm)
+                name = asked.completion_id if single else f"{asked.completion_id}:{len(drawn)}"
+                drawn.append(
+                    replace(
+                        plan,
+                        sampling=sampling,
+                        completion_id=name,
+                        forced_arm=asked.forced_arm,
+                        queue_key=asked.caller.queue_key,
+                    )
+                )
+        return drawn
 
     def _within(self, session: Session | None, plans: list[Plan], *, implicit: bool) -> list[Plan]:
         """The plans as part of a session, if there is one or is to be one."""
@@ -163,8 +161,3 @@ def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:
     if sampling.seed != UNSEEDED or base is None:
         return sampling
     return replace(sampling, seed=generation_seed(base, number))
-
-
-def _named(plan: Plan, index: int, count: int) -> Plan:
-    """Every choice of an answer has a name of its own, so that each can be rewarded."""
-    return plan if count == 1 else replace(plan, completion_id=f"{plan.completion_id}:{index}")

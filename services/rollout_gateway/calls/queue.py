@@ -12,7 +12,6 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from paceline.errors import ConfigError, ResourceExhausted
 from rollout_gateway import metrics
@@ -23,18 +22,6 @@ RETRY_BOUNDS_S = (1.0, 60.0)
 that recovered.
 """
 TURNS_REMEMBERED = 64
-
-
-@dataclass(eq=False, slots=True)
-class _Ticket:
-    """A request that waits.
-
-    The future says True for a place and False for a wait that was too long.
-    """
-
-    key: str
-    since_s: float
-    called: asyncio.Future[bool]
 
 
 class _Pace:
@@ -81,15 +68,9 @@ class FairQueue:
             )
         self._config = config
         self._inside = 0
-        self._lines: OrderedDict[str, OrderedDict[_Ticket, None]] = (
-            OrderedDict()
-        )  # whose turn is next comes first
-        self._arrivals: OrderedDict[_Ticket, None] = (
-            OrderedDict()
-        )  # all who wait; all may wait equally long
-        self._alarm: asyncio.TimerHandle | None = (
-            None  # for the longest wait; it may ring too early, never too late
-        )
+        # By key; whose turn is next comes first. A future is done once its request has a place.
+        self._lines: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
+        self._waiting = 0
         self._pace = _Pace()
 
     @property
@@ -100,7 +81,7 @@ class FairQueue:
     @property
     def waiting(self) -> int:
         """Requests in line."""
-        return len(self._arrivals)
+        return self._waiting
 
     @asynccontextmanager
     async def place(self, key: str) -> AsyncIterator[float]:
@@ -116,107 +97,76 @@ class FairQueue:
             self._leave()
 
     async def _enter(self, key: str) -> float:
-        if (
-            self._inside < self._places
-        ):  # then nobody waits: a place that comes free goes to a waiting request at once
+        # Otherwise nobody waits: a place that comes free goes to a waiting request at once.
+        if self._inside < self._places:
             self._inside += 1
             metrics.QUEUE_RUNNING.record(1)
             metrics.QUEUE_WAIT.record(0)
             return 0.0
-        ticket = self._queue(key)
+        self._check_room(key)
+        loop, wait_s = asyncio.get_running_loop(), self._config.wait_s
+        since_s, called = loop.time(), loop.create_future()
+        if not self._waiting:
+            self._pace.begin(since_s)
+        self._lines.setdefault(key, OrderedDict())[called] = None
+        self._waits_more(1)
         try:
-            granted = await ticket.called
-        except asyncio.CancelledError:
-            if ticket.called.cancelled():
-                self._forget(ticket)
-            elif (
-                ticket.called.result()
-            ):  # called and cancelled in one turn of the loop: the place goes on
+            async with asyncio.timeout(wait_s):
+                await called
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._forget(key, called)
+            if not called.cancelled():  # called in the same turn of the loop: the place goes on
                 self._leave()
+            if isinstance(error, TimeoutError):
+                waited = f"{loop.time() - since_s:.1f} s"
+                message = "no place came free in time"
+                raise self._refusal("QUEUE_WAIT", message, waited, f"{wait_s:g} s") from None
             raise
-        waited_s = asyncio.get_running_loop().time() - ticket.since_s
-        if not granted:
-            wait_s = self._config.wait_s
-            raise self._refusal(
-                "QUEUE_WAIT", "no place came free in time", f"{waited_s:.1f} s", f"{wait_s:g} s"
-            )
-        metrics.QUEUE_WAIT.record(waited_s)
-        return waited_s
+        metrics.QUEUE_WAIT.record(loop.time() - since_s)
+        return loop.time() - since_s
 
-    def _queue(self, key: str) -> _Ticket:
-        line = self._lines.get(key)
-        if self.waiting >= self._config.limit:
-            allowed = self._config.limit
+    def _check_room(self, key: str) -> None:
+        """Raises ResourceExhausted when too many wait."""
+        limit, line = self._config.limit, len(self._lines.get(key, ()))
+        if self._waiting >= limit:
             raise self._refusal(
-                "QUEUE_FULL", "too many requests wait for the engine", self.waiting, allowed
+                "QUEUE_FULL", "too many requests wait for the engine", self._waiting, limit
             )
-        if line is not None and len(line) >= self._config.per_key:
+        if line >= self._config.per_key:
             message = "too many requests of one session wait for the engine"
-            raise self._refusal(
-                "KEY_QUEUE_FULL", message, len(line), self._config.per_key, len(line)
-            )
-        loop = asyncio.get_running_loop()
-        ticket = _Ticket(key, loop.time(), loop.create_future())
-        if not self._arrivals:
-            self._pace.begin(ticket.since_s)
-        self._lines.setdefault(key, OrderedDict())[ticket] = None
-        self._arrivals[ticket] = None
-        metrics.QUEUE_WAITING.record(1)
-        self._set_alarm()
-        return ticket
+            raise self._refusal("KEY_QUEUE_FULL", message, line, self._config.per_key, line)
 
     def _leave(self) -> None:
-        """Hand a place to the next request, or take it back."""
-        ticket = self._next()
-        if ticket is None:
-            self._inside -= 1
-            metrics.QUEUE_RUNNING.record(-1)
-            return
-        self._pace.turn(asyncio.get_running_loop().time())
-        ticket.called.set_result(True)
-
-    def _next(self) -> _Ticket | None:
-        """Takes out whose turn it is.
+        """Hand a place to the next request, or take it back.
 
         A cancelled one whose task has not run yet costs its key no turn.
         """
         while self._lines:
             key, line = next(iter(self._lines.items()))
-            ticket = next(iter(line))
-            self._forget(ticket)
-            if not ticket.called.cancelled():
+            called = next(iter(line))
+            self._forget(key, called)
+            if not called.cancelled():
                 if line:
                     self._lines.move_to_end(key)
-                return ticket
-        return None
+                self._pace.turn(asyncio.get_running_loop().time())
+                called.set_result(None)
+                return
+        self._inside -= 1
+        metrics.QUEUE_RUNNING.record(-1)
 
-    def _forget(self, ticket: _Ticket) -> None:
-        """Out of both orders; a second time changes nothing."""
-        if ticket not in self._arrivals:
+    def _forget(self, key: str, called: asyncio.Future[None]) -> None:
+        """Out of its line; a second time changes nothing."""
+        line = self._lines.get(key, OrderedDict())
+        if called not in line:
             return
-        del self._arrivals[ticket]
-        line = self._lines[ticket.key]
-        del line[ticket]
+        del line[called]
         if not line:
-            del self._lines[ticket.key]
-        metrics.QUEUE_WAITING.record(-1)
+            del self._lines[key]
+        self._waits_more(-1)
 
-    def _set_alarm(self) -> None:
-        if self._alarm is None and self._arrivals:
-            due_s = next(iter(self._arrivals)).since_s + self._config.wait_s
-            self._alarm = asyncio.get_running_loop().call_at(due_s, self._ring)
-
-    def _ring(self) -> None:
-        """Call those who have waited for too long; the alarm was set for one who may have left
-        since.
-        """
-        self._alarm = None
-        due_s = asyncio.get_running_loop().time() - self._config.wait_s
-        while self._arrivals and (ticket := next(iter(self._arrivals))).since_s <= due_s:
-            self._forget(ticket)
-            if not ticket.called.cancelled():
-                ticket.called.set_result(False)
-        self._set_alarm()
+    def _waits_more(self, count: int) -> None:
+        self._waiting += count
+        metrics.QUEUE_WAITING.record(count)
 
     def _refusal(
         self, reason: str, message: str, seen: object, allowed: object, ahead: int | None = None

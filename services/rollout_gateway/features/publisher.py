@@ -8,7 +8,8 @@ Redis away, are dropped and counted.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+import functools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -80,7 +81,7 @@ class FeaturePublisher:
         self._gathered_bytes = 0
         self._queue: deque[FeatureBatch] = deque()
         self._wake = asyncio.Event()
-        self._streams: OrderedDict[str, Stream] = OrderedDict()
+        self._stream = functools.lru_cache(STREAMS_KEPT)(self._stream_of)
         self._task: asyncio.Task[None] | None = None
         self.batches = 0
         self.rows_dropped = 0
@@ -203,15 +204,10 @@ class FeaturePublisher:
             self._drop(batch.all_rows)
             log.warning("hidden rows dropped", rows=batch.all_rows, error=str(error))
 
-    def _stream(self, run_id: str) -> Stream:
+    def _stream_of(self, run_id: str) -> Stream:
         assert self._client is not None
-        if run_id not in self._streams:
-            self._streams[run_id] = RedisStream(
-                self._client, run_key(run_id, "features"), byte_budget=self._config.byte_budget
-            )
-            if len(self._streams) > STREAMS_KEPT:
-                self._streams.popitem(last=False)
-        return self._streams[run_id]
+        budget = self._config.byte_budget
+        return RedisStream(self._client, run_key(run_id, "features"), byte_budget=budget)
 
     def _release(self, request_id: int) -> list[RowArray]:
         parts = self._gathered.pop(request_id, [])

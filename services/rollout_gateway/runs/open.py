@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
 
 from paceline.telemetry import get_logger
 from paceline.v1 import rollout_pb2 as rpb
-from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.background import first_of
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.idle import IdleWorkers
-from rollout_gateway.runs.sample import AGENT, sample_finished
+from rollout_gateway.runs.sample import AGENT, recorded_sample, sample_finished
 from rollout_gateway.runs.totals import Totals
 from rollout_gateway.sessions.open_groups import OpenGroup
 from rollout_gateway.sessions.samples import restamped
@@ -94,35 +92,11 @@ class OpenRuns:
         key = (request.context.run_id, request.context.step)
         taken = self._steps.get(key)
         if taken is None:
-            records = await self._gateway.outbox.finals(*key)
-            taken = self._steps.setdefault(key, _Taken(_from_records(records)))
+            before: dict[str, list[rpb.SampleFinished]] = defaultdict(list)
+            for _, branches in sorted((await self._gateway.outbox.finals(*key)).items()):
+                sample = recorded_sample(branches, AGENT, finish="stop")
+                before[sample.group_id].append(sample)
+            taken = self._steps.setdefault(key, _Taken(before))
             if len(self._steps) > STEPS_REMEMBERED:
                 self._steps.popitem(last=False)
         return taken
-
-
-def _from_records(records: Mapping[str, dict[str, Any]]) -> dict[str, list[rpb.SampleFinished]]:
-    """What a former process had put under this step; the counters of its sessions are gone."""
-    sessions: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in records.values():
-        sessions[record["key"].rpartition("/")[0]].append(record)
-    groups: dict[str, list[rpb.SampleFinished]] = defaultdict(list)
-    for session_id, branches in sorted(sessions.items()):
-        first = branches[0]
-        groups[first["group_id"]].append(
-            rpb.SampleFinished(
-                task_id=first["task_id"],
-                group_id=first["group_id"],
-                sample_index=first["sample_index"],
-                reward=tpb.Reward(
-                    value=sum(one["reward"] for one in branches) / len(branches), source=AGENT
-                ),
-                prompt_tokens=first["tokens"] - first["trained_tokens"],
-                response_tokens=sum(one["trained_tokens"] for one in branches),
-                finish_reason=tpb.FINISH_REASON_STOP,
-                smallest_gap=float("inf"),
-                tokens_hash=first["response_hash"] if len(branches) == 1 else "",
-                session_id=session_id,
-            )
-        )
-    return dict(groups)

@@ -17,6 +17,7 @@ from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.call import FINISH_NAMES, Call, Plan
+from rollout_gateway.calls.planner import Asked
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.environments import environment
 from rollout_gateway.environments.base import ChatTurn, Episode, EpisodeTask, TextTurn
@@ -82,27 +83,21 @@ class _SessionModel:
         return self._gateway.codec.encode(text)
 
     async def generate(self, prompt: tuple[int, ...]) -> TextTurn:
-        caller = Caller(self._session)
-        (plan,) = self._gateway.planner.completions(
-            caller, [prompt], self._sampling, count=1, completion_id=self._name
-        )
-        call = await self._run(plan)
+        call = await self._run(self._gateway.planner.completions(self._asked, [prompt]))
         return TextTurn(tuple(call.whole.token_ids), call.text, call.finish)
 
     async def chat(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
     ) -> ChatTurn:
         request = ChatRequest(tuple(messages), tuple(tools))
-        caller = Caller(self._session)
-        (plan,) = self._gateway.planner.chat(
-            caller, request, self._sampling, count=1, completion_id=self._name
-        )
-        call = await self._run(plan)
+        call = await self._run(self._gateway.planner.chat(self._asked, request))
         return ChatTurn(call.message or Message("assistant", call.text), call.finish)
 
     @property
-    def _name(self) -> str:
-        return f"{self._session.session_id}.{self._session.generations}"
+    def _asked(self) -> Asked:
+        name = f"{self._session.session_id}.{self._session.generations}"
+        arm = self._job.request.forced_arm
+        return Asked(Caller(self._session), self._sampling, name, forced_arm=arm)
 
     def _sampling(self, index: int, room: int) -> tpb.SamplingParams:
         sampling = tpb.SamplingParams()
@@ -110,12 +105,10 @@ class _SessionModel:
         sampling.ClearField("seed")  # the session's
         return sampling
 
-    async def _run(self, plan: Plan) -> Call:
-        job = self._job
+    async def _run(self, plans: Sequence[Plan]) -> Call:
+        (plan,) = plans
         return await self._gateway.call(
-            replace(
-                plan, worker=job.worker_index, forced_arm=job.request.forced_arm, queue_key=None
-            )
+            replace(plan, worker=self._job.worker_index, queue_key=None)
         ).run()
 
 
@@ -228,4 +221,29 @@ def sample_finished(
         smallest_gap=min((turn.smallest_gap for turn in turns), default=0.0),
         tokens_hash=tokens_hash(response),
         session_id=session.session_id,
+    )
+
+
+def recorded_sample(
+    branches: Sequence[Mapping[str, Any]], source: str, worker_index: int = 0, finish: str = ""
+) -> rpb.SampleFinished:
+    """The outcome of a session of a former process, as the ledger has its branches; its counters
+    are gone.
+
+    `finish`: instead of the ledger's.
+    """
+    first = branches[0]
+    rewards = [branch["reward"] for branch in branches]
+    return rpb.SampleFinished(
+        task_id=first["task_id"],
+        group_id=first["group_id"],
+        sample_index=first["sample_index"],
+        worker_index=worker_index,
+        reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source),
+        prompt_tokens=first["tokens"] - first["trained_tokens"],
+        response_tokens=sum(branch["trained_tokens"] for branch in branches),
+        finish_reason=FINISH_VALUES[finish or first["finish_reason"]],
+        smallest_gap=float("inf"),
+        tokens_hash=first["response_hash"] if len(branches) == 1 else "",
+        session_id=first["key"].rpartition("/")[0],
     )

@@ -16,7 +16,6 @@ from typing import Any
 
 from paceline.errors import InvalidInput
 from paceline.telemetry import span
-from paceline.trajectory import BranchKey
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.worker import wire
@@ -26,9 +25,9 @@ from rollout_gateway.runs.open import OpenRuns
 from rollout_gateway.runs.sample import (
     AGENT,
     EXTERNAL,
-    FINISH_VALUES,
     Job,
     SampleRuns,
+    recorded_sample,
     settings_digest,
 )
 from rollout_gateway.runs.totals import Totals
@@ -118,7 +117,7 @@ class TaskRuns:
             for sample in range(size)
         ]
 
-    async def _records(self, jobs: list[Job]) -> Mapping[str, dict[str, Any]]:
+    async def _records(self, jobs: list[Job]) -> Mapping[str, list[dict[str, Any]]]:
         """Ledger records of the step, if any of the samples is not known here."""
         known = all(job.key in self._running or job.key in self._answers for job in jobs)
         if known or not jobs[0].trains:
@@ -127,18 +126,18 @@ class TaskRuns:
         return await self._gateway.outbox.finals(context.run_id, context.step)
 
     async def _outcomes(
-        self, jobs: list[Job], records: Mapping[str, dict[str, Any]]
+        self, jobs: list[Job], records: Mapping[str, list[dict[str, Any]]]
     ) -> AsyncIterator[rpb.SampleFinished]:
         """Every job's outcome, in the order of their ends."""
         ended: asyncio.Queue[asyncio.Task[rpb.SampleFinished] | rpb.SampleFinished] = (
             asyncio.Queue()
         )
         for job in jobs:
-            key = str(BranchKey(job.request.context.run_id, job.session_id))
             if job.key in self._answers:
                 ended.put_nowait(self._answers[job.key])
-            elif key in records:
-                ended.put_nowait(_from_record(job, records[key]))
+            elif job.session_id in records:
+                branches, source = records[job.session_id], job.request.reward
+                ended.put_nowait(recorded_sample(branches, source, job.worker_index))
             else:
                 self._begin(job).add_done_callback(ended.put_nowait)
         for _ in jobs:
@@ -164,20 +163,3 @@ class TaskRuns:
             self._answers[job.key] = answer
             if len(self._answers) > ANSWERS_REMEMBERED:
                 self._answers.popitem(last=False)
-
-
-def _from_record(job: Job, record: dict[str, Any]) -> rpb.SampleFinished:
-    """An outcome as the ledger knows it; its counters are gone."""
-    return rpb.SampleFinished(
-        task_id=job.task.task_id,
-        group_id=job.task.group_id,
-        sample_index=job.sample_index,
-        worker_index=job.worker_index,
-        reward=tpb.Reward(value=record["reward"], source=job.request.reward),
-        prompt_tokens=record["tokens"] - record["trained_tokens"],
-        response_tokens=record["trained_tokens"],
-        finish_reason=FINISH_VALUES[record["finish_reason"]],
-        smallest_gap=float("inf"),
-        tokens_hash=record.get("response_hash", ""),
-        session_id=job.session_id,
-    )

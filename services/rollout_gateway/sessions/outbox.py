@@ -9,7 +9,8 @@ nothing is lost while this process lives.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+import functools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +52,7 @@ class Outbox:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._ledgers: OrderedDict[str, Ledger] = OrderedDict()
+        self._ledger = functools.lru_cache(LEDGERS_KEPT)(functools.partial(_ledger, client))
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -100,11 +101,13 @@ class Outbox:
         self._empty.clear()
         self._wake.set()
 
-    async def finals(self, run_id: str, step: int) -> dict[str, dict[str, Any]]:
-        """Ledger records of a step's final branches by branch key; empty without Redis."""
-        if self._client is None:
-            return {}
-        return {record["key"]: record for record in await self._ledger(run_id).finals(step)}
+    async def finals(self, run_id: str, step: int) -> dict[str, list[dict[str, Any]]]:
+        """Ledger records of a step's final branches by session; empty without Redis."""
+        found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        if self._client is not None:
+            for record in await self._ledger(run_id).finals(step):
+                found[record["key"].rpartition("/")[0]].append(record)
+        return found
 
     async def _run(self) -> None:
         while True:
@@ -147,10 +150,7 @@ class Outbox:
             parcel.sent()
         return True
 
-    def _ledger(self, run_id: str) -> Ledger:
-        assert self._client is not None
-        if run_id not in self._ledgers:
-            self._ledgers[run_id] = Ledger(self._client, run_id)
-            if len(self._ledgers) > LEDGERS_KEPT:
-                self._ledgers.popitem(last=False)
-        return self._ledgers[run_id]
+
+def _ledger(client: redis.asyncio.Redis | None, run_id: str) -> Ledger:
+    assert client is not None
+    return Ledger(client, run_id)

@@ -6,7 +6,7 @@ Owns their number and their time-outs.
 from __future__ import annotations
 
 import asyncio
-import heapq
+import math
 import secrets
 import time
 import uuid
@@ -25,7 +25,8 @@ from rollout_gateway.sessions.view import session_json
 
 KEY_PREFIX = "sk-pl-"
 ENDED_REMEMBERED = 4096
-LEAST_WAIT_S = 0.05
+LEAST_WAIT_S = 0.25
+"""Between two looks at all sessions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,12 @@ class Sessions:
         self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
-        self._deadlines: list[tuple[float, str]] = []
         self._former: OrderedDict[str, Ended] = (
             OrderedDict()
         )  # hash of a key -> earlier attempt under the same id
         self.sooner = asyncio.Event()
-        """Set when a session opens that may expire before all others."""
+        """Set when a session opens that may expire before the next look."""
+        self._next_look_s = math.inf
 
     def __len__(self) -> int:
         return len(self._open)
@@ -101,9 +102,7 @@ class Sessions:
             self._implicit[session.session_id] = session
             return session
         self._keys[api_key_hash(key)] = session.session_id
-        entry = (self._deadline(session), session.session_id)
-        heapq.heappush(self._deadlines, entry)
-        if self._deadlines[0] is entry:
+        if self._deadline(session) < self._next_look_s:
             self.sooner.set()
         return session
 
@@ -160,20 +159,18 @@ class Sessions:
         if turn.digest and session.assignment.implicit:
             self._conversations[turn.digest] = session
 
-    def ended(self, session_id: str) -> Ended | None:
-        """What is remembered of a session that ended lately."""
+    def find(self, session_id: str) -> Session | Ended:
+        """An open session, now touched, or what is remembered of one that ended lately.
+
+        Raises NotFound.
+        """
         found = self._ended.get(session_id)
-        return None if found is None else found[0]
+        return self.get(session_id) if found is None else found[0]
 
     def remove(self, session: Session) -> None:
         """Forget an ended session but for its state."""
         self._open.pop(session.session_id, None)
         self._implicit.pop(session.session_id, None)
-        if (
-            len(self._deadlines) > 2 * len(self._open) + ENDED_REMEMBERED
-        ):  # mostly of sessions that have ended
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._open]
-            heapq.heapify(self._deadlines)
         for turn in session.tree.turns:
             self._completions.pop(turn.completion_id, None)
             if self._conversations.get(turn.digest) is session:
@@ -196,30 +193,17 @@ class Sessions:
     def expired(self) -> list[Session]:
         """Sessions silent for longer than their time-out; generating counts as a sign of life."""
         now = self._clock()
-        for one in [one for one in self._implicit.values() if one.busy]:
-            self._touched(one)
-        found = [one for one in self._implicit.values() if self._deadline(one) <= now]
-        while self._deadlines and self._deadlines[0][0] <= now:
-            session = self._open.get(heapq.heappop(self._deadlines)[1])
-            if session is None:
-                continue
-            if session.busy:
-                session.touched_s = now
-            if self._deadline(session) <= now:
-                found.append(session)
-            else:
-                heapq.heappush(self._deadlines, (self._deadline(session), session.session_id))
-        return list(
-            dict.fromkeys(found)
-        )  # one that was offered again is noted once for every attempt
+        for session in [one for one in self._open.values() if one.busy]:
+            self._touched(session)
+        return [session for session in self._open.values() if self._deadline(session) <= now]
 
     def next_expiry_s(self) -> float:
         """Seconds until a session may expire."""
-        first = next(iter(self._implicit.values()), None)
-        dues = [self._deadline(first)] if first is not None else []
-        dues += [self._deadlines[0][0]] if self._deadlines else []
-        latest = min(self._config.timeout_s, self._config.implicit_timeout_s)
-        return min(max(min(dues) - self._clock(), LEAST_WAIT_S), latest) if dues else latest
+        now = self._clock()
+        latest = now + min(self._config.timeout_s, self._config.implicit_timeout_s)
+        due = min(map(self._deadline, self._open.values()), default=latest)
+        self._next_look_s = min(max(due, now + LEAST_WAIT_S), latest)
+        return self._next_look_s - now
 
     def _touched(self, session: Session) -> Session:
         session.touched_s = self._clock()

@@ -19,6 +19,7 @@ from paceline.errors import PacelineError
 from rollout_gateway.api.http.keys import gateway_of
 from rollout_gateway.api.http.shapes import SampledBody
 from rollout_gateway.calls.call import Call, Piece, Plan
+from rollout_gateway.calls.planner import Asked
 from rollout_gateway.chat.messages import Delta, ToolCallDelta
 from rollout_gateway.sessions.session import Caller
 
@@ -39,7 +40,6 @@ class Answers(ABC, Generic[B]):
     def __init__(self, request: Request, body: B, caller: Caller) -> None:
         self.body = body
         self.id = f"{self.prefix}{uuid.uuid4().hex}"
-        self._request = request
         self._gateway = gateway_of(request)
         self._caller = caller
         self._created = int(time.time())
@@ -51,6 +51,9 @@ class Answers(ABC, Generic[B]):
     @abstractmethod
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         """The answer of a request that does not stream."""
+
+    def _asked(self, count: int = 1) -> Asked:
+        return Asked(self._caller, self.body.sampling, self.id, count)
 
     def first(self) -> Iterable[Event]:
         """Events before anything is said."""

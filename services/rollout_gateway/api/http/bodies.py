@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,9 +31,11 @@ async def read(request: Request, kind: type[B]) -> B:
     return parse(kind, await _bytes(request))
 
 
-def parse(kind: type[B], raw: bytes) -> B:
-    """A body from JSON. An empty one counts as an object without fields. Raises FieldError."""
+def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
+    """A body from JSON or from its fields. An empty one has none. Raises FieldError."""
     try:
+        if isinstance(raw, Mapping):
+            return kind.model_validate(raw)
         return kind.model_validate_json(raw or b"{}")
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]

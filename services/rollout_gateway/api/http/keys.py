@@ -59,7 +59,7 @@ async def session_of(request: Request) -> Session | Ended:
         raise InvalidInput(
             "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
         )
-    return sessions.ended(owner or named) or sessions.get(owner or named)
+    return sessions.find(owner or named)
 
 
 async def open_session_of(request: Request) -> Session:

@@ -4,23 +4,19 @@
 
 from __future__ import annotations
 
-import json
-
-from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall, openai_call_id
+from rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat, call_beginning
 from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
-class Hermes:
+class Hermes(ToolFormat):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, one pair of tags per call."""
 
     name = "hermes"
-    special_tokens: tuple[str, ...] = (_OPEN, _CLOSE)
-    markers: tuple[str, ...] = (_OPEN,)
-    at_start: tuple[str, ...] = ()
-    after_calls: tuple[str, ...] = ()
+    special_tokens = (_OPEN, _CLOSE)
+    markers = (_OPEN,)
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         yield from text.expect(_OPEN)
@@ -31,8 +27,4 @@ class Hermes:
         return [call]
 
     def beginning(self, name: str = "") -> str:
-        named = f' {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else ""
-        return f'{_OPEN}\n{{"name":{named}'
-
-    def call_id(self, digits: IdSource) -> str:
-        return openai_call_id(digits)
+        return f"{_OPEN}\n{call_beginning(name)}"

@@ -4,16 +4,14 @@ semicolons between.
 
 from __future__ import annotations
 
-import json
-
-from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall, openai_call_id
+from rollout_gateway.chat.tool_formats.base import SpelledCall, ToolFormat, call_beginning
 from rollout_gateway.chat.tool_formats.growing import GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object
 
 _TAG = "<|python_tag|>"
 
 
-class Llama3Json:
+class Llama3Json(ToolFormat):
     """`{"name": ..., "parameters": {...}}` at the start of the response or after `<|python_tag|>`.
 
     Parameters are required: without a marker of its own, `{"name": "Ada"}` may as well be an answer
@@ -21,10 +19,10 @@ class Llama3Json:
     """
 
     name = "llama3_json"
-    special_tokens: tuple[str, ...] = (_TAG,)
-    markers: tuple[str, ...] = (_TAG,)
-    at_start: tuple[str, ...] = ("{",)
-    after_calls: tuple[str, ...] = (";", "{")
+    special_tokens = (_TAG,)
+    markers = (_TAG,)
+    at_start = ("{",)
+    after_calls = (";", "{")
 
     def read(self, text: GrowingText) -> Reading[list[SpelledCall]]:
         for before in (";", _TAG):
@@ -34,8 +32,4 @@ class Llama3Json:
         return [(yield from call_object(text, ("parameters", "arguments"), required=True))]
 
     def beginning(self, name: str = "") -> str:
-        named = f' {json.dumps(name, ensure_ascii=False)}, "parameters":' if name else ""
-        return f'{{"name":{named}'
-
-    def call_id(self, digits: IdSource) -> str:
-        return openai_call_id(digits)
+        return call_beginning(name, "parameters")

@@ -4,10 +4,9 @@ each call.
 
 from __future__ import annotations
 
-import json
 import re
 
-from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall
+from rollout_gateway.chat.tool_formats.base import IdSource, SpelledCall, ToolFormat, call_beginning
 from rollout_gateway.chat.tool_formats.growing import Deviation, GrowingText, Reading
 from rollout_gateway.chat.tool_formats.json_text import call_object, json_value
 
@@ -15,14 +14,12 @@ _MARKER, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[\w.:/-]+")
 
 
-class Mistral:
+class Mistral(ToolFormat):
     """Reads both spellings; the template tells which one a forced beginning has."""
 
     name = "mistral"
-    special_tokens: tuple[str, ...] = (_MARKER, _ID, _ARGUMENTS)
-    markers: tuple[str, ...] = (_MARKER,)
-    at_start: tuple[str, ...] = ()
-    after_calls: tuple[str, ...] = ()
+    special_tokens = (_MARKER, _ID, _ARGUMENTS)
+    markers = (_MARKER,)
 
     def __init__(self, template_source: str = "") -> None:
         self._named = _ARGUMENTS in template_source
@@ -41,8 +38,7 @@ class Mistral:
     def beginning(self, name: str = "") -> str:
         if self._named:
             return f"{_MARKER}{name}{_ARGUMENTS}" if name else _MARKER
-        named = f' {json.dumps(name, ensure_ascii=False)}, "arguments":' if name else ""
-        return f'{self._array}{{"name":{named}'
+        return f"{self._array}{call_beginning(name)}"
 
     def call_id(self, digits: IdSource) -> str:
         """Nine letters and digits: the templates refuse other lengths."""

@@ -53,9 +53,7 @@ class AnthropicAnswers(Answers[MessagesBody]):
 
     def plans(self) -> list[Plan]:
         self._blocks = ContentBlocks()
-        plans = self._gateway.planner.chat(
-            self._caller, self.body.request(), self.body.sampling, count=1, completion_id=self.id
-        )
+        plans = self._gateway.planner.chat(self._asked(), self.body.request())
         self._prompt_tokens = len(plans[0].prompt)
         return plans
 

@@ -109,9 +109,7 @@ class CompletionAnswers(_Choices[CompletionBody]):
         self.body.check()
         prompts = self.body.prompts()
         refuse_above(len(prompts) * self.body.n)
-        return self._gateway.planner.completions(
-            self._caller, prompts, self.body.sampling, count=self.body.n, completion_id=self.id
-        )
+        return self._gateway.planner.completions(self._asked(self.body.n), prompts)
 
     def _said(self, call: Call) -> dict[str, Any]:
         return {"text": call.text}
@@ -142,13 +140,7 @@ class ChatAnswers(_Choices[ChatBody]):
 
     def plans(self) -> list[Plan]:
         refuse_above(self.body.n)
-        return self._gateway.planner.chat(
-            self._caller,
-            self.body.request(),
-            self.body.sampling,
-            count=self.body.n,
-            completion_id=self.id,
-        )
+        return self._gateway.planner.chat(self._asked(self.body.n), self.body.request())
 
     def _said(self, call: Call) -> dict[str, Any]:
         return {"message": shown(joined(call.deltas))}

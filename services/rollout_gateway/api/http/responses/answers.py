@@ -92,8 +92,8 @@ class OutputItems(Parts):
         if part.call is not None:
             call = {"call_id": part.call.call_id, "name": part.call.name}
             return {**item, **call, "arguments": part.text}
-        item |= {"role": "assistant"} if part.kind == "content" else {"summary": []}
-        return {**item, "content": [_content(part)]}
+        key, value = ("role", "assistant") if part.kind == "content" else ("summary", [])
+        return {**item, key: value, "content": [_content(part)]}
 
 
 class ResponsesAnswers(Answers[ResponsesBody]):
@@ -112,10 +112,7 @@ class ResponsesAnswers(Answers[ResponsesBody]):
         self.body.check()
         if (before := self.body.previous_response_id) is not None:
             self._before = self._past.get(before, self._caller, "previous_response_id").messages
-        asked = self.body.request(self._before)
-        return self._gateway.planner.chat(
-            self._caller, asked, self.body.sampling, count=1, completion_id=self.id
-        )
+        return self._gateway.planner.chat(self._asked(), self.body.request(self._before))
 
     def whole(self, calls: Sequence[Call]) -> dict[str, Any]:
         (call,) = calls
