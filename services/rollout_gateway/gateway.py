@@ -31,14 +31,12 @@ from rollout_gateway.engines import find_engine
 from rollout_gateway.engines.nouns import Capability, Request, RowLayout, missing
 from rollout_gateway.engines.sampling import UNSEEDED
 from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.ring import RowArray
 from rollout_gateway.environments import Equipment
 from rollout_gateway.features.publisher import ROW_DTYPES, FeaturePublisher, Origin
 from rollout_gateway.rewards import RewardRules
 from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sessions.agents import Agents
 from rollout_gateway.sessions.outbox import Outbox
-from rollout_gateway.sessions.session import Session
 from rollout_gateway.sessions.tree import Turn
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.process import WorkerProcess
@@ -72,9 +70,17 @@ class Gateway:
         self._clients = [client for client in (durable, features) if client is not None]
         self.outbox = Outbox(durable, config.max_unsent_bytes)
         settings = engine_settings(config)
-        rows = _row_shape(config, settings) if features is not None else None
+        rows = None
+        if features is not None:
+            layout = _row_layout(config, settings)
+            rows = RowShape(RING_ROWS, layout, ROW_DTYPES[config.features.dtype][1])
         self.router = Router(
-            config.worker_count, config.engine, settings, rows, self._take_rows, self._discard_rows
+            config.worker_count,
+            config.engine,
+            settings,
+            rows,
+            lambda taken: self.publisher.take(taken),
+            lambda request_id: self.publisher.discard(request_id),
         )
         self.weights = WorkerWeights(self.router, self.spool)
         self.publisher = FeaturePublisher(features, config.features, self.weights.lm_head_hash)
@@ -140,7 +146,13 @@ class Gateway:
         assert plan.session is not None
         self.agents.sessions.remember(plan.session, turn)
         if plan.capture:
-            self.publish_rows(generation, plan.session)
+            request, about = generation.request, plan.session.assignment
+            prompt = request.prompt_token_ids
+            step = self.agents.open_step if about.open_group else about.step
+            token_ids = [*prompt, *generation.whole.token_ids]
+            session_id = plan.session.session_id
+            origin = Origin(about.run_id, step, session_id, len(prompt), token_ids)
+            self.publisher.publish(request.request_id, origin)
 
     def admit(self) -> None:
         """Raises ResourceExhausted while finished work waits for Redis or for a step above the
@@ -158,16 +170,6 @@ class Gateway:
         of the same seed.
         """
         return seed % _SHARES < self.config.features.share * _SHARES
-
-    def publish_rows(self, generation: Generation, session: Session) -> None:
-        """Hidden rows of an ended request go to the features stream."""
-        request, about = generation.request, session.assignment
-        token_ids = [*request.prompt_token_ids, *generation.whole.token_ids]
-        step = self.agents.open_step if about.open_group else about.step
-        origin = Origin(
-            about.run_id, step, session.session_id, len(request.prompt_token_ids), token_ids
-        )
-        self.publisher.publish(request.request_id, origin)
 
     async def set_arm(self, arm: str) -> None:
         """Force an arm on every worker, also on later ones; "" gives the choice back to the
@@ -210,12 +212,6 @@ class Gateway:
             log.warning("the forced arm's drafter rests", worker=process.index, error=str(error))
             await process.ask(_speculation(OFF), deadline)
 
-    def _take_rows(self, rows: RowArray) -> None:
-        self.publisher.take(rows)
-
-    def _discard_rows(self, request_id: int) -> None:
-        self.publisher.discard(request_id)
-
 
 def _speculation(arm: str) -> pb.WorkerCommand:
     return pb.WorkerCommand(set_speculation=pb.SetSpeculation(forced_arm=arm))
@@ -237,14 +233,6 @@ def _initial_versions(config: GatewayConfig) -> dict[int, Path]:
     if drafter.is_dir() and (drafter / "config.json").is_file():
         initial[int(pb.WEIGHT_TARGET_DRAFTER)] = drafter
     return initial
-
-
-def _row_shape(config: GatewayConfig, settings: dict[str, Any]) -> RowShape:
-    return RowShape(
-        RING_ROWS,
-        _row_layout(config, settings),
-        ROW_DTYPES[config.features.dtype][1],
-    )
 
 
 def _row_layout(config: GatewayConfig, settings: dict[str, Any]) -> RowLayout:

@@ -8,11 +8,12 @@ from paceline.streams.base import Depth, Entry, Stream
 from paceline.streams.connection import connect, run_key
 from paceline.streams.features import FeatureBatch, RejectedRows, decode_features, encode_features
 from paceline.streams.ledger import Ledger, LedgerCount
-from paceline.streams.open_sessions import OpenSessions, api_key_hash
+from paceline.streams.open_sessions import NOTED, OpenSessions, api_key_hash
 from paceline.streams.redis_stream import RedisStream
 from paceline.streams.trajectories import decode_trajectory, encode_trajectory, trajectory_key
 
 __all__ = [
+    "NOTED",
     "Depth",
     "Entry",
     "FeatureBatch",

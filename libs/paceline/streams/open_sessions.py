@@ -41,7 +41,8 @@ MAX_RECORD_BYTES = 16 << 10
 BATCH = 256
 RETRY_S = 0.25
 _API_KEY = "api_key_hash"
-_NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
+NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
+"""What the ledger says of a session that was lost."""
 log = get_logger(__name__)
 
 
@@ -194,7 +195,7 @@ class OpenSessions:
                 f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits"
             )
         told = {**record, "session_id": session_id, "opened_at_s": time.time()}
-        note = {name: record[name] for name in _NOTED if name in record}
+        note = {name: record[name] for name in NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
         note |= {"final": False, "reason": LOST_REASON, "at_s": told["opened_at_s"]}
         try:

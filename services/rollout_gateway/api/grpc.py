@@ -192,7 +192,7 @@ def _opened(session: Session, task: EpisodeTask | None = None) -> rpb.OpenSessio
     opened = rpb.OpenSessionResponse(
         session_id=session.session_id,
         api_key=session.api_key,
-        group_id=session.assignment.group_id or session.session_id,
+        group_id=session.group_id,
     )
     if task is not None:
         shown = rpb.TaskSpec(task_id=task.task_id, prompt=task.prompt, metadata=task.metadata)

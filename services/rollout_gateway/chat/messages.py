@@ -24,6 +24,14 @@ class ToolCall:
     name: str
     arguments: str  # JSON text as the model wrote it
 
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: the arguments as an object where they are one."""
+        try:
+            arguments = json.loads(self.arguments)
+        except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
+            arguments = self.arguments
+        return {**self.shown(), "function": {"name": self.name, "arguments": arguments}}
+
     def shown(self) -> dict[str, Any]:
         """As OpenAI's chat completions spell it."""
         return {
@@ -50,7 +58,7 @@ class Message:
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         if self.name:
@@ -153,18 +161,6 @@ def joined(deltas: Sequence[Delta]) -> Message:
         )
     ordered = tuple(calls[index] for index in sorted(calls))
     return Message("assistant", whole.content, whole.reasoning, ordered)
-
-
-def _call_for_template(call: ToolCall) -> dict[str, Any]:
-    try:
-        arguments: Any = json.loads(call.arguments)
-    except (ValueError, RecursionError):  # no JSON, or nested too deep to be read
-        arguments = call.arguments
-    return {
-        "id": call.call_id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
 
 
 def _canonical(arguments: str) -> str:

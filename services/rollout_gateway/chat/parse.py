@@ -66,7 +66,7 @@ class ChatParser:
         self._format = tool_format
         self._digits = digits
         self._text = GrowingText()
-        self._news = _News()
+        self._news: list[Delta] = []  # what the next delta will say
         self._calls = 0
         self._reading = self._message(reasoning, starts_in_reasoning)
         self._text.push(forced)
@@ -101,7 +101,8 @@ class ChatParser:
 
     def _next(self) -> Delta:
         next(self._reading, None)
-        delta = self._news.taken()
+        delta = Delta.of(self._news)
+        self._news.clear()
         self.deltas.append(delta)
         return delta
 
@@ -136,7 +137,7 @@ class ChatParser:
                     return
             text.take()
             text.take_known(_THINKING)
-            self._news.reasoning.append(text.forget())
+            self._news.append(Delta(reasoning=text.forget()))
 
     def _newline_pair(self) -> Reading[None]:
         for _ in range(2):
@@ -145,10 +146,10 @@ class ChatParser:
         self._text.forget()
 
     def _all_content(self) -> Reading[None]:
-        self._news.content.append(self._text.forget())
+        self._news.append(Delta(self._text.forget()))
         while (yield from self._text.peek()):
             self._text.take_known(_ALL)
-            self._news.content.append(self._text.forget())
+            self._news.append(Delta(self._text.forget()))
 
     def _speech(self, tool_format: ToolFormat) -> Reading[None]:
         """Content and calls. White space is kept until it is known what it precedes."""
@@ -165,10 +166,10 @@ class ChatParser:
                 text.forget()
                 openings = tool_format.after_calls + tool_format.markers
                 continue
-            self._news.content.append(text.forget())
+            self._news.append(Delta(text.forget()))
             openings = tool_format.markers
             yield from text.blanks()
-        self._news.content.append(text.forget())
+        self._news.append(Delta(text.forget()))
 
     def _at_any(self, words: Iterable[str]) -> Reading[bool]:
         for word in words:
@@ -183,27 +184,13 @@ class ChatParser:
         except Deviation:
             return False
         self._text.forget()
-        self._news.calls += (self._news_of(tool_format, call) for call in calls)
+        self._news.append(Delta(tool_calls=tuple(self._news_of(tool_format, one) for one in calls)))
         return True
 
     def _news_of(self, tool_format: ToolFormat, call: SpelledCall) -> ToolCallDelta:
         index = self._calls
         self._calls += 1
         return ToolCallDelta(index, tool_format.call_id(self._digits), call.name, call.arguments)
-
-
-class _News:
-    """What the next Delta will say."""
-
-    def __init__(self) -> None:
-        self.content: list[str] = []
-        self.reasoning: list[str] = []
-        self.calls: list[ToolCallDelta] = []
-
-    def taken(self) -> Delta:
-        delta = Delta("".join(self.content), "".join(self.reasoning), tuple(self.calls))
-        self.content, self.reasoning, self.calls = [], [], []
-        return delta
 
 
 def _plain(markers: Sequence[str]) -> re.Pattern[str]:

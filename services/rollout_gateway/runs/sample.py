@@ -208,7 +208,7 @@ def sample_finished(
     final = session.state is SessionState.FINAL
     return rpb.SampleFinished(
         task_id=about.task_id,
-        group_id=about.group_id or session.session_id,
+        group_id=session.group_id,
         sample_index=about.sample_index,
         worker_index=worker_index,
         reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source)

@@ -16,7 +16,7 @@ from dataclasses import replace
 import redis.asyncio
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
-from paceline.streams import OpenSessions, api_key_hash
+from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
 from rollout_gateway.background import background, cancel
@@ -211,20 +211,12 @@ class Agents:
 
     async def _recorded(self, session: Session) -> None:
         about = session.assignment
-        self._records.opened(
-            session.session_id,
-            {
-                "session_id": session.session_id,
-                "api_key_hash": api_key_hash(session.api_key),
-                "trainable": about.trainable,
-                "step": about.step,
-                "task_id": about.task_id,
-                "group_id": about.group_id or session.session_id,
-                "group_size": about.group_size,
-                "task_index": about.task_index,
-                "sample_index": about.sample_index,
-            },
-        )
+        record = {name: getattr(about, name) for name in (*NOTED, "trainable")} | {
+            "session_id": session.session_id,
+            "api_key_hash": api_key_hash(session.api_key),
+            "group_id": session.group_id,
+        }
+        self._records.opened(session.session_id, record)
         await self._records.recorded(session.session_id, RECORD_WAIT_S)
 
     async def _refuse_lost(self, api_key: str) -> None:

@@ -78,7 +78,7 @@ class OpenGroups:
         False when its group is full or a step has taken it: it comes too late.
         """
         about = session.assignment
-        group_id = about.group_id or session.session_id
+        group_id = session.group_id
         if group_id in self._gone:
             return False
         group = self._gathering.get(group_id) or self._closed.get(group_id)

@@ -63,6 +63,11 @@ class Session:
         self._added: dict[str, Grant] = {}  # by idempotency key
 
     @property
+    def group_id(self) -> str:
+        """Its siblings' group; one of its own unless it was given one."""
+        return self.assignment.group_id or self.session_id
+
+    @property
     def busy(self) -> bool:
         """True while a generation runs."""
         return self._active > 0

@@ -20,7 +20,7 @@ def session_json(session: Session) -> dict[str, Any]:
         "object": "session",
         "state": str(session.state),
         "task_id": about.task_id,
-        "group_id": about.group_id or session.session_id,
+        "group_id": session.group_id,
         "group_size": about.group_size,
         "sample_index": about.sample_index,
         "trainable": about.trainable,

@@ -31,23 +31,19 @@ class Seat:
     released: bool = False  # lent out: gets new requests only when no other place serves
     unsent: list[Generation] = field(default_factory=list)
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
-    _idle_since_s: float | None = field(default_factory=time.monotonic)
+    idle_since_s: float | None = field(default_factory=time.monotonic)
+    """time.monotonic() at which its last request ended; None while one is under way."""
     _watchers: set[asyncio.Future[None]] = field(
         default_factory=set
     )  # told of the next change between idle and busy
-
-    @property
-    def idle_since_s(self) -> float | None:
-        """time.monotonic() at which its last request ended; None while one is under way."""
-        return self._idle_since_s
 
     def add(self, generation: Generation) -> None:
         """Queue a request here."""
         generation.worker_index = self.index
         self.live[generation.request.request_id] = generation
         self.unsent.append(generation)
-        if self._idle_since_s is not None:
-            self._idle_since_s = None
+        if self.idle_since_s is not None:
+            self.idle_since_s = None
             self._tell()
 
     def end(self, request_id: int) -> None:
@@ -71,8 +67,8 @@ class Seat:
         while True:
             left_s = (
                 None
-                if self._idle_since_s is None
-                else self._idle_since_s + seconds - time.monotonic()
+                if self.idle_since_s is None
+                else self.idle_since_s + seconds - time.monotonic()
             )
             if left_s is not None and left_s <= 0:
                 return
@@ -84,8 +80,8 @@ class Seat:
                 self._watchers.discard(change)
 
     def _rest(self) -> None:
-        if not self.live and self._idle_since_s is None:
-            self._idle_since_s = time.monotonic()
+        if not self.live and self.idle_since_s is None:
+            self.idle_since_s = time.monotonic()
             self._tell()
 
     def _tell(self) -> None:

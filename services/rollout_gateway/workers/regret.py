@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+
+from paceline.v1 import engine_pb2 as pb
 
 
-class Pulled(Protocol):
-    """Statistics of one arm in one batch-size group: ArmReport, or ArmStats of the wire."""
-
-    @property
-    def batch_group(self) -> int:
-        """Smallest batch size of the group."""
-        ...
-
-    @property
-    def pulls(self) -> int:
-        """Rounds in which the arm was chosen."""
-        ...
-
-    @property
-    def mean_tokens_per_s(self) -> float:
-        """Tokens per second over the window; 0 when it holds no round of the arm."""
-        ...
-
-
-def regret(arms: Iterable[Pulled]) -> float:
+def regret(arms: Iterable[pb.ArmStats]) -> float:
     """Share of tokens per second lost to arms other than the best one in hindsight; 0 to 1, 0
     without rounds.
 
@@ -35,7 +17,7 @@ def regret(arms: Iterable[Pulled]) -> float:
     the mean covers the window while rounds count since the start. An arm that the window holds no
     round of is left out.
     """
-    groups: dict[int, list[Pulled]] = {}
+    groups: dict[int, list[pb.ArmStats]] = {}
     for one in arms:
         if one.pulls and one.mean_tokens_per_s > 0:
             groups.setdefault(one.batch_group, []).append(one)

@@ -40,7 +40,6 @@ STARTS_BEFORE_GIVING_UP = 3
 """Failed starts in a row after which requests waiting for that worker fail (the starts go on)."""
 
 log = get_logger(__name__)
-OnWorker = Callable[[WorkerProcess], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +205,6 @@ class Router:
         for slot in back:
             slot.released = False
         return [slot.index for slot in back]
-
-    def idle_since(self, index: int) -> float | None:
-        """time.monotonic() since when the worker has had no request; None while it has one."""
-        return self._slots[index].idle_since_s
 
     async def idle_for(self, index: int, seconds: float) -> None:
         """Returns once the worker has had no request for so many seconds on end."""

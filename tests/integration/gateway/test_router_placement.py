@@ -101,9 +101,9 @@ async def test_idleness_is_told_by_worker_and_only_after_the_last_token(
         generation = router.submit(request(1, [5], max_tokens=300), worker=0)
         busy = asyncio.create_task(router.idle_for(0, 0.01))
         await asyncio.wait_for(router.idle_for(1, 0.01), DEADLINE_S)
-        assert router.idle_since(0) is None or generation.finished
+        assert router._slots[0].idle_since_s is None or generation.finished
         await asyncio.wait_for(busy, DEADLINE_S)
         assert generation.finished
-        since = router.idle_since(0)
+        since = router._slots[0].idle_since_s
         assert since is not None
         assert time.monotonic() - since >= 0.01
