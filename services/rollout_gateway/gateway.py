@@ -134,8 +134,9 @@ class Gateway:
         return Call(self, plan)
 
     def abort(self, generation: Generation) -> None:
-        """Free a request's place in the engine."""
+        """Free a request's place in the engine, and its hidden rows: nothing of it is recorded."""
         self.router.abort(generation)
+        self.publisher.forget(generation.request.request_id)
 
     def place(self, key: str) -> AbstractAsyncContextManager[object]:
         """Wait for a place in the engine. Raises ResourceExhausted when too many wait."""

@@ -84,7 +84,7 @@ class EngineAccess(Protocol):
         ...
 
     def abort(self, generation: Generation) -> None:
-        """Free its place in the engine."""
+        """Free what it still holds."""
         ...
 
     def place(self, key: str) -> AbstractAsyncContextManager[object]:
@@ -159,7 +159,7 @@ class Call:
                             self._record(generation)
                         yield piece
         finally:
-            if self.generation is not None and not self.generation.finished:
+            if self.generation is not None and not self._recorded:
                 engine.abort(self.generation)
             if plan.session is not None and not self._recorded:
                 plan.session.end(len(plan.new_ids), None)

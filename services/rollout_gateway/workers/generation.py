@@ -105,13 +105,6 @@ class Generation:
             if news.finish_reason:
                 return
 
-    async def result(self) -> pb.TokenChunk:
-        """The whole answer, once it has ended."""
-        while not self.finished:
-            await self._wake.wait()
-            self._wake.clear()
-        return self.whole
-
     def _push(self, chunk: pb.TokenChunk) -> None:
         self.whole.MergeFrom(chunk)
         self._news.MergeFrom(chunk)

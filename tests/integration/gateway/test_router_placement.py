@@ -52,7 +52,10 @@ def serve_router() -> Serve:
 async def ended(router: Router, *arguments: Any, **options: Any) -> tuple[int, pb.TokenChunk]:
     """The worker that answered, and its answer."""
     generation = router.submit(*arguments, **options)
-    answer = await asyncio.wait_for(generation.result(), DEADLINE_S)
+    async with asyncio.timeout(DEADLINE_S):
+        async for _ in generation.chunks():
+            pass
+    answer = generation.whole
     assert answer.finish_reason == tpb.FINISH_REASON_LENGTH, answer.error
     return generation.worker_index, answer
 

@@ -45,7 +45,18 @@ def _named(name: str) -> Schema:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-_CHAT_USAGE = fields(prompt_tokens=WHOLE, completion_tokens=WHOLE, total_tokens=WHOLE)
+def _choices(kind: str, **said: Schema) -> Schema:
+    """An answer of several choices."""
+    return fields(
+        id=TEXT,
+        object=constant(kind),
+        created=WHOLE,
+        model=TEXT,
+        choices=listed(fields(index=WHOLE, **said, finish_reason=optional(TEXT))),
+        usage=fields(prompt_tokens=WHOLE, completion_tokens=WHOLE, total_tokens=WHOLE),
+    )
+
+
 _RESPONSES_USAGE = fields(input_tokens=WHOLE, output_tokens=WHOLE, total_tokens=WHOLE)
 _MESSAGES_USAGE = fields(input_tokens=WHOLE, output_tokens=WHOLE, cache_read_input_tokens=WHOLE)
 _MESSAGE = {**fields(role=constant("assistant"), content=optional(TEXT))}
@@ -76,22 +87,8 @@ ANSWERS: dict[str, Schema] = {
     "Health": fields(status={"enum": ["ok", "starting"]}, model=TEXT, workers=WHOLE),
     "Model": fields(id=TEXT, object=constant("model"), created=WHOLE, owned_by=TEXT),
     "ModelList": fields(object=constant("list"), data=listed(_named("Model"))),
-    "Completion": fields(
-        id=TEXT,
-        object=constant("text_completion"),
-        created=WHOLE,
-        model=TEXT,
-        choices=listed(fields(index=WHOLE, text=TEXT, finish_reason=optional(TEXT))),
-        usage=_CHAT_USAGE,
-    ),
-    "ChatCompletion": fields(
-        id=TEXT,
-        object=constant("chat.completion"),
-        created=WHOLE,
-        model=TEXT,
-        choices=listed(fields(index=WHOLE, message=_MESSAGE, finish_reason=optional(TEXT))),
-        usage=_CHAT_USAGE,
-    ),
+    "Completion": _choices("text_completion", text=TEXT),
+    "ChatCompletion": _choices("chat.completion", message=_MESSAGE),
     "Response": fields(
         id=TEXT,
         object=constant("response"),

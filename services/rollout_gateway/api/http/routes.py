@@ -12,12 +12,12 @@ from pydantic import BaseModel
 
 from rollout_gateway.api.http import operators, sessions
 from rollout_gateway.api.http.anthropic.answers import AnthropicAnswers
-from rollout_gateway.api.http.anthropic.routes import count_tokens
+from rollout_gateway.api.http.anthropic.counting import count_tokens
 from rollout_gateway.api.http.anthropic.schema import ConversationBody, MessagesBody
 from rollout_gateway.api.http.openai.answers import ChatAnswers, CompletionAnswers
 from rollout_gateway.api.http.openai.schema import ChatBody, CompletionBody
 from rollout_gateway.api.http.openapi_answers import FORM, Schema
-from rollout_gateway.api.http.responses import routes as responses
+from rollout_gateway.api.http.responses import store
 from rollout_gateway.api.http.responses.answers import ResponsesAnswers
 from rollout_gateway.api.http.responses.schema import ResponsesBody
 from rollout_gateway.api.http.streaming import Handler, generating
@@ -75,8 +75,8 @@ OPERATIONS = (
     ),
     _speaks("/v1/chat/completions", "OpenAI's chat", "ChatCompletion", ChatAnswers, ChatBody),
     _speaks("/v1/responses", "OpenAI's responses", "Response", ResponsesAnswers, ResponsesBody),
-    Operation("get", _STORED, responses.show, "A stored response", "Response"),
-    Operation("delete", _STORED, responses.delete, "Forget a stored response", "DeletedResponse"),
+    Operation("get", _STORED, store.show, "A stored response", "Response"),
+    Operation("delete", _STORED, store.delete, "Forget a stored response", "DeletedResponse"),
     _speaks("/v1/messages", "Anthropic's messages", "Message", AnthropicAnswers, MessagesBody),
     Operation(
         "post",

@@ -368,6 +368,15 @@ def test_a_lost_engine_is_an_error_that_leaves_no_trace(desk: Desk) -> None:
     assert (where.busy, where.tree.turns) == (False, [])
 
 
+@pytest.mark.parametrize(("finish", "aborted"), [("stop", 0), ("error", 1)])
+def test_what_a_generation_holds_is_freed_unless_it_is_recorded(
+    desk: Desk, finish: str, aborted: int
+) -> None:
+    (plan,) = chat(desk, session(), USER)
+    desk.answer(plan, saying("42", finish))
+    assert desk.engine.aborted == aborted
+
+
 def test_a_reader_that_leaves_frees_the_engine_and_the_session(desk: Desk) -> None:
     where = session()
     (plan,) = chat(desk, where, USER)

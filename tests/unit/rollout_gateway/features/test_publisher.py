@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 
+from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.config import FeaturesConfig
 from rollout_gateway.engines.worker.ring import RowArray, row_dtype
 from rollout_gateway.features.publisher import FeaturePublisher, Origin
+from rollout_gateway.gateway import Gateway
+from rollout_gateway.workers.generation import Generation
 
 TOKENS = [10, 11, 12, 13, 14, 15]
 
@@ -81,3 +87,13 @@ async def test_a_rejected_draft_whose_parent_found_no_room_is_dropped_and_counte
     assert sender.rows_dropped == 2
     sender.publish(1, origin())
     assert sender.rows_dropped == 3
+
+
+async def test_a_request_that_is_not_recorded_leaves_no_rows() -> None:
+    sender = publisher()
+    sender.expect(1)
+    sender.take(rows(0, 1))
+    router = SimpleNamespace(abort=lambda generation: None)
+    gateway: Any = SimpleNamespace(router=router, publisher=sender)
+    Gateway.abort(gateway, Generation(pb.EngineRequest(request_id=1), 0))
+    assert (sender._gathered, sender._gathered_bytes) == ({}, 0)

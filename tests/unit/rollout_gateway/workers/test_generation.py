@@ -71,4 +71,4 @@ async def test_a_slow_reader_gets_merged_news() -> None:
     async with asyncio.timeout(1):
         news = [piece async for piece in generation.chunks()]
     assert [list(piece.token_ids) for piece in news] == [[1, 2, 3, 4]]
-    assert (await generation.result()).finish_reason == tpb.FINISH_REASON_STOP
+    assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP

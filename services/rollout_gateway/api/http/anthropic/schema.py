@@ -143,10 +143,15 @@ class MessageBody(StrictShape):
         ]
 
 
-class AnthropicTool(FunctionShape):
-    """A tool with a schema of its own; tools that Anthropic runs are not served."""
+class CustomKind(StrictShape):
+    """Tools that Anthropic runs are not served; its field is checked before those of the tool."""
 
     type: Literal["custom"] | None = None
+
+
+class AnthropicTool(FunctionShape, CustomKind):
+    """A tool with a schema of its own."""
+
     parameters: JsonObject = Field(alias="input_schema")
 
 

@@ -92,17 +92,21 @@ Items = Annotated[
 ]
 
 
-class FlatTool(FunctionShape):
-    """A function that the model may call."""
+class FunctionKind(StrictShape):
+    """Only functions are known; its field is checked before those of the function."""
 
     type: Literal["function"]
+
+
+class FlatTool(FunctionShape, FunctionKind):
+    """A function that the model may call."""
+
     strict: bool | None = None
 
 
-class NamedFunctionTool(StrictShape):
+class NamedFunctionTool(FunctionKind):
     """A choice of one tool."""
 
-    type: Literal["function"]
     name: str = Field(min_length=1)
 
 

@@ -1,7 +1,4 @@
-"""Past responses, so that a request can go on from one by its id.
-
-Owns their number and size; in memory only.
-"""
+"""Keeps past responses in memory, so that a request can go on from one by its id."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from paceline.errors import NotFound
+from rollout_gateway.api.http.keys import caller_of
 from rollout_gateway.chat.messages import Message
 from rollout_gateway.sessions.session import Caller
 
@@ -78,6 +77,20 @@ def past_responses(request: Request) -> PastResponses:
     """Those of the application that serves a request."""
     past: PastResponses = request.app.state.past_responses
     return past
+
+
+async def show(request: Request) -> Response:
+    """A stored response."""
+    caller = await caller_of(request)
+    return JSONResponse(past_responses(request).get(request.path_params["id"], caller).body)
+
+
+async def delete(request: Request) -> Response:
+    """Forget a stored response."""
+    caller = await caller_of(request)
+    response_id = request.path_params["id"]
+    past_responses(request).drop(response_id, caller)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
 def _size(message: Message) -> int:
