@@ -29,12 +29,10 @@ from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.metrics import describe
 
 FINISH_NAMES = {
-    tpb.FINISH_REASON_UNSPECIFIED: "",
-    tpb.FINISH_REASON_STOP: "stop",
-    tpb.FINISH_REASON_LENGTH: "length",
-    tpb.FINISH_REASON_ABORT: "abort",
-    tpb.FINISH_REASON_ERROR: "error",
+    value: name.removeprefix("FINISH_REASON_").removeprefix("UNSPECIFIED").lower()
+    for name, value in tpb.FinishReason.items()
 }
+"""Why a completion ended, by its value on the wire; "" before its end."""
 UNASKED = Sampling(UNSEEDED, 0)
 """Of a plan before it is known how to draw it."""
 _RECORDED = (tpb.FINISH_REASON_STOP, tpb.FINISH_REASON_LENGTH)

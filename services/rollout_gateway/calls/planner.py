@@ -14,7 +14,7 @@ from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.calls.call import Plan, generation_seed
 from rollout_gateway.calls.checks import check_request
 from rollout_gateway.chat.messages import ChatRequest, ToolChoice
-from rollout_gateway.chat.prompts import ChatPrompts
+from rollout_gateway.chat.prompts import ChatPrompts, Known
 from rollout_gateway.chat.text import TextCodec
 from rollout_gateway.config import GatewayConfig
 from rollout_gateway.engines.sampling import UNSEEDED, Sampling
@@ -64,10 +64,11 @@ class Planner:
             request = replace(request, tools=(), tool_choice=ToolChoice())
         digests = request.digests()
         given = asked.caller.session
-        session = given or self._sessions_by(digests)
-        known = session.tree.extended_by_messages(digests) if session is not None else None
-        turn, count_known = known or (None, 0)
-        prompt = self._prompts.prompt(request, turn, count_known)
+        session = given or self._sessions.by_conversation(digests)
+        found = session.tree.extended_by_messages(digests) if session is not None else None
+        turn, count = found or (None, 0)
+        known = None if turn is None else Known(count, turn.token_ids, turn.response_ids)
+        prompt = self._prompts.prompt(request, known)
         plan = Plan(
             prompt.ids,
             parent=turn if prompt.goes_on else None,
@@ -151,9 +152,6 @@ class Planner:
         except TrainabilityError:
             return Assignment(self._config.run.id, implicit=True, trainable=False)
         return Assignment(self._config.run.id, implicit=True)
-
-    def _sessions_by(self, digests: Sequence[bytes]) -> Session | None:
-        return self._sessions.by_conversation(digests) if self._config.sessions.implicit else None
 
 
 def _seeded(base: int | None, sampling: Sampling, number: int) -> Sampling:

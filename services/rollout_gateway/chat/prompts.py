@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from paceline.errors import InvalidInput
 from rollout_gateway.chat.messages import ChatRequest
@@ -27,18 +27,12 @@ PROMPT_END = 16
 """Tokens that show whether a prompt ends inside the model's reasoning."""
 
 
-class KnownTurn(Protocol):
+class Known(NamedTuple):
     """An answer of before, token for token."""
 
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """All tokens up to its end."""
-        ...
-
-    @property
-    def response_ids(self) -> Sequence[int]:
-        """Those that the model said."""
-        ...
+    messages: int  # of the conversation, up to this one
+    token_ids: Sequence[int]  # all up to its end
+    response_ids: Sequence[int]  # those that the model said
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +53,12 @@ class ChatPrompts:
         known = config.reasoning == "auto" and knows_reasoning(codec.template_source)
         self._reasoning = known or config.reasoning == "think"
 
-    def prompt(self, request: ChatRequest, known: KnownTurn | None, count: int) -> ChatPrompt:
-        """The prompt of a request; `known` is the turn that its first `count` messages end with.
+    def prompt(self, request: ChatRequest, known: Known | None) -> ChatPrompt:
+        """The prompt of a request; `known` is the turn that it goes on from.
 
         Raises InvalidInput for what cannot be rendered or forced.
         """
-        ids, goes_on = self._history(request, known, count)
+        ids, goes_on = self._history(request, known)
         inside = self._reasoning and opens_reasoning(self._codec.decode_all(ids[-PROMPT_END:]))
         forced = self._forced(request, inside)
         ids += self._codec.encode_piece(forced + request.prefill)
@@ -81,14 +75,12 @@ class ChatPrompts:
 
         return ChatPrompt(ids, goes_on, parser)
 
-    def _history(
-        self, request: ChatRequest, known: KnownTurn | None, count: int
-    ) -> tuple[tuple[int, ...], bool]:
+    def _history(self, request: ChatRequest, known: Known | None) -> tuple[tuple[int, ...], bool]:
         """All tokens up to where the model speaks, and whether the known turn's begin them."""
         if not request.messages:
             raise InvalidInput("messages is empty", allowed="one message or more")
         if known is not None:
-            rest = self._codec.encode_after(request, count - 1, known.response_ids)
+            rest = self._codec.encode_after(request, known.messages - 1, known.response_ids)
             if rest is not None:
                 return (*known.token_ids, *rest), True
         return self._codec.encode_chat(request), False

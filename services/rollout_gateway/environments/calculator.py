@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import operator
 from collections.abc import Callable, Mapping
 
 MAX_CHARACTERS = 1000
@@ -70,33 +71,17 @@ def _value(node: ast.expr, depth: int) -> Number:
             return -_value(operand, depth + 1)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _value(operand, depth + 1)
-        case ast.BinOp(left=left, op=operator, right=right):
-            return _bounded(_binary(operator, _value(left, depth + 1), _value(right, depth + 1)))
+        case ast.BinOp(left=left, op=symbol, right=right):
+            if type(symbol) not in _OPERATORS:
+                raise CalculationError("only + - * / // % ** can be used; for powers **, not ^")
+            operation = _OPERATORS[type(symbol)]
+            return _bounded(operation(_value(left, depth + 1), _value(right, depth + 1)))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
             return _bounded(_FUNCTIONS[name](*(_value(one, depth + 1) for one in arguments)))
     raise CalculationError(
         f"only numbers, + - * / // % ** and these can be used: "
         f"{', '.join([*_FUNCTIONS, *_CONSTANTS])}"
     )
-
-
-def _binary(operator: ast.operator, left: Number, right: Number) -> Number:
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-        case ast.FloorDiv():
-            return left // right
-        case ast.Mod():
-            return left % right
-        case ast.Pow():
-            return _power(left, right)
-    raise CalculationError("only + - * / // % ** can be used; for powers **, not ^")
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -115,3 +100,14 @@ def _bounded(value: Number) -> Number:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise CalculationError(f"the result has more than {MAX_BITS} bits")
     return value
+
+
+_OPERATORS: Mapping[type[ast.operator], Callable[..., Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}

@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput, Unavailable
 from paceline.telemetry import get_logger
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.environments.base import Episode, EpisodeTask, Model
-from rollout_gateway.environments.tools import Calculator, Python, Tool, answer, schema
+from rollout_gateway.environments.tools import CALCULATOR, Tool, answer, python, schema
 from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
@@ -40,9 +40,7 @@ class ToolUse:
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         """Without a sandbox there is no tool `python`."""
-        found: list[Tool] = [Calculator()]
-        if sandbox is not None:
-            found.append(Python(sandbox))
+        found = [CALCULATOR] if sandbox is None else [CALCULATOR, python(sandbox)]
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in found}
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:

@@ -8,8 +8,9 @@ that fails is not.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from rollout_gateway.chat.messages import ToolCall
 from rollout_gateway.environments.calculator import CalculationError, calculate
@@ -22,51 +23,48 @@ class ToolError(Exception):
     """What the model did wrong, in words for it."""
 
 
-class Tool(Protocol):
+@dataclass(frozen=True, slots=True)
+class Tool:
     """One tool; its only argument is a text."""
 
     name: str
     description: str
     argument: str
     argument_description: str
-
-    async def answer(self, text: str) -> str:
-        """Raises ToolError, or Unavailable when what it needs is away."""
-        ...
+    answer: Callable[[str], Awaitable[str]]
+    """Raises ToolError, or Unavailable when what it needs is away."""
 
 
-class Calculator:
-    """Arithmetic."""
-
-    name = "calculator"
-    description = "Evaluates an arithmetic expression and returns its value."
-    argument = "expression"
-    argument_description = "For example (3 + 4) * 2 ** 10 / sqrt(2)"
-
-    async def answer(self, text: str) -> str:
-        try:
-            return calculate(text)
-        except CalculationError as error:
-            raise ToolError(str(error)) from error
+async def _calculated(text: str) -> str:
+    try:
+        return calculate(text)
+    except CalculationError as error:
+        raise ToolError(str(error)) from error
 
 
-class Python:
-    """The sandbox; every call is a fresh program."""
+CALCULATOR = Tool(
+    "calculator",
+    "Evaluates an arithmetic expression and returns its value.",
+    "expression",
+    "For example (3 + 4) * 2 ** 10 / sqrt(2)",
+    _calculated,
+)
 
-    name = "python"
-    description = (
+
+def python(sandbox: Sandbox) -> Tool:
+    """Programs in the sandbox; every call is a fresh one."""
+
+    async def run(text: str) -> str:
+        return shown(await sandbox.run(text), sandbox.config.wall_s)
+
+    return Tool(
+        "python",
         "Runs a Python program and returns what it prints. Each call starts anew; there is no "
-        "network, and no package "
-        "beyond the standard library."
+        "network, and no package beyond the standard library.",
+        "code",
+        "The whole program; print what you want to see",
+        run,
     )
-    argument = "code"
-    argument_description = "The whole program; print what you want to see"
-
-    def __init__(self, sandbox: Sandbox) -> None:
-        self._sandbox = sandbox
-
-    async def answer(self, text: str) -> str:
-        return shown(await self._sandbox.run(text), self._sandbox.config.wall_s)
 
 
 def shown(result: SandboxResult, wall_s: float) -> str:

@@ -16,7 +16,7 @@ from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.calls.call import FINISH_NAMES, Call, Plan
+from rollout_gateway.calls.call import Call, Plan
 from rollout_gateway.calls.planner import Asked
 from rollout_gateway.chat.messages import ChatRequest, Message
 from rollout_gateway.environments import environment
@@ -29,7 +29,6 @@ EXTERNAL = "external"
 """The environment in which agents from outside claim the tasks."""
 AGENT = "agent"
 """The reward that the agent posts itself."""
-FINISH_VALUES = {name: value for value, name in FINISH_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -216,7 +215,7 @@ def sample_finished(
         else None,
         prompt_tokens=len(turns[0].prompt_ids) if turns else 0,
         response_tokens=len(response),
-        finish_reason=FINISH_VALUES["stop" if finish == "tool_calls" else finish],
+        finish_reason=_reason("stop" if finish == "tool_calls" else finish),
         speculation=stats_to_proto(stats),
         smallest_gap=min((turn.smallest_gap for turn in turns), default=0.0),
         tokens_hash=tokens_hash(response),
@@ -242,8 +241,13 @@ def recorded_sample(
         reward=tpb.Reward(value=sum(rewards) / len(rewards), source=source),
         prompt_tokens=first["tokens"] - first["trained_tokens"],
         response_tokens=sum(branch["trained_tokens"] for branch in branches),
-        finish_reason=FINISH_VALUES[finish or first["finish_reason"]],
+        finish_reason=_reason(finish or first["finish_reason"]),
         smallest_gap=float("inf"),
         tokens_hash=first["response_hash"] if len(branches) == 1 else "",
         session_id=first["key"].rpartition("/")[0],
     )
+
+
+def _reason(finish: str) -> str:
+    """As the wire names it."""
+    return f"FINISH_REASON_{finish.upper()}"

@@ -28,7 +28,7 @@ class Grant:
     value: float
     completion_id: str = ""  # of the turn it is for; empty: the session
     accumulate: bool = False
-    key: str = ""  # names it among those that add up
+    idempotency_key: str = ""  # names it among those that add up
 
 
 class Session:
@@ -195,11 +195,11 @@ class Session:
         return turn
 
     def _accumulated(self, grant: Grant, known: float | None) -> float:
-        if not grant.key:
+        if not grant.idempotency_key:
             raise InvalidInput(
                 "an accumulated reward needs an idempotency_key", allowed="a name of its own"
             )
-        before = self._added.get(grant.key)
+        before = self._added.get(grant.idempotency_key)
         if before == grant and known is not None:
             return known
         self.require_open()
@@ -212,7 +212,7 @@ class Session:
             raise InvalidInput(
                 "accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}"
             )
-        self._added[grant.key] = grant
+        self._added[grant.idempotency_key] = grant
         return total
 
     def _conflict(self, seen: float, allowed: float) -> FailedPrecondition:

@@ -1,7 +1,7 @@
 """Declares how an API spells its answers, and the form they all come from.
 
-A request becomes calls; an `Answers` turns them into JSON, whole or as events. `Parts` are what a
-message consists of where an API shows it in pieces.
+A request becomes calls; an `Answers` turns them into JSON, whole or as events. `MessageParts` are
+what a message consists of where an API shows it in pieces.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Answers(ABC, Generic[B]):
         """The event of a stream that broke."""
 
 
-class Usage(NamedTuple):
+class TokenCounts(NamedTuple):
     """Tokens of an answer."""
 
     prompt: int
@@ -81,10 +81,10 @@ class Usage(NamedTuple):
     thought: int  # of what was said
 
 
-def usage(calls: Sequence[Call], siblings: int = 1) -> Usage:
+def usage(calls: Sequence[Call], siblings: int = 1) -> TokenCounts:
     """Tokens of all calls; a prompt shared by `siblings` choices counts once."""
     prompt = sum(len(call.plan.prompt) for call in calls) // siblings
-    return Usage(
+    return TokenCounts(
         prompt,
         min(sum(call.whole.cached_prompt_tokens for call in calls), prompt),
         sum(len(call.whole.token_ids) for call in calls),
@@ -96,7 +96,7 @@ Kind = Literal["reasoning", "content", "call"]
 
 
 @dataclass(slots=True)
-class Part:
+class MessagePart:
     """A stretch of a message that is all of one kind."""
 
     kind: Kind
@@ -106,12 +106,12 @@ class Part:
     status: str = "in_progress"
 
 
-class Parts(ABC):
+class MessageParts(ABC):
     """The parts of one message as they grow. One is open at a time; opening the next closes it."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
-        self._open: Part | None = None
+        self.parts: list[MessagePart] = []
+        self._open: MessagePart | None = None
 
     def add(self, delta: Delta) -> list[Event]:
         """Events of what was said."""
@@ -129,13 +129,13 @@ class Parts(ABC):
         return self._ended(part)
 
     @abstractmethod
-    def _began(self, part: Part) -> list[Event]: ...
+    def _began(self, part: MessagePart) -> list[Event]: ...
 
     @abstractmethod
-    def _grew(self, part: Part, text: str) -> Event: ...
+    def _grew(self, part: MessagePart, text: str) -> Event: ...
 
     @abstractmethod
-    def _ended(self, part: Part) -> list[Event]: ...
+    def _ended(self, part: MessagePart) -> list[Event]: ...
 
     def _grow(self, kind: Kind, text: str, call: ToolCallDelta | None = None) -> list[Event]:
         events: list[Event] = []
@@ -143,7 +143,7 @@ class Parts(ABC):
         known = None if part is None or part.call is None else part.call.index
         if part is None or part.kind != kind or (call is not None and call.index != known):
             events = self._close("completed")
-            part = self._open = Part(kind, len(self.parts), call)
+            part = self._open = MessagePart(kind, len(self.parts), call)
             self.parts.append(part)
             events += self._began(part)
         if text:

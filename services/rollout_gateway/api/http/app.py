@@ -38,13 +38,9 @@ def build_app(gateway: Gateway) -> Observed:
     return Observed(app)
 
 
-def _anthropic(request: Request) -> bool:
-    return request.url.path.startswith("/v1/messages")
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PacelineError)
-    return errors.answer(error, anthropic=_anthropic(request))
+    return errors.answer(error, request)
 
 
 async def _on_http(request: Request, error: Exception) -> Response:
@@ -53,7 +49,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     kinds = {404: "no such path", 405: "the path does not take this method"}
     text = kinds.get(error.status_code, error.detail)
     problem = NotFound(text, seen=f"{request.method} {request.url.path}"[:200])
-    answer = errors.answer(problem, anthropic=_anthropic(request))
+    answer = errors.answer(problem, request)
     answer.status_code = error.status_code
     answer.headers.update(error.headers or {})
     return answer
@@ -62,6 +58,4 @@ async def _on_http(request: Request, error: Exception) -> Response:
 async def _on_defect(request: Request, error: Exception) -> Response:
     """Our own fault: logged with its traceback, told without it."""
     log.error("a request failed", path=request.url.path, exc_info=error)
-    return errors.answer(
-        InternalError("the gateway failed; its log says why"), anthropic=_anthropic(request)
-    )
+    return errors.answer(InternalError("the gateway failed; its log says why"), request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from paceline.errors import (
@@ -80,7 +81,7 @@ def anthropic_error(error: PacelineError) -> dict[str, Any]:
     }
 
 
-def answer(error: PacelineError, *, anthropic: bool = False) -> JSONResponse:
+def answer(error: PacelineError, request: Request) -> JSONResponse:
     """The response, with retry-after (s) where trying again may help."""
     status, _ = status_of(error)
     headers = {}
@@ -90,5 +91,6 @@ def answer(error: PacelineError, *, anthropic: bool = False) -> JSONResponse:
         )
     if status == 401:
         headers["www-authenticate"] = "Bearer"
+    anthropic = request.url.path.startswith("/v1/messages")
     body = anthropic_error(error) if anthropic else openai_error(error)
     return JSONResponse(body, status_code=status, headers=headers)

@@ -59,7 +59,7 @@ class RewardBody(StrictShape):
 
     def grant(self) -> Grant:
         """As a session takes it."""
-        return Grant(self.value, self.completion_id, self.accumulate, self.idempotency_key)
+        return Grant(**self.model_dump())
 
 
 class CompletionRewardBody(RewardBody):

@@ -78,20 +78,12 @@ def by_type(default: str = "") -> Discriminator:
     )
 
 
-def _text_or_list(value: Any) -> str:
-    return "<text>" if isinstance(value, str) else "<list>"
+def _text_or_other(value: Any) -> str:
+    return "<text>" if isinstance(value, str) else "<other>"
 
 
-TEXT_OR_LIST = Discriminator(_text_or_list)
-"""Chooses between the branches tagged `<text>` and `<list>`."""
-
-
-def _word_or_object(value: Any) -> str:
-    return "<word>" if isinstance(value, str) else "<object>"
-
-
-WORD_OR_OBJECT = Discriminator(_word_or_object)
-"""Chooses between the branches tagged `<word>` and `<object>`."""
+TEXT_OR_OTHER = Discriminator(_text_or_other)
+"""Chooses between the branches tagged `<text>` and `<other>`."""
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
@@ -146,8 +138,8 @@ Part = Annotated[
     Discriminator(_refusal_or_text),
 ]
 Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
-    TEXT_OR_LIST,
+    Annotated[str, Tag("<text>")] | Annotated[list[Part], Tag("<other>")],
+    TEXT_OR_OTHER,
 ]
 """Text, or parts of it."""
 

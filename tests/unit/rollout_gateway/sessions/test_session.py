@@ -66,7 +66,7 @@ def test_the_same_reward_is_idempotent_and_another_is_refused() -> None:
 @pytest.mark.parametrize("key", ["", "k"])
 def test_a_reward_is_finite(value: float, key: str) -> None:
     with pytest.raises(InvalidInput, match="finite"):
-        session().score(Grant(value, accumulate=bool(key), key=key))
+        session().score(Grant(value, accumulate=bool(key), idempotency_key=key))
 
 
 def test_a_turn_gets_its_own_reward() -> None:
@@ -93,7 +93,7 @@ def test_accumulated_rewards_add_up_once_per_key(posts: list[tuple[str, str]]) -
     expected = {"": 0.0, "one": 0.0}
     seen: dict[str, str] = {}
     for key, completion in posts:
-        grant = Grant(values[key], completion, accumulate=True, key=key)
+        grant = Grant(values[key], completion, accumulate=True, idempotency_key=key)
         if seen.setdefault(key, completion) != completion:
             with pytest.raises(FailedPrecondition, match="another reward"):
                 where.score(grant)
@@ -107,29 +107,29 @@ def test_accumulated_rewards_add_up_once_per_key(posts: list[tuple[str, str]]) -
 
 def test_a_key_names_one_value() -> None:
     where = session()
-    where.score(Grant(1.0, accumulate=True, key="k"))
+    where.score(Grant(1.0, accumulate=True, idempotency_key="k"))
     with pytest.raises(FailedPrecondition, match=r"another reward; seen: 2\.0; allowed: 1\.0"):
-        where.score(Grant(2.0, accumulate=True, key="k"))
+        where.score(Grant(2.0, accumulate=True, idempotency_key="k"))
     with pytest.raises(InvalidInput, match="idempotency_key"):
         where.score(Grant(1.0, accumulate=True))
 
 
 def test_accumulated_rewards_stay_finite() -> None:
     where = session()
-    where.score(Grant(1e308, accumulate=True, key="a"))
+    where.score(Grant(1e308, accumulate=True, idempotency_key="a"))
     for _ in range(2):
         with pytest.raises(InvalidInput, match="finite"):
-            where.score(Grant(1e308, accumulate=True, key="b"))
+            where.score(Grant(1e308, accumulate=True, idempotency_key="b"))
     assert where.reward == 1e308
 
 
 def test_keys_are_bounded() -> None:
     where = session(max_turns=2)
     for index in range(4):
-        where.score(Grant(1.0, accumulate=True, key=str(index)))
+        where.score(Grant(1.0, accumulate=True, idempotency_key=str(index)))
     with pytest.raises(ResourceExhausted, match="too many rewards"):
-        where.score(Grant(1.0, accumulate=True, key="more"))
-    where.score(Grant(1.0, accumulate=True, key="0"))
+        where.score(Grant(1.0, accumulate=True, idempotency_key="more"))
+    where.score(Grant(1.0, accumulate=True, idempotency_key="0"))
     assert where.reward == 4.0
 
 
@@ -163,11 +163,13 @@ def test_endings() -> None:
 def test_a_reward_posted_again_after_the_end_changes_nothing() -> None:
     where = session()
     where.score(Grant(1.0))
-    where.score(Grant(0.5, said(where, None, name="a").completion_id, accumulate=True, key="k"))
+    where.score(
+        Grant(0.5, said(where, None, name="a").completion_id, accumulate=True, idempotency_key="k")
+    )
     where.close()
     where.score(Grant(1.0))
-    where.score(Grant(0.5, "a", accumulate=True, key="k"))
-    for late in (Grant(2.0), Grant(0.5, "a", accumulate=True, key="other")):
+    where.score(Grant(0.5, "a", accumulate=True, idempotency_key="k"))
+    for late in (Grant(2.0), Grant(0.5, "a", accumulate=True, idempotency_key="other")):
         with pytest.raises(FailedPrecondition, match="has ended"):
             where.score(late)
     assert (where.reward, where.tree.turns[0].reward) == (1.0, 0.5)

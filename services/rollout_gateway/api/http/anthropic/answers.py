@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import PacelineError
-from rollout_gateway.api.http.answers import Answers, Event, Part, Parts, usage
+from rollout_gateway.api.http.answers import Answers, Event, MessagePart, MessageParts, usage
 from rollout_gateway.api.http.anthropic.schema import MessagesBody
 from rollout_gateway.api.http.errors import anthropic_error
 from rollout_gateway.calls.call import Call, Piece, Plan
@@ -23,7 +23,7 @@ _FIELDS = {"reasoning": "thinking", "content": "text"}
 """Type of a part's block, and the field that holds what was said."""
 
 
-class ContentBlocks(Parts):
+class ContentBlocks(MessageParts):
     """The blocks of one message as they grow."""
 
     @property
@@ -31,17 +31,17 @@ class ContentBlocks(Parts):
         """All so far."""
         return [_block(part) for part in self.parts]
 
-    def _began(self, part: Part) -> list[Event]:
+    def _began(self, part: MessagePart) -> list[Event]:
         return [_of(part, "content_block_start") | {"content_block": _block(part)}]
 
-    def _grew(self, part: Part, text: str) -> Event:
+    def _grew(self, part: MessagePart, text: str) -> Event:
         if part.kind == "call":
             delta = {"type": "input_json_delta", "partial_json": text}
         else:
             delta = {"type": f"{_FIELDS[part.kind]}_delta", _FIELDS[part.kind]: text}
         return _of(part, "content_block_delta") | {"delta": delta}
 
-    def _ended(self, part: Part) -> list[Event]:
+    def _ended(self, part: MessagePart) -> list[Event]:
         return [_of(part, "content_block_stop")]
 
 
@@ -94,11 +94,11 @@ class AnthropicAnswers(Answers[MessagesBody]):
         }
 
 
-def _of(part: Part, kind: str) -> Event:
+def _of(part: MessagePart, kind: str) -> Event:
     return {"type": kind, "index": part.index}
 
 
-def _block(part: Part) -> dict[str, Any]:
+def _block(part: MessagePart) -> dict[str, Any]:
     if part.call is not None:
         call = {"id": part.call.call_id, "name": part.call.name}
         return {"type": "tool_use", **call, "input": input_value(part.text)}

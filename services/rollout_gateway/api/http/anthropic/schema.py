@@ -16,7 +16,7 @@ from pydantic import Field, Tag
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
     MAX_STOPS,
-    TEXT_OR_LIST,
+    TEXT_OR_OTHER,
     FunctionShape,
     JsonObject,
     JsonValue,
@@ -68,8 +68,8 @@ class ToolUseBlock(StrictShape):
 
 _Text = Annotated[TextBlock, Tag("<text>")]
 Texts = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<list>")],
-    TEXT_OR_LIST,
+    Annotated[str, Tag("<text>")] | Annotated[list[Annotated[_Text, by_type()]], Tag("<other>")],
+    TEXT_OR_OTHER,
 ]
 
 
@@ -98,8 +98,8 @@ Block = Annotated[
     by_type(),
 ]
 Blocks = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<list>")],
-    TEXT_OR_LIST,
+    Annotated[str, Tag("<text>")] | Annotated[list[Block], Tag("<other>")],
+    TEXT_OR_OTHER,
 ]
 
 

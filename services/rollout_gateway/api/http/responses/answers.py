@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from paceline.errors import PacelineError, ResourceExhausted
-from rollout_gateway.api.http.answers import Answers, Event, Part, Parts, usage
+from rollout_gateway.api.http.answers import Answers, Event, MessagePart, MessageParts, usage
 from rollout_gateway.api.http.responses.schema import ResponsesBody
 from rollout_gateway.api.http.responses.store import past_responses
 from rollout_gateway.calls.call import Call, Piece, Plan
@@ -25,7 +25,7 @@ _ITEMS = {
 """Type of a part's item, and what its id begins with."""
 
 
-class OutputItems(Parts):
+class OutputItems(MessageParts):
     """The items of one response as they grow."""
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class OutputItems(Parts):
         news = [] if self.parts else self._grow("content", "")
         return news + super().end(status)
 
-    def _began(self, part: Part) -> list[Event]:
+    def _began(self, part: MessagePart) -> list[Event]:
         item = self._item(part)
         if part.kind != "call":
             item["content"] = []
@@ -52,13 +52,13 @@ class OutputItems(Parts):
             events.append(self._of_content(part, "response.content_part.added"))
         return events
 
-    def _grew(self, part: Part, text: str) -> Event:
+    def _grew(self, part: MessagePart, text: str) -> Event:
         if part.kind == "call":
             kind = "response.function_call_arguments.delta"
             return {"type": kind, **self._at(part), "delta": text}
         return self._of_text(part, "delta", {"delta": text})
 
-    def _ended(self, part: Part) -> list[Event]:
+    def _ended(self, part: MessagePart) -> list[Event]:
         item = self._item(part)
         done = {"type": "response.output_item.done", "output_index": part.index, "item": item}
         if part.kind == "call":
@@ -71,22 +71,22 @@ class OutputItems(Parts):
             done,
         ]
 
-    def _of_text(self, part: Part, what: str, said: dict[str, Any]) -> Event:
+    def _of_text(self, part: MessagePart, what: str, said: dict[str, Any]) -> Event:
         kind = f"response.{_content(part)['type']}.{what}"
         event = {"type": kind, **self._at(part), "content_index": 0, **said}
         return event | ({"logprobs": []} if part.kind == "content" else {})
 
-    def _of_content(self, part: Part, kind: str) -> Event:
+    def _of_content(self, part: MessagePart, kind: str) -> Event:
         return {"type": kind, **self._at(part), "content_index": 0, "part": _content(part)}
 
-    def _at(self, part: Part) -> dict[str, Any]:
+    def _at(self, part: MessagePart) -> dict[str, Any]:
         """Where an event belongs."""
         return {"item_id": self._id(part), "output_index": part.index}
 
-    def _id(self, part: Part) -> str:
+    def _id(self, part: MessagePart) -> str:
         return f"{_ITEMS[part.kind][1]}_{self._name}_{part.index}"
 
-    def _item(self, part: Part) -> dict[str, Any]:
+    def _item(self, part: MessagePart) -> dict[str, Any]:
         kind, _ = _ITEMS[part.kind]
         item: dict[str, Any] = {"id": self._id(part), "type": kind, "status": part.status}
         if part.call is not None:
@@ -206,7 +206,7 @@ def _usage(call: Call) -> dict[str, Any]:
     }
 
 
-def _content(part: Part) -> dict[str, Any]:
+def _content(part: MessagePart) -> dict[str, Any]:
     """What an item that says something holds."""
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}

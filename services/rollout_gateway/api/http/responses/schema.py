@@ -15,8 +15,7 @@ from pydantic import Field, Tag
 
 from rollout_gateway.api.http.bodies import FieldError
 from rollout_gateway.api.http.shapes import (
-    TEXT_OR_LIST,
-    WORD_OR_OBJECT,
+    TEXT_OR_OTHER,
     Content,
     FunctionShape,
     JsonObject,
@@ -87,8 +86,8 @@ Item = Annotated[
     by_type("message"),
 ]
 Items = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<list>")],
-    TEXT_OR_LIST,
+    Annotated[str, Tag("<text>")] | Annotated[list[Item], Tag("<other>")],
+    TEXT_OR_OTHER,
 ]
 
 
@@ -134,9 +133,9 @@ class ResponsesBody(SampledBody):
     tools: list[FlatTool] | None = None
     tool_choice: (
         Annotated[
-            Annotated[Literal["auto", "none", "required"], Tag("<word>")]
-            | Annotated[NamedFunctionTool, Tag("<object>")],
-            WORD_OR_OBJECT,
+            Annotated[Literal["auto", "none", "required"], Tag("<text>")]
+            | Annotated[NamedFunctionTool, Tag("<other>")],
+            TEXT_OR_OTHER,
         ]
         | None
     ) = None
