@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,9 +25,10 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, core_schema
 
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.engines.sampling import RANGES
+from rollout_gateway.engines.sampling import RANGES, Sampling
 
-_PLAIN = {*RANGES, "ignore_eos", "logit_bias"} - {"max_tokens", "top_logprobs"}
+_SPELLED_APART = {"seed", "max_tokens", "stop", "top_logprobs", "json_schema"}
+_PLAIN = {field.name for field in fields(Sampling)} - _SPELLED_APART
 """Sampling parameters that bodies spell as they are spelled everywhere."""
 MAX_STOPS = 16
 MAX_JSON_DEPTH = 64
