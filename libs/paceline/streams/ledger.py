@@ -21,6 +21,9 @@ from paceline.streams.connection import redis_errors, run_key
 from paceline.streams.redis_stream import flat
 from paceline.trajectory import Trajectory, tokens_hash
 
+NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
+"""What the ledger says of a branch besides its tokens, and of a session that was lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerCount:
@@ -124,12 +127,7 @@ class Ledger:
 def _record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "key": str(trajectory.key),
-        "step": trajectory.step,
-        "task_id": trajectory.task_id,
-        "group_id": trajectory.group_id,
-        "group_size": trajectory.group_size,
-        "task_index": trajectory.task_index,
-        "sample_index": trajectory.sample_index,
+        **{name: getattr(trajectory, name) for name in NOTED},
         "branch_count": trajectory.branch_count,
         "reward": trajectory.reward,
         "tokens": len(trajectory.token_ids),

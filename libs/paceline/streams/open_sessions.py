@@ -24,6 +24,7 @@ import redis.asyncio
 from paceline.errors import InvalidInput, PacelineError
 from paceline.streams import scripts
 from paceline.streams.connection import redis_errors, run_key
+from paceline.streams.ledger import NOTED
 from paceline.telemetry import get_logger
 from paceline.trajectory import BranchKey
 
@@ -41,8 +42,6 @@ MAX_RECORD_BYTES = 16 << 10
 BATCH = 256
 RETRY_S = 0.25
 _API_KEY = "api_key_hash"
-NOTED = ("step", "task_id", "group_id", "group_size", "task_index", "sample_index")
-"""What the ledger says of a session that was lost."""
 log = get_logger(__name__)
 
 

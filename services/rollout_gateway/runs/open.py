@@ -57,13 +57,10 @@ class OpenRuns:
                     await first_of(agents.groups.closed(), idle.lent())
                     while (worker := idle.pop()) is not None:
                         yield rpb.RunTasksResponse(share=totals.share(worker))
-                    group = agents.groups.pop()
-                    for sample in (
-                        ()
-                        if group is None
-                        else totals.group(group.group_id, self._take(taken, group, step))
-                    ):
-                        yield rpb.RunTasksResponse(sample=sample)
+                    if (group := agents.groups.pop()) is not None:
+                        samples = self._take(taken, group, step)
+                        for sample in totals.group(group.group_id, samples):
+                            yield rpb.RunTasksResponse(sample=sample)
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
     def _take(self, taken: _Taken, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:

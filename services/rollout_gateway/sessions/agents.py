@@ -178,18 +178,13 @@ class Agents:
 
         `dropped`: why also scored ones are not.
         """
-        about = session.assignment
+        about, final = session.assignment, session.state is SessionState.FINAL
         notes: list[tuple[Trajectory, str]] = []
         for trajectory in samples if about.trainable else ():
-            if session.state is SessionState.FINAL and trajectory.reward is not None:
+            if final and trajectory.reward is not None:
                 notes.append((trajectory, dropped))
             elif not about.implicit:
-                notes.append(
-                    (
-                        trajectory,
-                        "unscored" if session.state is SessionState.FINAL else session.outcome,
-                    )
-                )
+                notes.append((trajectory, "unscored" if final else session.outcome))
         if not notes:
             self._records.ended(session.session_id)
             return

@@ -116,12 +116,12 @@ class Outbox:
             while self._parcels:
                 batch = [self._parcels.popleft() for _ in range(min(BATCH, len(self._parcels)))]
                 sent = await asyncio.gather(*(self._send(parcel) for parcel in batch))
-                left = [parcel for parcel, done in zip(batch, sent, strict=True) if not done]
-                self._parcels.extendleft(reversed(left))
-                self._unsent_bytes -= sum(len(parcel.payload) for parcel in batch) - sum(
-                    len(parcel.payload) for parcel in left
-                )
-                if left:
+                for parcel, done in zip(reversed(batch), reversed(sent), strict=True):
+                    if done:
+                        self._unsent_bytes -= len(parcel.payload)
+                    else:
+                        self._parcels.appendleft(parcel)
+                if not all(sent):
                     await asyncio.sleep(RETRY_S)
             self._empty.set()
 

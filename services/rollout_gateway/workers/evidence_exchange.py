@@ -9,26 +9,13 @@ has started again. Nobody waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.bandits.evidence import combine
 from rollout_gateway.engines.worker import wire
-
-
-class CommandTaker(Protocol):
-    """A worker that takes commands."""
-
-    @property
-    def index(self) -> int:
-        """Its place in the gateway."""
-        ...
-
-    def send(self, command: pb.WorkerCommand) -> None:
-        """Send without waiting for an answer."""
-        ...
+from rollout_gateway.workers.process import WorkerProcess
 
 
 class EvidenceExchange:
@@ -37,7 +24,9 @@ class EvidenceExchange:
     def __init__(self) -> None:
         self._said: dict[int, pb.WorkerHealth] = {}
 
-    def spread(self, peers: Iterable[CommandTaker], healths: Mapping[int, pb.WorkerHealth]) -> None:
+    def spread(
+        self, peers: Iterable[WorkerProcess], healths: Mapping[int, pb.WorkerHealth]
+    ) -> None:
         """Remember what workers said, and tell each one of those that answered what the others
         know.
         """
@@ -48,13 +37,13 @@ class EvidenceExchange:
                     peer, versions_from_proto(healths[peer.index].versions), without=peer.index
                 )
 
-    def teach(self, peer: CommandTaker, versions: VersionSet) -> None:
+    def teach(self, peer: WorkerProcess, versions: VersionSet) -> None:
         """A worker has started and serves `versions`: it gets what all knew, the process before it
         included.
         """
         self._tell(peer, versions, without=None)
 
-    def _tell(self, peer: CommandTaker, versions: VersionSet, *, without: int | None) -> None:
+    def _tell(self, peer: WorkerProcess, versions: VersionSet, *, without: int | None) -> None:
         others = [
             wire.evidence_from(health.evidence)
             for index, health in self._said.items()
