@@ -1,8 +1,8 @@
 """Writes frozen dataclasses as JSON objects and reads them back, checked against their annotations.
 
 A `TaggedJson` carries several classes, each under its name: `{"type": "Preempt", "epoch": 3}`.
-Fields are bool, int, float, str, None, enums (by value), dataclasses (as plain objects), lists,
-tuples, mappings with string keys, and unions of these.
+Fields are bool, int, float, str, None, literals, enums (by value), dataclasses (as plain objects),
+lists, tuples, mappings with string keys, and unions of these.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import DataLoss
 
@@ -43,7 +43,7 @@ class TaggedJson(Generic[T]):
         """The value that `encode` was given. Raises DataLoss when `data` is no such value."""
         try:
             found = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataLoss(f"a message is not JSON: {error}", seen=data[:200]) from error
         return self.from_object(found)
 
@@ -124,6 +124,8 @@ def _reader(hint: Any) -> _Reader:
         return partial(from_object, hint)
     if origin is list or (origin is tuple and arguments[1:] == (...,)):
         return partial(_items, origin, _reader(arguments[0]))
+    if origin is Literal:
+        return partial(_choice, arguments)
     if origin is tuple:
         return partial(_row, [_reader(one) for one in arguments])
     if origin in (dict, Mapping) and arguments[0] is str:
@@ -156,6 +158,12 @@ def _member(kind: type[Enum], value: Any, where: str) -> Any:
     if not found:
         raise _wrong(where, value, ", ".join(str(one.value) for one in kind))
     return found[0]
+
+
+def _choice(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
+    if not any(one == value and type(one) is type(value) for one in allowed):
+        raise _wrong(where, value, ", ".join(map(str, allowed)))
+    return value
 
 
 def _items(kind: type[Any], read: _Reader, value: Any, where: str) -> Any:

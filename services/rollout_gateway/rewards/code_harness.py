@@ -16,7 +16,6 @@ import ctypes
 import importlib
 import json
 import os
-import struct
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -29,29 +28,25 @@ _PR_SET_DUMPABLE = 4
 
 
 class Wire:
-    """Messages over two pipes: a length, then JSON."""
+    """Messages over two pipes, a line of JSON each."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self._reader = os.fdopen(reader, "rb")
         self._writer = os.fdopen(writer, "wb")
 
     def send(self, message: object) -> None:
-        raw = json.dumps(message).encode()
-        if len(raw) > MAX_MESSAGE_BYTES:
+        line = json.dumps(message).encode() + b"\n"
+        if len(line) > MAX_MESSAGE_BYTES:
             raise ValueError("a value is too large to be passed")
-        self._writer.write(struct.pack("!I", len(raw)) + raw)
+        self._writer.write(line)
         self._writer.flush()
 
     def receive(self) -> Any:
         """Raises EOFError when the other side has ended or sends too much."""
-        head = self._reader.read(4)
-        length = struct.unpack("!I", head)[0] if len(head) == 4 else MAX_MESSAGE_BYTES + 1
-        if length > MAX_MESSAGE_BYTES:
+        line = self._reader.readline(MAX_MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
             raise EOFError("the code has ended")
-        raw = self._reader.read(length)
-        if len(raw) < length:
-            raise EOFError("the code has ended")
-        return json.loads(raw)
+        return json.loads(line)
 
 
 def pack(value: Any, keep: Callable[[Any], int]) -> Any:
@@ -167,58 +162,13 @@ _ACTIONS: dict[str, Callable[..., Any]] = {
 # ---- the parent: the tests
 
 
-class Handle:
-    """An object of the code.
+def _asks(action: str, read: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A method that asks the code; `read` makes what Python wants of the answer."""
 
-    It has no order, no arithmetic, and equals no plain value: those could be made to lie.
-    """
+    def method(self: Handle, *arguments: Any, **named: Any) -> Any:
+        return read(_ask(self, action, *arguments, **named))
 
-    def __init__(self, master: Master, number: int) -> None:
-        object.__setattr__(self, "_of", (master, number))
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _ask(self, "call", *arguments, **named)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # Python itself asks for those, e.g. to copy or to print
-        return _ask(self, "getattr", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "setattr", name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        return _ask(self, "getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        _ask(self, "setitem", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        _ask(self, "delitem", key)
-
-    def __len__(self) -> int:
-        return int(_ask(self, "len"))
-
-    def __str__(self) -> str:
-        return str(_ask(self, "str"))
-
-    def __repr__(self) -> str:
-        return str(_ask(self, "repr"))
-
-    def __bool__(self) -> bool:
-        return _ask(self, "bool") is True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter_of(_ask(self, "iter"))
-
-    def __next__(self) -> Any:
-        return _ask(self, "next")
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and _ask(self, "eq", other) is True
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_of")[1])
+    return method
 
 
 def iter_of(handle: Any) -> Iterator[Any]:
@@ -228,6 +178,39 @@ def iter_of(handle: Any) -> Iterator[Any]:
             yield next(handle)
         except StopIteration:
             return
+
+
+class Handle:
+    """An object of the code.
+
+    It has no order, no arithmetic, and equals no plain value: those could be made to lie.
+    """
+
+    def __init__(self, master: Master, number: int) -> None:
+        object.__setattr__(self, "_of", (master, number))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # Python itself asks for those, e.g. to copy or to print
+        return _ask(self, "getattr", name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and _ask(self, "eq", other) is True
+
+    def __hash__(self) -> int:
+        return hash(object.__getattribute__(self, "_of")[1])
+
+    __call__ = _asks("call")
+    __setattr__ = _asks("setattr")
+    __getitem__ = _asks("getitem")
+    __setitem__ = _asks("setitem")
+    __delitem__ = _asks("delitem")
+    __len__ = _asks("len", int)
+    __str__ = _asks("str", str)
+    __repr__ = _asks("repr", str)
+    __bool__ = _asks("bool", lambda value: value is True)
+    __iter__ = _asks("iter", iter_of)
+    __next__ = _asks("next")
 
 
 def _ask(handle: Handle, action: str, *arguments: Any, **named: Any) -> Any:

@@ -11,7 +11,6 @@ import json
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.telemetry import get_logger
@@ -20,6 +19,7 @@ from rollout_gateway.config import ModelRewardConfig
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
 from rollout_gateway.rewards.processes.child import STOPPED, ChildPlace, ChildProcess
+from rollout_gateway.rewards.processes.pipes import Answer, Raised, Rewards, ScoreEpisodes
 
 log = get_logger(__name__)
 
@@ -32,7 +32,7 @@ START_S = 600.0
 class _Waiting:
     """One episode and who waits for its score."""
 
-    item: dict[str, Any]
+    episode: Episode
     answer: asyncio.Future[float | None]
 
 
@@ -64,11 +64,7 @@ class ModelReward:
         """
         if self._place.closed:
             raise Unavailable(STOPPED)
-        item = {
-            "text": episode.task.prompt + episode.text,
-            "messages": [message.for_template() for message in episode.messages],
-        }
-        one = _Waiting(item, asyncio.get_running_loop().create_future())
+        one = _Waiting(episode, asyncio.get_running_loop().create_future())
         self._waiting.append(one)
         if self._worker is None or self._worker.done():
             self._worker = background(self._work(), "the reward model's batches")
@@ -102,16 +98,16 @@ class ModelReward:
         return batch
 
     async def _score(self, batch: list[_Waiting]) -> None:
-        answer = await self._ask({"batch": [one.item for one in batch]})
-        if "raised" in answer:
-            raise Unavailable("the reward model failed", seen=answer["raised"])
-        for one, given in zip(batch, answer["scores"], strict=True):
-            if "raised" in given:
-                _fail(one, Unscored("exception", given["raised"]))
+        answer = await self._ask(ScoreEpisodes("", tuple(one.episode for one in batch)))
+        if not isinstance(answer, Rewards):
+            raise Unavailable("the reward model failed", seen=answer)
+        for one, given in zip(batch, answer.values, strict=True):
+            if isinstance(given, Raised):
+                _fail(one, Unscored("exception", given.text))
             elif not one.answer.done():
-                one.answer.set_result(given["reward"])
+                one.answer.set_result(given)
 
-    async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, request: ScoreEpisodes) -> Answer:
         """One batch; a process that dies over it is replaced once."""
         try:
             try:

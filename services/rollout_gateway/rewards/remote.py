@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import random
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 
 import httpx
 
+from paceline.client.flows import retry_after_s
+from paceline.client.settings import Backoff
 from paceline.errors import ConfigError, Unavailable
 from paceline.telemetry import inject, span
 from rollout_gateway.config import RemoteRewardConfig
@@ -21,12 +20,7 @@ from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.breaker import CircuitBreaker
 from rollout_gateway.rewards.episode_json import episode_to
 
-FIRST_PAUSE_S = 0.1
-"""Before the second attempt; doubles with every further one.
-
-The pause is drawn between half of it and all of it.
-"""
-LONGEST_PAUSE_S = 5.0
+PAUSES = Backoff(first_s=0.1, most_s=5.0)
 MAX_ANSWER_BYTES = 64 << 10
 SHOWN = 200
 """Characters of an answer that an error shows."""
@@ -36,7 +30,7 @@ _TOO_MANY_REQUESTS = 429
 class _TryLater(Exception):
     """An attempt failed in a way that another one may not."""
 
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
 
@@ -52,7 +46,6 @@ class RemoteReward:
         self._config = config
         self._parallel = asyncio.Semaphore(config.parallel)
         self._breaker = CircuitBreaker(config.breaker_failures, config.breaker_open_s)
-        self._jitter = random.Random()
         authorization = {"authorization": f"Bearer {config.token}"} if config.token else {}
         limits = httpx.Limits(
             max_connections=config.parallel, max_keepalive_connections=config.parallel
@@ -78,15 +71,14 @@ class RemoteReward:
     async def _ask(self, body: bytes, headers: dict[str, str]) -> float | None:
         clock = asyncio.get_running_loop().time
         until = clock() + self._config.deadline_s
-        pause_s = FIRST_PAUSE_S
-        for left in range(self._config.attempts, 0, -1):
+        attempts = self._config.attempts
+        for number in range(1, attempts + 1):
             try:
-                return await self._attempt(body, headers, until, left)
+                return await self._attempt(body, headers, until, attempts + 1 - number)
             except _TryLater as error:
                 failure = error
-            wait_s = max(failure.retry_after_s, pause_s * self._jitter.uniform(0.5, 1))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if left == 1 or clock() + wait_s >= until:
+            wait_s = PAUSES.wait_s(number, failure.retry_after_s)
+            if number == attempts or clock() + wait_s >= until:
                 break
             await asyncio.sleep(wait_s)
         raise Unavailable("the reward at a URL gave no answer", seen=failure) from failure
@@ -99,15 +91,15 @@ class RemoteReward:
             share_s = max(0.0, until - asyncio.get_running_loop().time()) / left
             try:
                 async with asyncio.timeout(share_s):
-                    status, retry_after_s, answer = await self._post(body, headers)
+                    status, later_s, answer = await self._post(body, headers)
             except TimeoutError as error:
                 raise _TryLater(f"nothing in {share_s:.3g} s") from error
             except httpx.RequestError as error:
                 raise _TryLater(f"{type(error).__name__}: {error}") from error
             if status >= 500:
-                raise _TryLater(f"status {status}: {shown(answer)}", retry_after_s)
+                raise _TryLater(f"status {status}: {shown(answer)}", later_s)
         if status == _TOO_MANY_REQUESTS:
-            raise _TryLater(f"status {status}: {shown(answer)}", retry_after_s)
+            raise _TryLater(f"status {status}: {shown(answer)}", later_s)
         if not 200 <= status < 300:
             raise Unavailable(
                 "the reward at a URL refused",
@@ -116,7 +108,7 @@ class RemoteReward:
             )
         return reward_of(answer)
 
-    async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float, bytes]:
+    async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float | None, bytes]:
         """(status, seconds of Retry-After, the first MAX_ANSWER_BYTES + 1 bytes or so of the
         answer).
         """
@@ -128,11 +120,7 @@ class RemoteReward:
                 answer += chunk
                 if len(answer) > MAX_ANSWER_BYTES:
                     break
-            return (
-                response.status_code,
-                retry_after(response.headers.get("retry-after", "")),
-                answer,
-            )
+            return response.status_code, retry_after_s(response.headers), answer
 
 
 def check_url(url: str) -> None:
@@ -167,21 +155,6 @@ def reward_of(answer: bytes) -> float | None:
         seen=shown(answer),
         allowed='{"reward": 0.5 | null}',
     )
-
-
-def retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for, given as a number or as a date; 0 when it says
-    nothing.
-    """
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass  # a date, perhaps
-    try:
-        when = parsedate_to_datetime(value)
-    except ValueError:
-        return 0.0
-    return max(0.0, (when.astimezone(UTC) - datetime.now(UTC)).total_seconds())
 
 
 def shown(answer: bytes) -> str:

@@ -8,6 +8,7 @@ fork and exec here.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import shutil
@@ -15,19 +16,21 @@ import signal
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal, cast
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import CODE_FILE, RunAnswer, RunRequest
+from rollout_gateway.sandbox.launcher.request import (
+    CODE_FILE,
+    RunRequest,
+    SandboxResult,
+    encode,
+)
 
 log = get_logger(__name__)
-Reason = Literal["exit", "timeout", "cpu", "memory", "killed"]
 START_S = 30.0
 """A launcher that takes so much longer than its code may is lost."""
 STOP_S = 5.0
@@ -45,19 +48,6 @@ _LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "landlock": (("landlock", "seccomp"),),
     "limits": ((),),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxResult:
-    """What came of a run."""
-
-    stdout: str  # undecodable bytes replaced
-    stderr: str
-    exit_code: int  # minus the signal's number where one ended it
-    # "memory": nothing caught a MemoryError. "killed": a signal that no limit of ours sent.
-    reason: Reason
-    wall_s: float  # seconds, without the building of the walls
-    truncated: bool  # whether output was cut
 
 
 class Sandbox:
@@ -100,14 +90,7 @@ class Sandbox:
             answer = await self._launch(layers, code, stdin, checked)
         if answer.failed:
             raise Unavailable("the sandbox could not run a program", seen=answer.failed)
-        return SandboxResult(
-            answer.stdout,
-            answer.stderr,
-            answer.exit_code,
-            cast("Reason", answer.reason),
-            answer.wall_s,
-            answer.truncated,
-        )
+        return answer
 
     async def _strongest(self) -> tuple[str, ...]:
         failures: list[str] = []
@@ -145,8 +128,7 @@ class Sandbox:
 
     async def _launch(
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
-    ) -> RunAnswer:
-        config = self.config
+    ) -> SandboxResult:
         try:
             box = tempfile.mkdtemp(prefix="paceline-box-")
         except OSError as error:
@@ -158,12 +140,7 @@ class Sandbox:
             code=code,
             stdin=stdin,
             files=files,
-            wall_s=config.wall_s,
-            cpu_s=config.cpu_s,
-            memory_bytes=config.memory_bytes,
-            file_bytes=config.file_bytes,
-            output_bytes=config.output_bytes,
-            processes=config.processes,
+            **self.config.model_dump(exclude={"parallel", "isolation"}),
         )
         try:
             return await _ask_launcher(request)
@@ -171,7 +148,7 @@ class Sandbox:
             await asyncio.shield(asyncio.to_thread(_remove, box))
 
 
-async def _ask_launcher(request: RunRequest) -> RunAnswer:
+async def _ask_launcher(request: RunRequest) -> SandboxResult:
     """Start a launcher and wait for its answer; however this ends, the launcher has ended too.
 
     Raises Unavailable.
@@ -195,7 +172,7 @@ async def _ask_launcher(request: RunRequest) -> RunAnswer:
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
-            out, err = await process.communicate(request.encode())
+            out, err = await process.communicate(encode(request))
     except TimeoutError as error:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
@@ -206,7 +183,7 @@ async def _ask_launcher(request: RunRequest) -> RunAnswer:
             "a sandbox's launcher was lost",
             seen=f"exit code {process.returncode} {last_words}".strip(),
         )
-    return RunAnswer.decode(out)
+    return SandboxResult(**json.loads(out))
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:

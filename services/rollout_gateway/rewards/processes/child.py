@@ -10,10 +10,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping
-from typing import Any
 
-from paceline.errors import ConfigError, DataLoss, DeadlineExceeded, Unavailable
+from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
+from paceline.local.processes import child_environment
 from rollout_gateway.rewards.processes import pipes
 
 STOPPED = "the gateway's rewards have stopped"
@@ -49,16 +48,17 @@ class ChildProcess:
                 *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env={**os.environ, pipes.PARENT_VARIABLE: str(os.getpid())},
+                env=child_environment(),
+                limit=pipes.MAX_BYTES,
                 start_new_session=True,
             )
         except OSError as error:
             raise Unavailable(f"a child process of the rewards cannot start: {error}") from error
         child = cls(process)
         answer = await child._exchange(b"", deadline_s)
-        if "refused" in answer:
+        if isinstance(answer, pipes.Refused):
             await child.close()
-            raise refusal(answer["refused"])
+            raise answer.error()
         return child
 
     @property
@@ -71,7 +71,7 @@ class ChildProcess:
         """Whether its end was seen."""
         return self._process.returncode is not None or self._requests.is_closing()
 
-    async def ask(self, request: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+    async def ask(self, request: pipes.Request, deadline_s: float) -> pipes.Answer:
         """The answer to one request; one at a time.
 
         A child that does not answer in time (DeadlineExceeded), ends or garbles its answer
@@ -89,11 +89,11 @@ class ChildProcess:
             async with asyncio.timeout(REAP_S):
                 await self._process.wait()
 
-    async def _exchange(self, frame: bytes, deadline_s: float) -> dict[str, Any]:
+    async def _exchange(self, line: bytes, deadline_s: float) -> pipes.Answer:
         answered = False
         try:
             async with asyncio.timeout(deadline_s):
-                self._requests.write(frame)
+                self._requests.write(line)
                 await self._requests.drain()
                 answer = await pipes.receive(self._answers)
             answered = True
@@ -110,6 +110,7 @@ class ChildProcess:
         finally:
             if not answered:
                 await self.close()
+        assert not isinstance(answer, pipes.Request)
         return answer
 
 
@@ -152,8 +153,3 @@ class ChildPlace:
         self._closed = True
         if self._child is not None:
             await self._child.close()
-
-
-def refusal(parts: Mapping[str, Any]) -> ConfigError:
-    """The error that `pipes.refused` wrote."""
-    return ConfigError(parts["message"], seen=parts["seen"], allowed=parts["allowed"])

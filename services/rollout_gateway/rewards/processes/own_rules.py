@@ -1,21 +1,28 @@
 """Scores by users' own rules: `python -m rollout_gateway.rewards.processes.own_rules`.
 
-One request at a time: {"load": path} finds and builds a rule, {"score": path, "episode": ...} calls
-it and checks its answer. Imports what the rules import and nothing more.
+One request at a time: Load finds and builds a rule, Score calls it and checks its answer. Imports
+what the rules import and nothing more.
 """
 
 from __future__ import annotations
 
 import inspect
 from asyncio import Runner
-from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.plugins import import_object
 from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.episode_json import episode_from
-from rollout_gateway.rewards.processes.pipes import die_with_gateway, refused, serve, take_pipes
+from rollout_gateway.rewards.processes.pipes import (
+    Answer,
+    Done,
+    Load,
+    Refused,
+    Request,
+    Rewards,
+    serve,
+    take_pipes,
+)
 
 ALLOWED = (
     "package.module:Class or path/to/file.py:Class, a class with score(episode) -> float | None"
@@ -56,22 +63,17 @@ class OwnRules:
         self._runner = runner
         self._rules: dict[str, OwnRule] = {}
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """{"loaded": path}, {"refused": why} or {"reward": number or null}.
-
-        Raises what the rule raises.
-        """
-        if "load" in request:
-            return self._load(request["load"])
-        return {"reward": self._rules[request["score"]].score(episode_from(request["episode"]))}
-
-    def _load(self, path: str) -> dict[str, Any]:
-        try:
-            if path not in self._rules:
-                self._rules[path] = OwnRule(path, self._runner)
-        except ConfigError as error:
-            return refused(error)
-        return {"loaded": path}
+    def answer(self, request: Request) -> Answer:
+        """Done or Refused, or Rewards. Raises what the rule raises."""
+        if isinstance(request, Load):
+            try:
+                if request.path not in self._rules:
+                    self._rules[request.path] = OwnRule(request.path, self._runner)
+            except ConfigError as error:
+                return Refused.of(error)
+            return Done()
+        rule = self._rules[request.path]
+        return Rewards(tuple(rule.score(episode) for episode in request.episodes))
 
 
 def number(value: Any) -> float | None:
@@ -94,10 +96,9 @@ async def _result(value: Any) -> Any:
 
 def main() -> None:
     """Serve until the gateway ends."""
-    requests, answers = take_pipes()
-    die_with_gateway()
+    pipes = take_pipes()
     with Runner() as runner:
-        serve(OwnRules(runner).answer, requests, answers)
+        serve(OwnRules(runner).answer, *pipes)
 
 
 if __name__ == "__main__":

@@ -1,130 +1,148 @@
-"""Carries frames between the gateway and a child that scores, and runs the child's loop.
+"""Carries messages between the gateway and a child that scores, and runs the child's loop.
 
-A frame is four bytes of length, big-endian, then a JSON object: neither side can make the other run
-anything. Frames come over stdin and go over stdout, which the child takes away at once: code that
-prints writes to stderr, code that reads stdin sees its end.
+A message is a line of JSON: neither side can make the other run anything. Messages come over stdin
+and go over stdout, which the child takes away at once: code that prints writes to stderr, code that
+reads stdin sees its end.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import json
 import os
 import signal
-import sys
 import traceback
-from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import BinaryIO
 
-from paceline.errors import DataLoss, InvalidInput, PacelineError
+from paceline.errors import ConfigError, DataLoss, InvalidInput
+from paceline.local.processes import die_with_parent
+from paceline.tagged_json import TaggedJson
+from rollout_gateway.environments.base import Episode
 
 MAX_BYTES = 64 << 20
-"""Of one frame."""
-HEADER_BYTES = 4
-PARENT_VARIABLE = "PACELINE_REWARD_PARENT"
-"""Process id of the gateway, set by it."""
+"""Of one message."""
 MAX_TRACE = 4000
 """Characters of an exception's text that travel; the end is kept."""
-_PR_SET_PDEATHSIG = 1
 
 
-def encode(value: Mapping[str, Any]) -> bytes:
-    """One frame. Raises InvalidInput for one over MAX_BYTES."""
-    body = json.dumps(value).encode("ascii")
-    if len(body) > MAX_BYTES:
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Find and build the rule at an import path; answered by Done or Refused."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEpisodes:
+    """ScoreEpisodes episodes; answered by Rewards or Raised."""
+
+    path: str  # of the rule; a reward model has none
+    episodes: tuple[Episode, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The child serves, or has built the rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What the gateway is to raise as ConfigError."""
+
+    message: str
+    seen: str | None
+    allowed: str | None
+
+    @classmethod
+    def of(cls, error: ConfigError) -> Refused:
+        """An error as an answer."""
+        return cls(error.message, error.seen, error.allowed)
+
+    def error(self) -> ConfigError:
+        """The error to raise in the gateway."""
+        return ConfigError(self.message, seen=self.seen, allowed=self.allowed)
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What went wrong with the request, or with one episode."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """The scores, in the order of the episodes."""
+
+    values: tuple[float | Raised | None, ...]
+
+
+Request = Load | ScoreEpisodes
+Answer = Done | Refused | Raised | Rewards
+MESSAGES = TaggedJson[Request | Answer](Load, ScoreEpisodes, Done, Refused, Raised, Rewards)
+
+
+def encode(message: Request | Answer) -> bytes:
+    """One line. Raises InvalidInput for one over MAX_BYTES."""
+    line = MESSAGES.encode(message) + b"\n"
+    if len(line) > MAX_BYTES:
         raise InvalidInput(
             "an episode is too large for a child process",
-            seen=f"{len(body)} bytes",
+            seen=f"{len(line)} bytes",
             allowed=MAX_BYTES,
         )
-    return len(body).to_bytes(HEADER_BYTES, "big") + body
+    return line
 
 
-async def receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    """The next frame.
+async def receive(reader: asyncio.StreamReader) -> Request | Answer:
+    """The next message.
 
-    Raises IncompleteReadError at the end of the stream, DataLoss for what is no frame.
+    Raises IncompleteReadError at the end of the stream, DataLoss for what is no message.
     """
-    header = await reader.readexactly(HEADER_BYTES)
-    return decode(await reader.readexactly(body_bytes(header)))
-
-
-def read(file: BinaryIO) -> dict[str, Any] | None:
-    """The next frame of a blocking file; None at its end. Raises DataLoss."""
-    header = file.read(HEADER_BYTES)
-    if len(header) < HEADER_BYTES:
-        return None
-    size = body_bytes(header)
-    body = file.read(size)
-    return decode(body) if len(body) == size else None
-
-
-def body_bytes(header: bytes) -> int:
-    """Bytes that follow a header. Raises DataLoss for more than MAX_BYTES."""
-    size = int.from_bytes(header, "big")
-    if size > MAX_BYTES:
-        raise DataLoss("not the length of a frame", seen=size, allowed=f"0 to {MAX_BYTES}")
-    return size
-
-
-def decode(body: bytes) -> dict[str, Any]:
-    """The object of a frame's body. Raises DataLoss."""
     try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise DataLoss(f"a frame is not JSON: {error}", seen=body[:40]) from error
-    if not isinstance(value, dict):
-        raise DataLoss("a frame is not a JSON object", seen=body[:40])
-    return value
+        return MESSAGES.decode(await reader.readuntil(b"\n"))
+    except asyncio.LimitOverrunError as error:
+        raise DataLoss("a message is too long", allowed=MAX_BYTES) from error
+
+
+def read(file: BinaryIO) -> Request | Answer | None:
+    """The next message of a blocking file; None at its end. Raises DataLoss."""
+    line = file.readline(MAX_BYTES)
+    return MESSAGES.decode(line) if line.endswith(b"\n") else None
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr."""
+    """(requests, answers). Afterwards descriptor 0 is empty and descriptor 1 is stderr.
+
+    The child ends with the gateway (Linux; elsewhere the closed pipe ends it between calls), which
+    ends it itself: an interrupt from the keyboard is not for it.
+    """
     requests, answers = os.dup(0), os.dup(1)  # not inherited by programs that the child starts
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
     return os.fdopen(requests, "rb"), os.fdopen(answers, "wb")
 
 
-def die_with_gateway() -> None:
-    """SIGKILL when the gateway ends, however it ends (Linux); elsewhere the closed pipe ends the
-    child between calls.
-
-    The gateway ends its children itself: an interrupt from the keyboard is not for them.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = os.environ.get(PARENT_VARIABLE, "")
-    if parent and os.getppid() != int(parent):
-        raise SystemExit(1)
-
-
-def serve(
-    answer: Callable[[Mapping[str, Any]], dict[str, Any]], requests: BinaryIO, answers: BinaryIO
-) -> None:
+def serve(answer: Callable[[Request], Answer], requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer one request after the other until the gateway closes the pipe.
 
-    An exception of `answer` is answered as {"raised": text}.
+    An exception of `answer` is answered as Raised.
     """
-    tell(answers, {"ready": os.getpid()})
-    while (request := read(requests)) is not None:
+    tell(answers, Done())
+    while isinstance(request := read(requests), Load | ScoreEpisodes):
         try:
             given = answer(request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a rule raises is the answer
-            given = {"raised": "".join(traceback.format_exception(error))[-MAX_TRACE:]}
+            given = Raised("".join(traceback.format_exception(error))[-MAX_TRACE:])
         tell(answers, given)
 
 
-def tell(answers: BinaryIO, value: Mapping[str, Any]) -> None:
-    """Send one frame."""
+def tell(answers: BinaryIO, value: Answer) -> None:
+    """Send one message."""
     answers.write(encode(value))
     answers.flush()
-
-
-def refused(error: PacelineError) -> dict[str, Any]:
-    """What the gateway is to raise as ConfigError."""
-    return {"refused": {"message": error.message, "seen": error.seen, "allowed": error.allowed}}

@@ -6,16 +6,22 @@ One request at a time per child; more wait. Decides whose fault a failure is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 from paceline.errors import ConfigError, DeadlineExceeded, Unavailable
 from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.base import Unscored
-from rollout_gateway.rewards.episode_json import episode_to
-from rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess, refusal
+from rollout_gateway.rewards.processes.child import ChildPlace, ChildProcess
+from rollout_gateway.rewards.processes.pipes import (
+    Answer,
+    Done,
+    Load,
+    Raised,
+    Refused,
+    Rewards,
+    ScoreEpisodes,
+)
 
 log = get_logger(__name__)
 
@@ -49,7 +55,7 @@ class Children:
 
         Raises ConfigError when it cannot be built, Unavailable, DeadlineExceeded.
         """
-        await self._ask(path, None)
+        await self._ask(path)
 
     async def score(self, path: str, episode: Episode) -> float | None:
         """What the rule at an import path says; waits for a child as long as others' questions
@@ -58,17 +64,16 @@ class Children:
         Raises Unscored when it raises or takes too long, ConfigError when it cannot be built,
         Unavailable when children cannot start or end by themselves, one after the other.
         """
-        answer = await self._ask(path, {"score": path, "episode": episode_to(episode)})
-        if "raised" in answer:
-            raise Unscored("exception", answer["raised"])
-        reward: float | None = answer["reward"]
-        return reward
+        answer = await self._ask(path, ScoreEpisodes(path, (episode,)))
+        if isinstance(answer, Rewards) and not isinstance(reward := answer.values[0], Raised):
+            return reward
+        raise Unscored("exception", answer.text if isinstance(answer, Raised) else str(answer))
 
     async def close(self) -> None:
         """End all children; who waits for one gets Unavailable."""
         await asyncio.gather(*(place.close() for place in self._places))
 
-    async def _ask(self, path: str, request: Mapping[str, Any] | None) -> dict[str, Any]:
+    async def _ask(self, path: str, request: ScoreEpisodes | None = None) -> Answer:
         place = await self._free.get()
         try:
             for _ in range(LIVES - 1):
@@ -83,14 +88,14 @@ class Children:
             self._free.put_nowait(place)
 
     async def _ask_once(
-        self, place: ChildPlace, path: str, request: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+        self, place: ChildPlace, path: str, request: ScoreEpisodes | None
+    ) -> Answer:
         child = await place.living(MODULE)
         if path not in child.loaded:
             await _load(child, path)
             child.loaded.add(path)
         if request is None:
-            return {}
+            return Done()
         try:
             return await child.ask(request, self._deadline_s)
         except DeadlineExceeded as error:
@@ -117,12 +122,10 @@ class ChildRule:
 
 async def _load(child: ChildProcess, path: str) -> None:
     """Raises ConfigError; the child ends with it, so that the next one reads the mended file."""
-    answer = await child.ask({"load": path}, patient(LOAD_S))
-    if "loaded" in answer:
+    answer = await child.ask(Load(path), patient(LOAD_S))
+    if isinstance(answer, Done):
         return
     await child.close()
-    if (refused := answer.get("refused")) is not None:
-        raise refusal(refused)
-    raise ConfigError(
-        "a reward rule cannot be built", seen=f"{path}: {answer['raised']}"
-    )  # e.g. SystemExit
+    if isinstance(answer, Refused):
+        raise answer.error()
+    raise ConfigError("a reward rule cannot be built", seen=f"{path}: {answer}")  # e.g. SystemExit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,14 @@ from safetensors import SafetensorError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from paceline.errors import ConfigError
+from rollout_gateway.environments.base import Episode
 from rollout_gateway.rewards.processes.pipes import (
-    die_with_gateway,
-    refused,
+    Answer,
+    Raised,
+    Refused,
+    Request,
+    Rewards,
+    ScoreEpisodes,
     serve,
     take_pipes,
     tell,
@@ -68,38 +73,34 @@ class RewardModel:
         positions = getattr(config, "max_position_embeddings", None) or max_tokens
         self._max_tokens = min(max_tokens, positions, self._tokenizer.model_max_length)
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """{"scores": [{"reward": logit} or {"raised": why this text cannot be read}]}"""
-        read = [self._try_ids(item) for item in request["batch"]]
-        texts = [ids for ids in read if not isinstance(ids, str)]
+    def answer(self, request: Request) -> Answer:
+        """A logit for every text that can be read, else why it cannot."""
+        assert isinstance(request, ScoreEpisodes)
+        read = [self._try_ids(episode) for episode in request.episodes]
+        texts = [ids for ids in read if not isinstance(ids, Raised)]
         # Without a padding token transformers cannot tell where a text ends: one at a time then.
         batches = [texts] if self._pad is not None else [[ids] for ids in texts]
         logits = iter([logit for batch in batches if batch for logit in self._logits(batch)])
-        return {
-            "scores": [
-                {"raised": one} if isinstance(one, str) else {"reward": next(logits)}
-                for one in read
-            ]
-        }
+        return Rewards(tuple(one if isinstance(one, Raised) else next(logits) for one in read))
 
-    def _try_ids(self, item: Mapping[str, Any]) -> list[int] | str:
-        """Token ids of an item, or why there are none."""
+    def _try_ids(self, episode: Episode) -> list[int] | Raised:
+        """Token ids of an episode, or why there are none."""
         try:
-            ids = self._ids(item)
+            ids = self._ids(episode)
         except Exception as error:  # noqa: BLE001 - a chat template may raise anything; the other texts are scored
-            return f"{type(error).__name__}: {error}"
-        return ids or "a text without tokens"
+            return Raised(f"{type(error).__name__}: {error}")
+        return ids or Raised("a text without tokens")
 
-    def _ids(self, item: Mapping[str, Any]) -> list[int]:
+    def _ids(self, episode: Episode) -> list[int]:
         """A conversation under the chat template where both exist, else prompt and response as one
         text.
         """
-        text, special = item["text"], True
-        if item["messages"] and self._tokenizer.chat_template:
-            text, special = (
-                self._tokenizer.apply_chat_template(item["messages"], tokenize=False),
-                False,
-            )
+        text: Any = episode.task.prompt + episode.text
+        special = True
+        if episode.messages and self._tokenizer.chat_template:
+            messages = [message.for_template() for message in episode.messages]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            special = False
         return list(
             self._tokenizer(
                 text, add_special_tokens=special, truncation=True, max_length=self._max_tokens
@@ -133,11 +134,10 @@ def scalar_index(config: Any) -> int:
 def main() -> None:
     """Load, then serve until the gateway ends."""
     requests, answers = take_pipes()
-    die_with_gateway()
     try:
         model = RewardModel(**json.loads(sys.argv[1]))
     except ConfigError as error:
-        tell(answers, refused(error))
+        tell(answers, Refused.of(error))
         return
     serve(model.answer, requests, answers)
 

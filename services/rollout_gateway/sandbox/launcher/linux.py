@@ -10,6 +10,8 @@ import os
 import platform
 import struct
 
+from . import syscalls
+
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_KEEPCAPS = 8
@@ -56,7 +58,6 @@ _CAPABILITY_VERSION = 0x20080522
 _LAST_CAPABILITY = 63
 
 MACHINE = platform.machine()
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -102,10 +103,9 @@ def pivot_root(root: str) -> None:
 
     Raises OSError.
     """
-    if MACHINE not in _PIVOT_ROOT:
-        raise OSError(f"pivot_root is not known for {MACHINE}")
+    number = syscalls.numbers(MACHINE, syscalls.ALWAYS)["pivot_root"]
     os.chdir(root)
-    syscall("pivot_root", _PIVOT_ROOT[MACHINE], ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
+    syscall("pivot_root", number, ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
     _checked("umount2", _libc.umount2(b".", MNT_DETACH))
     os.chdir("/")
 

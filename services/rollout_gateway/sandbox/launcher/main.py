@@ -16,7 +16,7 @@ import time
 from . import linux, reaping
 from .confine import Confinement, Ends
 from .removal import remove_tree
-from .request import MEMORY_EXIT, RunAnswer, RunRequest
+from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode
 
 _PIECE = 1 << 16
 _DRAIN_S = (
@@ -65,7 +65,7 @@ class _Launcher:
         self._seconds = 0.0
         self._stopped_by = ""
 
-    def run(self) -> RunAnswer:
+    def run(self) -> SandboxResult:
         """Start, watch, kill what is left, drain. Raises OSError before the start."""
         stdin = os.memfd_create("stdin")
         with open(stdin, "wb", closefd=False) as file:
@@ -129,19 +129,19 @@ class _Launcher:
                 return
             open_ -= {fd for fd in ready if not self._take(fd)}
 
-    def _answer(self) -> RunAnswer:
+    def _answer(self) -> SandboxResult:
         lines: dict[str, object] = {}
         for line in self._report.splitlines():
             lines |= json.loads(line)
         if "failed" in lines or "started" not in lines:
-            return RunAnswer(
+            return SandboxResult(
                 failed=str(lines.get("failed", "the sandbox ended before the code began"))
             )
         exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
         if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
-            return RunAnswer(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
+            return SandboxResult(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
         out, err = self._outputs.values()
-        return RunAnswer(
+        return SandboxResult(
             out.text,
             err.text,
             out.truncated or err.truncated,
@@ -168,16 +168,16 @@ def main() -> None:
     linux.prctl(
         linux.PR_SET_PDEATHSIG, signal.SIGTERM
     )  # so that it can still kill what it has started
-    request = RunRequest.decode(sys.stdin.buffer.read())
+    request = RunRequest(**json.loads(sys.stdin.buffer.read()))
     if os.getppid() != request.parent:
         return
     try:
         reaping.adopt_orphans()
         answer = _Launcher(request).run()
     except OSError as error:
-        answer = RunAnswer(failed=f"{type(error).__name__}: {error}")
+        answer = SandboxResult(failed=f"{type(error).__name__}: {error}")
     with contextlib.suppress(OSError):  # the gateway, if it is still there, tries again and tells
         remove_tree(request.box)
     with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know
-        sys.stdout.buffer.write(answer.encode())
+        sys.stdout.buffer.write(encode(answer))
         sys.stdout.buffer.flush()

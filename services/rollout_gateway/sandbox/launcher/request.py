@@ -6,7 +6,8 @@ The gateway's side imports this module too.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 MEMORY_EXIT = 112
 """Exit code of the runner when nothing caught a MemoryError."""
@@ -19,46 +20,36 @@ class RunRequest:
 
     parent: int  # process id of the gateway
     box: str  # an empty directory made for this run
-    layers: tuple[
-        str, ...
-    ]  # of "namespaces", "landlock", "seccomp"; each must hold or nothing runs
+    layers: Sequence[str]  # of "namespaces", "landlock", "seccomp"; each must hold or nothing runs
     code: str
     stdin: str
-    files: dict[str, str] = field(default_factory=dict)
-    wall_s: float = 10
-    cpu_s: int = 5
-    memory_bytes: int = 1 << 29
-    file_bytes: int = 1 << 24
-    output_bytes: int = 1 << 16
-    processes: int = 16
-
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, raw: bytes) -> RunRequest:
-        values = json.loads(raw)
-        return cls(**{**values, "layers": tuple(values["layers"])})
+    files: Mapping[str, str]
+    wall_s: float
+    cpu_s: int
+    memory_bytes: int
+    file_bytes: int
+    output_bytes: int
+    processes: int
 
 
 @dataclass(frozen=True)
-class RunAnswer:
-    """How it ended.
+class SandboxResult:
+    """What came of a run.
 
     `failed` is set when the sandbox itself could not do its work; the rest means nothing then.
     """
 
-    stdout: str = ""
+    stdout: str = ""  # undecodable bytes replaced
     stderr: str = ""
-    truncated: bool = False
+    truncated: bool = False  # whether output was cut
     exit_code: int = 0  # minus the signal's number where one ended it
+    # "exit", "timeout", "cpu", "memory": nothing caught a MemoryError, or "killed": a signal that
+    # no limit of ours sent.
     reason: str = "exit"
-    wall_s: float = 0.0
+    wall_s: float = 0.0  # seconds, without the building of the walls
     failed: str = ""
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
 
-    @classmethod
-    def decode(cls, raw: bytes) -> RunAnswer:
-        return cls(**json.loads(raw))
+def encode(value: RunRequest | SandboxResult) -> bytes:
+    """JSON, whose object is the arguments of the class."""
+    return json.dumps(asdict(value)).encode()

@@ -65,12 +65,12 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
 
     Raises OSError for an architecture that is not known.
     """
-    known = syscalls.numbers(machine)
-    refused = [*syscalls.ALWAYS]
+    refused = dict(syscalls.ALWAYS)
     if not alone:
-        refused += syscalls.SHARED_SYSTEM
+        refused |= syscalls.SHARED_SYSTEM
         if not signals_are_scoped:
-            refused += syscalls.SIGNALS
+            refused |= syscalls.SIGNALS
+    known = syscalls.numbers(machine, syscalls.WITH_CONDITIONS)
     filter_ = [
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
@@ -79,9 +79,8 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
     filter_ += [(_LOAD, 0, 0, _NUMBER)]
     if machine == "x86_64":
         filter_ += [(_JUMP_AT_LEAST, 0, 1, _X32), _return_error(errno.ENOSYS)]
-    for name in refused:
-        if name in known:
-            filter_ += _refuse(known[name])
+    for number in syscalls.numbers(machine, refused).values():
+        filter_ += _refuse(number)
     filter_ += _refuse(
         known["clone3"], errno.ENOSYS
     )  # its flags lie in memory; libc then falls back to clone

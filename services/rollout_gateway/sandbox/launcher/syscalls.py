@@ -1,41 +1,15 @@
 """Numbers of the system calls that code is refused, for x86_64 and aarch64. Owns the lists; not the
 filter.
-
-A call that an architecture lacks is absent from its table. Calls after number 424 have one number
-everywhere.
 """
 
 from __future__ import annotations
 
-_NEW_EVERYWHERE = {
-    "pidfd_send_signal": 424,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "pidfd_open": 434,
-    "clone3": 435,
-    "pidfd_getfd": 438,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-    "quotactl_fd": 443,
-    "fchmodat2": 452,
-    "setxattrat": 463,
-    "removexattrat": 466,
-    "file_setattr": 469,
-}
+from collections.abc import Mapping
 
-# name: (x86_64, aarch64); 0 where there is no such call
-_BY_MACHINE = {
+Table = Mapping[str, tuple[int, int]]  # name: (x86_64, aarch64); 0 where there is no such call
+
+ALWAYS: Table = {
     "socket": (41, 198),
-    "socketpair": (53, 199),
-    "clone": (56, 220),
-    "prlimit64": (302, 261),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -84,11 +58,26 @@ _BY_MACHINE = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "mount_setattr": (442, 442),
+    "quotactl_fd": (443, 443),
+}
+"""Refused everywhere: sockets, memory of other processes, mounts, namespaces, kernel modules,
+clock, lasting IPC.
+"""
+
+SHARED_SYSTEM: Table = {
     "setpriority": (141, 140),
     "sched_setaffinity": (203, 122),
     "sched_setscheduler": (144, 119),
@@ -102,6 +91,7 @@ _BY_MACHINE = {
     "chmod": (90, 0),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
     "chown": (92, 0),
     "fchown": (93, 55),
     "lchown": (94, 0),
@@ -113,70 +103,46 @@ _BY_MACHINE = {
     "setxattr": (188, 5),
     "lsetxattr": (189, 6),
     "fsetxattr": (190, 7),
+    "setxattrat": (463, 463),
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    "removexattrat": (466, 466),
     "truncate": (76, 45),
+    "file_setattr": (469, 469),
 }
-
-WITH_CONDITIONS = ("socketpair", "clone", "clone3", "prlimit64", "tgkill")
-SIGNALS = ("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
-"""Refused where neither a pid namespace nor Landlock keeps signals among the code's own processes.
-"""
-
-SHARED_SYSTEM = (
-    "setpriority",
-    "sched_setaffinity",
-    "sched_setscheduler",
-    "sched_setparam",
-    "sched_setattr",
-    "ioprio_set",
-    "migrate_pages",
-    "move_pages",
-    "setsid",
-    "setpgid",
-    "chmod",
-    "fchmod",
-    "fchmodat",
-    "fchmodat2",
-    "chown",
-    "fchown",
-    "lchown",
-    "fchownat",
-    "utime",
-    "utimes",
-    "futimesat",
-    "utimensat",
-    "setxattr",
-    "lsetxattr",
-    "fsetxattr",
-    "setxattrat",
-    "removexattr",
-    "lremovexattr",
-    "fremovexattr",
-    "removexattrat",
-    "truncate",
-    "file_setattr",
-)
 """Refused without namespaces only: Landlock does not govern who may change modes, owners and times
 of a file that can be named, nor what is done to processes of the same user; without a new session
 one signal reaches all of the code.
 """
 
-ALWAYS = tuple(
-    name
-    for name in (*_BY_MACHINE, *_NEW_EVERYWHERE)
-    if name not in {*WITH_CONDITIONS, *SIGNALS, *SHARED_SYSTEM}
-)
-"""Refused everywhere: sockets, memory of other processes, mounts, namespaces, kernel modules,
-clock, lasting IPC.
+SIGNALS: Table = {
+    "kill": (62, 129),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
+}
+"""Refused where neither a pid namespace nor Landlock keeps signals among the code's own processes.
 """
 
+WITH_CONDITIONS: Table = {
+    "socketpair": (53, 199),
+    "clone": (56, 220),
+    "clone3": (435, 435),
+    "prlimit64": (302, 261),
+    "tgkill": (234, 131),
+}
+"""Refused with some arguments."""
 
-def numbers(machine: str) -> dict[str, int]:
-    """Numbers by name. Raises OSError for an architecture that is not known."""
+
+def numbers(machine: str, table: Table) -> dict[str, int]:
+    """Numbers by name, of the calls that the architecture has.
+
+    Raises OSError for one that is not known.
+    """
     columns = {"x86_64": 0, "aarch64": 1}
     if machine not in columns:
         raise OSError(f"system calls of {machine} are not known; known: {', '.join(columns)}")
-    known = {name: row[columns[machine]] for name, row in _BY_MACHINE.items()}
-    return {name: number for name, number in (known | _NEW_EVERYWHERE).items() if number}
+    known = {name: row[columns[machine]] for name, row in table.items()}
+    return {name: number for name, number in known.items() if number}

@@ -32,6 +32,7 @@ from rollout_gateway.chat.messages import Message
 from rollout_gateway.config import ModelRewardConfig, RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
 from rollout_gateway.rewards import RewardRule, RewardRules
+from rollout_gateway.rewards.processes.pipes import Raised, Rewards, ScoreEpisodes
 from rollout_gateway.rewards.processes.reward_model import RewardModel
 
 TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}{% endfor %}"
@@ -101,8 +102,18 @@ def logits(kind: type[Any], directory: Path, ids: list[int]) -> list[float]:
 def scores(directory: Path, *texts: str, max_tokens: int = 2048) -> list[float]:
     """What the process would answer, without the process."""
     model = RewardModel(str(directory), threads=1, max_tokens=max_tokens)
-    answer = model.answer({"batch": [{"text": text, "messages": []} for text in texts]})
-    return [one["reward"] for one in answer["scores"]]
+    return [float(value) for value in answers(model, *map(said, texts))]
+
+
+def said(text: str, *messages: Message) -> Episode:
+    """An episode whose prompt is empty."""
+    return Episode(EpisodeTask("t", "", "6"), text, "stop", messages)
+
+
+def answers(model: RewardModel, *episodes: Episode) -> tuple[Any, ...]:
+    answer = model.answer(ScoreEpisodes("", episodes))
+    assert isinstance(answer, Rewards)
+    return answer.values
 
 
 TEXTS = ["#6", "#7", "48-18=30#6", "#" * 30, "é", "6 6", "#66", "= #1"]
@@ -149,9 +160,8 @@ def test_of_two_labels_the_positive_one_is_the_reward_and_special_tokens_stay(
 
 def test_a_conversation_is_read_under_the_chat_template(tmp_path: Path) -> None:
     model = RewardModel(str(write_llama(tmp_path, template=TEMPLATE)), threads=1, max_tokens=64)
-    said = [{"role": "user", "content": "2+4="}, {"role": "assistant", "content": "#6"}]
-    batch = [{"text": "2+4=#6", "messages": said}, {"text": "2+4=#6", "messages": []}]
-    values = [one["reward"] for one in model.answer({"batch": batch})["scores"]]
+    talk = (Message("user", "2+4="), Message("assistant", "#6"))
+    values = answers(model, said("2+4=#6", *talk), said("2+4=#6"))
     expected = [
         logits(LlamaForSequenceClassification, tmp_path, ids_of(text))[0]
         for text in ("<u>2+4=<a>#6", "2+4=#6")
@@ -164,14 +174,12 @@ def test_a_text_that_cannot_be_read_leaves_its_neighbours_their_scores(tmp_path:
         "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TEMPLATE
     )
     model = RewardModel(str(write_llama(tmp_path, template=refusing)), threads=1, max_tokens=64)
-    tool = {"text": "", "messages": [{"role": "tool", "content": "x"}]}
-    batch = [tool, {"text": "#6", "messages": []}, {"text": "", "messages": []}]
-    first, second, third = model.answer({"batch": batch})["scores"]
-    assert "no tools" in first["raised"]
-    assert second["reward"] == pytest.approx(
+    first, second, third = answers(model, said("", Message("tool", "x")), said("#6"), said(""))
+    assert "no tools" in first.text
+    assert second == pytest.approx(
         logits(LlamaForSequenceClassification, tmp_path, ids_of("#6"))[0], abs=1e-5
     )
-    assert third == {"raised": "a text without tokens"}
+    assert third == Raised("a text without tokens")
 
 
 def test_a_checkpoint_without_a_reward_head_is_refused(tmp_path: Path) -> None:
@@ -227,21 +235,19 @@ async def test_the_model_scores_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 STAND_IN = """
 import os, sys, time
-from rollout_gateway.rewards.processes.pipes import die_with_gateway, serve, take_pipes
+from rollout_gateway.rewards.processes.pipes import Raised, Rewards, serve, take_pipes
 
 def answer(request):
-    texts = [item["text"].removeprefix("2+4=") for item in request["batch"]]
+    texts = [episode.text for episode in request.episodes]
     if "fail" in texts:
         raise RuntimeError("out of memory")
     if "die" in texts:
         os._exit(1)
     if "hang" in texts:
         time.sleep(1000)
-    return {"scores": [{"raised": text} if text == "odd" else {"reward": len(texts)} for text in texts]}
+    return Rewards(tuple(Raised(text) if text == "odd" else float(len(texts)) for text in texts))
 
-pipes = take_pipes()
-die_with_gateway()
-serve(answer, *pipes)
+serve(answer, *take_pipes())
 """
 
 

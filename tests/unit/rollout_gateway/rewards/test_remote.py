@@ -7,8 +7,6 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.config import RemoteRewardConfig, RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
 from rollout_gateway.rewards import RewardRules
-from rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, retry_after, reward_of
+from rollout_gateway.rewards.remote import MAX_ANSWER_BYTES, reward_of
 
 
 @dataclass
@@ -370,14 +368,6 @@ async def test_so_many_requests_go_at_once_as_are_allowed(server: Server, rules:
 async def test_a_missing_or_strange_url_is_a_fault_of_the_settings(rules: Rules, url: str) -> None:
     with pytest.raises(ConfigError, match=r"gateway\.rewards\.remote\.url"):
         await rules(url=url).check("remote")
-
-
-def test_retry_after_is_a_number_or_a_date() -> None:
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)
-    assert 55 < retry_after(later) <= 60
-    assert [
-        retry_after(value) for value in ("7", "-1", "", "soon", "Sat, 01 Jan 2000 00:00:00 GMT")
-    ] == [7, 0, 0, 0, 0]
 
 
 def test_a_reward_keeps_its_bits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from paceline.local.patience import patient
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
 from rollout_gateway.sandbox.launcher.removal import remove_tree
-from rollout_gateway.sandbox.launcher.request import RunAnswer, RunRequest
+from rollout_gateway.sandbox.launcher.request import RunRequest, SandboxResult, encode
 
 SANDBOX = Path(__file__).parents[4] / "services" / "rollout_gateway" / "sandbox"
 SLEEP = """
@@ -227,16 +228,17 @@ except BlockingIOError:
     print(alive)
 print(open("/etc/passwd").read()[:4])
 """
+    limits = SandboxConfig(processes=8).model_dump(exclude={"parallel", "isolation"})
     request = RunRequest(
-        parent=os.getpid(), box=box, layers=layers, code=code, stdin="", processes=8
+        parent=os.getpid(), box=box, layers=layers, code=code, stdin="", files={}, **limits
     )
     start = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
     command = [python, "-I", "-S", "-B", "-c", start, SANDBOX]
     done = subprocess.run(
-        command, input=request.encode(), capture_output=True, user=4711, group=4711, extra_groups=[]
+        command, input=encode(request), capture_output=True, user=4711, group=4711, extra_groups=[]
     )
     assert not os.path.exists(box)
-    answer = RunAnswer.decode(done.stdout)
+    answer = SandboxResult(**json.loads(done.stdout))
     if answer.failed and layers:
         pytest.skip(answer.failed)
     assert (

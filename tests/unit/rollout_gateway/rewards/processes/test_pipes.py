@@ -1,11 +1,9 @@
-"""Bytes between the gateway and its children, and episodes as JSON: whole again, or refused."""
+"""Lines between the gateway and its children: whole again, or refused."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import json
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +12,6 @@ from hypothesis import strategies as st
 from paceline.errors import DataLoss, InvalidInput
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.environments.base import Episode, EpisodeTask
-from rollout_gateway.rewards.episode_json import episode_from, episode_to
 from rollout_gateway.rewards.processes import pipes
 
 TEXT = st.text(st.characters(), max_size=12)  # lone surrogates included
@@ -25,38 +22,51 @@ TASKS = st.builds(EpisodeTask, TEXT, TEXT, TEXT, st.dictionaries(TEXT, TEXT, max
 EPISODES = st.builds(Episode, TASKS, TEXT, st.sampled_from(["stop", "length"]), MESSAGES)
 
 
-async def received(data: bytes) -> dict[str, Any]:
-    reader = asyncio.StreamReader()
-    reader.feed_data(data)
-    reader.feed_eof()
-    return await pipes.receive(reader)
+def received(data: bytes) -> pipes.Request | pipes.Answer:
+    async def read() -> pipes.Request | pipes.Answer:
+        reader = asyncio.StreamReader(limit=1000)
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await pipes.receive(reader)
+
+    return asyncio.run(read())
 
 
-@given(EPISODES)
-def test_an_episode_comes_through_a_frame_whole(episode: Episode) -> None:
-    frame = pipes.encode(episode_to(episode))
-    read = pipes.read(io.BytesIO(frame))
-    assert read is not None
-    assert episode_from(read) == episode
-    assert asyncio.run(received(frame)) == read
+@given(st.lists(EPISODES, max_size=2).map(tuple))
+def test_episodes_come_through_a_pipe_whole(episodes: tuple[Episode, ...]) -> None:
+    asked = pipes.ScoreEpisodes("own:Rule", episodes)
+    assert pipes.read(io.BytesIO(pipes.encode(asked))) == asked
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pipes.Done(),
+        pipes.Refused("no", "x", None),
+        pipes.Raised("why"),
+        pipes.Rewards((0.5, None, pipes.Raised("odd"))),
+    ],
+)
+def test_answers_come_back_whole(answer: pipes.Answer) -> None:
+    line = pipes.encode(answer)
+    assert received(line) == pipes.read(io.BytesIO(line)) == answer
 
 
 @given(st.binary(max_size=64))
-def test_bytes_that_are_no_frame_are_the_end_or_data_loss(data: bytes) -> None:
+def test_bytes_that_are_no_message_are_the_end_or_data_loss(data: bytes) -> None:
     try:
-        read = pipes.read(io.BytesIO(data))
+        assert pipes.read(io.BytesIO(data)) is None
     except DataLoss:
-        return
-    assert read is None or read == json.loads(data[pipes.HEADER_BYTES :])
+        assert b"\n" in data
 
 
-@pytest.mark.parametrize("body", [b"1", b"[]", b"\xff", b"", b"[" * 100_000])
-def test_a_body_that_is_no_object_is_refused(body: bytes) -> None:
+@pytest.mark.parametrize("body", [b"1", b"[]", b"\xff", b"", b"[" * 100_000, b"x" * 1001])
+def test_a_line_that_is_no_message_is_refused(body: bytes) -> None:
     with pytest.raises(DataLoss):
-        pipes.decode(body)
+        received(body + b"\n")
 
 
 def test_an_episode_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipes, "MAX_BYTES", 100)
     with pytest.raises(InvalidInput, match="too large"):
-        pipes.encode({"text": "x" * 100})
+        pipes.encode(pipes.Raised("x" * 100))
