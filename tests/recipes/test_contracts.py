@@ -24,11 +24,10 @@ EVENT = (
         '    """A twin came."""\n\n    kind: str\n    service: Service\n    versions: VersionSet\n\n\n',
         "@dataclass(frozen=True, slots=True)\nclass Resumed(Event):",
     ),
-    Change(f"{MACHINE}/step.py", "    Twinned,\n", "    WorkerLost,\n)"),
     Change(
         f"{MACHINE}/step.py",
-        "    Twinned: EventRow(LIVE, none, lambda state, event: Decision(state)),\n",
-        "    Resumed: EventRow(",
+        "    events.Twinned: EventRow(LIVE, none, lambda state, event: Decision(state)),\n",
+        "    events.Resumed: EventRow(",
     ),
 )
 READ_BACK = """

@@ -14,7 +14,7 @@ from coordinator.calls.groups import ClosedGroups
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
-from coordinator.machine.commands import StepCommand
+from coordinator.machine.commands import Evaluate, StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
@@ -66,7 +66,7 @@ class Calls:
         self,
         service: Service,
         what: str,
-        epoch: int,
+        command: StepCommand | Evaluate,
         *,
         deadline_s: float,
         event_of: Callable[[PacelineError], Event | None] = _no_event,
@@ -78,11 +78,11 @@ class Calls:
         try:
             yield
         except TimeoutError as error:
-            self.emit(Deadline(self.now(), epoch, what, deadline_s))
+            self.emit(Deadline(self.now(), command.epoch, what, deadline_s))
             raise Reported from error
         except PacelineError as error:
             known = event_of(error)
-            self.emit(known or self._failure(error, service, what, epoch, deadline_s))
+            self.emit(known or self._failure(error, service, what, command.epoch, deadline_s))
             raise Reported from error
         self.absent.pop(service, None)
 

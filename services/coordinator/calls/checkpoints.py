@@ -36,7 +36,7 @@ async def _save(
     calls: Calls, command: commands.SaveCheckpoints, service: Service, save: Any, request: Any
 ) -> str:
     with (
-        calls.reported(service, "close", command.epoch, deadline_s=CHECKPOINT_DEADLINE_S),
+        calls.reported(service, "close", command, deadline_s=CHECKPOINT_DEADLINE_S),
         rpc_errors(),
     ):
         answer = await save(request, timeout=CHECKPOINT_DEADLINE_S)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from coordinator.calls.groups import FIGURE, group_figure
 from coordinator.machine.events import Figure
@@ -65,6 +68,20 @@ def rollout_figures(
         "pulls": pulls(finished.arms),
         FIGURE: group_figure(finished.closed_groups),
     }
+
+
+def message_figures(message: Message, *left_out: str) -> dict[str, Figure]:
+    """The other fields of a message: scalars, lists of scalars and maps to scalars."""
+    names = [field.name for field in message.DESCRIPTOR.fields if field.name not in left_out]
+    return {name: _figure(getattr(message, name)) for name in names}
+
+
+def _figure(value: Any) -> Figure:
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, int | float | str):
+        return value
+    return dict(value) if isinstance(value, Mapping) else tuple(value)
 
 
 def accuracy(samples: Sequence[SampleFinished]) -> float:

@@ -62,7 +62,7 @@ async def run_tasks(calls: Calls, command: commands.RunTasks) -> None:
         calls.samples = (command.step, FinishedSamples(request))
     samples = calls.samples[1]
     with calls.reported(
-        Service.GATEWAY, "rollout", command.epoch, deadline_s=deadline_s, event_of=worker_lost
+        Service.GATEWAY, "rollout", command, deadline_s=deadline_s, event_of=worker_lost
     ):
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):
@@ -92,7 +92,7 @@ async def evaluate(calls: Calls, command: commands.Evaluate) -> None:
     request = calls.source.evaluation_request(command.kind, command.step, command.epoch)
     samples = FinishedSamples(request)
     with calls.reported(
-        Service.GATEWAY, "evaluate", command.epoch, deadline_s=deadline_s, event_of=not_made
+        Service.GATEWAY, "evaluate", command, deadline_s=deadline_s, event_of=not_made
     ):
         call = calls.peers.rollout.RunTasks(request, timeout=deadline_s)
         async for name, answer in answers(call, last="finished"):

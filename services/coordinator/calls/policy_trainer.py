@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.calls.base import RANK_LOST, Calls, answers
+from coordinator.calls.figures import message_figures
 from coordinator.machine import commands, events
 from coordinator.machine.events import Event, Figure
 from coordinator.machine.state import Service
@@ -25,7 +26,7 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
     request = _request(calls, command)
     batch: dict[str, Figure] = {}
     with calls.reported(
-        Service.POLICY_TRAINER, "policy", command.epoch, deadline_s=deadline_s, event_of=rank_lost
+        Service.POLICY_TRAINER, "policy", command, deadline_s=deadline_s, event_of=rank_lost
     ):
         call = calls.peers.policy.TrainStep(request, timeout=deadline_s)
         async for name, answer in answers(call, last="prepared"):
@@ -33,21 +34,13 @@ async def train(calls: Calls, command: commands.TrainPolicy) -> None:
                 case "batch":
                     batch = _batch_figures(answer)
                 case "stepped":
-                    calls.emit(
-                        events.PolicyStepped(
-                            calls.now(),
-                            command.epoch,
-                            answer.policy_version,
-                            batch | _step_figures(answer),
-                        )
-                    )
+                    figures = batch | message_figures(answer, "policy_version")
+                    version = answer.policy_version
+                    calls.emit(events.PolicyStepped(calls.now(), command.epoch, version, figures))
                 case "prepared":
                     pushed = {"push_bytes": answer.bytes, "push_s": answer.push_s}
-                    calls.emit(
-                        events.PolicyPrepared(
-                            calls.now(), command.epoch, answer.policy_version, pushed
-                        )
-                    )
+                    version = answer.policy_version
+                    calls.emit(events.PolicyPrepared(calls.now(), command.epoch, version, pushed))
 
 
 def _request(calls: Calls, command: commands.TrainPolicy) -> policy_pb2.TrainStepRequest:
@@ -68,18 +61,4 @@ def _batch_figures(batch: policy_pb2.BatchReady) -> dict[str, Figure]:
         "trajectories": batch.trajectories,
         "batch_tokens": batch.tokens,
         "groups_dropped": sum(batch.dropped.values()),
-    }
-
-
-def _step_figures(stepped: policy_pb2.PolicyStepped) -> dict[str, Figure]:
-    return {
-        "loss": stepped.loss,
-        "grad_norm": stepped.grad_norm,
-        "reward_mean": stepped.reward_mean,
-        "reward_std": stepped.reward_std,
-        "entropy": stepped.entropy,
-        "behavior_gap": stepped.behavior_gap,
-        "train_s": stepped.train_s,
-        "world_size": stepped.world_size,
-        "batch_hash": stepped.batch_hash,
     }

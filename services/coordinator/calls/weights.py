@@ -26,11 +26,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
         receivers.append(Service.DRAFTER_TRAINER)
     for service in receivers:
         with calls.reported(
-            service,
-            "commit",
-            command.epoch,
-            deadline_s=COMMAND_DEADLINE_S,
-            event_of=commit_failed,
+            service, "commit", command, deadline_s=COMMAND_DEADLINE_S, event_of=commit_failed
         ):
             await commit_versions(
                 calls.peers.channels[service], calls.context(command), command.versions

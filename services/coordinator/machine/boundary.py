@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.machine import events
 from coordinator.machine.commands import BeginStep, Evaluate, FinishRun, SaveCheckpoints
 from coordinator.machine.decision import Decision
-from coordinator.machine.events import (
-    CheckpointsSaved,
-    EvaluationDone,
-    Resumed,
-    RunStarted,
-    StopRequested,
-)
 from coordinator.machine.state import (
     IN_STEP,
     Evaluation,
@@ -29,7 +23,7 @@ from coordinator.machine.state import (
 )
 
 
-def run_started(state: State, event: RunStarted) -> Decision:
+def run_started(state: State, event: events.RunStarted) -> Decision:
     """All slots are free and all workers idle; the start policy may be evaluated first."""
     settings = event.settings
     state = State(
@@ -43,7 +37,7 @@ def run_started(state: State, event: RunStarted) -> Decision:
     return Decision(state, enters=Phase.READY)
 
 
-def resumed(state: State, event: Resumed) -> Decision:
+def resumed(state: State, event: events.Resumed) -> Decision:
     """Enters the phase again, or the one that failed: every call of the former coordinator is
     gone.
     """
@@ -81,7 +75,7 @@ def evaluate(state: State) -> Decision:
     return Decision(state, (Evaluate(state.evaluations[0], state.step, state.epoch),))
 
 
-def evaluation_done(state: State, event: EvaluationDone) -> Decision:
+def evaluation_done(state: State, event: events.EvaluationDone) -> Decision:
     """Takes the engine's slots back."""
     if event.kind is not state.evaluations[0]:
         raise MachineError(f"EvaluationDone({event.kind})", state.describe())
@@ -111,7 +105,7 @@ def close(state: State) -> Decision:
     return Decision(state, (SaveCheckpoints(state.step, epoch),))
 
 
-def checkpoints_saved(state: State, event: CheckpointsSaved) -> Decision:
+def checkpoints_saved(state: State, event: events.CheckpointsSaved) -> Decision:
     """The run is over."""
     return Decision(state, enters=Phase.FINISHED)
 
@@ -121,7 +115,7 @@ def finish(state: State) -> Decision:
     return Decision(state, (FinishRun(""),))
 
 
-def stop_requested(state: State, event: StopRequested) -> Decision:
+def stop_requested(state: State, event: events.StopRequested) -> Decision:
     """Makes the running step, or the one that is about to begin, the last one."""
     running = state.phase is Phase.READY or state.phase in IN_STEP
     last = min(state.settings.total_steps, state.step + (1 if running else 0))

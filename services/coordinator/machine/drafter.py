@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.machine import events
 from coordinator.machine.commands import AbortDrafter, ActivateDrafter, PreemptDrafter
 from coordinator.machine.decision import Decision, refused
-from coordinator.machine.events import (
-    AcceptanceFell,
-    Detached,
-    DrafterActivated,
-    GateDecided,
-    GatePromoted,
-    Preempted,
-)
 from coordinator.machine.state import (
     Cause,
     DrafterLease,
@@ -70,12 +63,12 @@ def preempt(state: State) -> Decision:
     return Decision(state, (PreemptDrafter(state.step, lease.epoch, deadline_s),))
 
 
-def activated(state: State, event: DrafterActivated) -> Decision:
+def noted(state: State, event: events.DrafterActivated | events.GateDecided) -> Decision:
     """A record, nothing else."""
     return Decision(state)
 
 
-def promoted(state: State, event: GatePromoted) -> Decision:
+def promoted(state: State, event: events.GatePromoted) -> Decision:
     """Keeps the candidate for the next commit; an older one that waited for it is aborted.
 
     A prepared candidate is no right to a slot: it counts even when Preempted overtook it.
@@ -89,17 +82,12 @@ def promoted(state: State, event: GatePromoted) -> Decision:
     return Decision(state, (AbortDrafter(state.step, state.epoch, older),))
 
 
-def decided(state: State, event: GateDecided) -> Decision:
-    """A record, nothing else."""
-    return Decision(state)
-
-
-def preempted(state: State, event: Preempted) -> Decision:
+def preempted(state: State, event: events.Preempted) -> Decision:
     """Ends the lease."""
     return end_lease(state, Cause.PREEMPTED)
 
 
-def detached(state: State, event: Detached) -> Decision:
+def detached(state: State, event: events.Detached) -> Decision:
     """Ends the lease, whether the drafter was done or preempted."""
     return end_lease(state, Cause.PREEMPTED if event.reason == "preempted" else Cause.DRAFTER_DONE)
 
@@ -121,7 +109,7 @@ def end_lease(state: State, cause: Cause, *, fence: bool = False) -> Decision:
     return Decision(state, enters=Phase.ROLLOUT if state.rollout_restart else None)
 
 
-def acceptance_fell(state: State, event: AcceptanceFell) -> Decision:
+def acceptance_fell(state: State, event: events.AcceptanceFell) -> Decision:
     """Serves the drafter before this one again with the next commit."""
     if event.drafter_version != state.versions.drafter or state.previous_drafter is None:
         return refused(state, event, event.drafter_version, state.versions.drafter)

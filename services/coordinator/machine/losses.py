@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from coordinator.machine import events
 from coordinator.machine.commands import AwaitService, FinishRun
 from coordinator.machine.decision import Decision
 from coordinator.machine.drafter import end_lease, preempt
-from coordinator.machine.events import (
-    CallFailed,
-    Deadline,
-    ServiceBack,
-    ServiceLost,
-    TrainerFailed,
-)
 from coordinator.machine.state import Cause, MachineError, Phase, Service, State
 
 CALL_ATTEMPTS = 3
@@ -31,7 +25,7 @@ CALLED_IN: dict[Phase, tuple[Service, ...]] = {
 """Services whose answer a phase waits for: when one comes back the phase's call is made again."""
 
 
-def service_lost(state: State, event: ServiceLost) -> Decision:
+def service_lost(state: State, event: events.ServiceLost) -> Decision:
     """Waits for the service; what it held of slots is free, what needs it waits too."""
     if event.service in state.lost:
         return Decision(state)
@@ -43,7 +37,7 @@ def service_lost(state: State, event: ServiceLost) -> Decision:
     return decision._replace(commands=(AwaitService(event.service), *decision.commands))
 
 
-def service_back(state: State, event: ServiceBack) -> Decision:
+def service_back(state: State, event: events.ServiceBack) -> Decision:
     """Enters the phase again if its call was the service's."""
     if event.service not in state.lost:
         return Decision(state)
@@ -52,7 +46,7 @@ def service_back(state: State, event: ServiceBack) -> Decision:
     return Decision(state, enters=state.phase if called else None)
 
 
-def trainer_failed(state: State, event: TrainerFailed) -> Decision:
+def trainer_failed(state: State, event: events.TrainerFailed) -> Decision:
     """The run goes on without the drafter; the policy step begins again."""
     if event.service is Service.DRAFTER_TRAINER:
         return end_lease(state, Cause.PREEMPTED, fence=True)
@@ -61,7 +55,7 @@ def trainer_failed(state: State, event: TrainerFailed) -> Decision:
     return try_again(state, Phase.POLICY, f"{event.service}: {event.message}")
 
 
-def deadline(state: State, event: Deadline) -> Decision:
+def deadline(state: State, event: events.Deadline) -> Decision:
     """Takes the drafter's slots when it was late, fails the run when anybody else was."""
     if event.what == "activation":
         return preempt(state)
@@ -70,7 +64,7 @@ def deadline(state: State, event: Deadline) -> Decision:
     return fail(state, f"{event.what} of step {state.step} took longer than {event.seconds:g} s")
 
 
-def call_failed(state: State, event: CallFailed) -> Decision:
+def call_failed(state: State, event: events.CallFailed) -> Decision:
     """Fails the run."""
     return fail(state, f"{event.service}: {event.call}: {event.message}")
 

@@ -26,37 +26,9 @@ from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from coordinator.machine import boundary, commit, drafter, losses, policy, rollout
+from coordinator.machine import boundary, commit, drafter, events, losses, policy, rollout
 from coordinator.machine.commands import Command
 from coordinator.machine.decision import Decision, refused
-from coordinator.machine.events import (
-    AcceptanceFell,
-    CallAnswer,
-    CallFailed,
-    CheckpointsSaved,
-    CommitFailed,
-    Committed,
-    Deadline,
-    Detached,
-    DrafterActivated,
-    EvaluationDone,
-    Event,
-    GateDecided,
-    GatePromoted,
-    PolicyPrepared,
-    PolicyStepped,
-    Preempted,
-    Resumed,
-    RunStarted,
-    ServiceBack,
-    ServiceLost,
-    ShareDone,
-    StepBegan,
-    StopRequested,
-    TasksFinished,
-    TrainerFailed,
-    WorkerLost,
-)
 from coordinator.machine.state import MachineError, Phase, Service, State
 
 
@@ -91,41 +63,41 @@ class Mark(NamedTuple):
     over: bool = False
 
 
-def none(state: State, event: Event) -> Mark:
+def none(state: State, event: events.Event) -> Mark:
     """Never late."""
     return Mark("", 0, 0)
 
 
-def step_number(state: State, event: StepBegan) -> Mark:
+def step_number(state: State, event: events.StepBegan) -> Mark:
     """Late when the step is over."""
     return Mark("step", event.step, state.step)
 
 
-def call(state: State, event: CallAnswer) -> Mark:
+def call(state: State, event: events.CallAnswer) -> Mark:
     """Late when the phase has made a newer call."""
     return Mark("epoch", event.epoch, state.phase_epoch)
 
 
-def lease(state: State, event: CallAnswer) -> Mark:
+def lease(state: State, event: events.CallAnswer) -> Mark:
     """Late when the drafter's lease is over."""
     return Mark("epoch", event.epoch, state.lease_epoch, over=state.lease is None)
 
 
-def newest_lease(state: State, event: GatePromoted) -> Mark:
+def newest_lease(state: State, event: events.GatePromoted) -> Mark:
     """Late when there is a newer lease; one that is over is no matter."""
     return Mark("epoch", event.epoch, state.lease_epoch)
 
 
-def lease_or_call(state: State, event: TrainerFailed | Deadline) -> Mark:
+def lease_or_call(state: State, event: events.TrainerFailed | events.Deadline) -> Mark:
     """Late as `lease` has it for news of the drafter, else as `call` has it."""
-    if isinstance(event, TrainerFailed):
+    if isinstance(event, events.TrainerFailed):
         of_drafter = event.service is Service.DRAFTER_TRAINER
     else:
         of_drafter = event.what in ("activation", "preempt")
     return lease(state, event) if of_drafter else call(state, event)
 
 
-def set_number(state: State, event: Committed | CommitFailed) -> Mark:
+def set_number(state: State, event: events.Committed | events.CommitFailed) -> Mark:
     """Late when another set is being committed."""
     over = event.versions != state.committing
     return Mark("seq", event.versions.seq, state.seq, over)
@@ -143,35 +115,35 @@ BEGUN = set(Phase) - {Phase.NEW}
 LIVE = BEGUN - {Phase.FINISHED, Phase.FAILED}
 LEASED = {Phase.ROLLOUT, Phase.PREEMPT, Phase.DRAFTER}
 
-EVENTS: dict[type[Event], EventRow] = {
-    RunStarted: EventRow({Phase.NEW}, none, boundary.run_started),
-    Resumed: EventRow(BEGUN, none, boundary.resumed),
-    StopRequested: EventRow(LIVE, none, boundary.stop_requested),
-    EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
-    CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
-    StepBegan: EventRow({Phase.READY}, step_number, rollout.step_began),
-    ShareDone: EventRow({Phase.ROLLOUT}, call, rollout.share_done),
-    TasksFinished: EventRow({Phase.ROLLOUT}, call, rollout.tasks_finished),
-    WorkerLost: EventRow({Phase.ROLLOUT}, call, rollout.worker_lost),
-    DrafterActivated: EventRow(LEASED, lease, drafter.activated),
-    GatePromoted: EventRow(LIVE, newest_lease, drafter.promoted),
-    GateDecided: EventRow(LIVE, none, drafter.decided),
-    Preempted: EventRow(LEASED, lease, drafter.preempted),
-    Detached: EventRow(LEASED, lease, drafter.detached),
-    AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
-    PolicyStepped: EventRow({Phase.POLICY}, call, policy.stepped),
-    PolicyPrepared: EventRow({Phase.POLICY}, call, policy.prepared),
-    Committed: EventRow({Phase.COMMIT}, set_number, commit.committed),
-    CommitFailed: EventRow({Phase.COMMIT}, set_number, commit.commit_failed),
-    TrainerFailed: EventRow(LEASED | {Phase.POLICY}, lease_or_call, losses.trainer_failed),
-    Deadline: EventRow(LIVE, lease_or_call, losses.deadline),
-    ServiceLost: EventRow(LIVE, none, losses.service_lost),
-    ServiceBack: EventRow(LIVE, none, losses.service_back),
-    CallFailed: EventRow(LIVE, none, losses.call_failed),
+EVENTS: dict[type[events.Event], EventRow] = {
+    events.RunStarted: EventRow({Phase.NEW}, none, boundary.run_started),
+    events.Resumed: EventRow(BEGUN, none, boundary.resumed),
+    events.StopRequested: EventRow(LIVE, none, boundary.stop_requested),
+    events.EvaluationDone: EventRow({Phase.EVALUATE}, call, boundary.evaluation_done),
+    events.CheckpointsSaved: EventRow({Phase.CLOSING}, call, boundary.checkpoints_saved),
+    events.StepBegan: EventRow({Phase.READY}, step_number, rollout.step_began),
+    events.ShareDone: EventRow({Phase.ROLLOUT}, call, rollout.share_done),
+    events.TasksFinished: EventRow({Phase.ROLLOUT}, call, rollout.tasks_finished),
+    events.WorkerLost: EventRow({Phase.ROLLOUT}, call, rollout.worker_lost),
+    events.DrafterActivated: EventRow(LEASED, lease, drafter.noted),
+    events.GatePromoted: EventRow(LIVE, newest_lease, drafter.promoted),
+    events.GateDecided: EventRow(LIVE, none, drafter.noted),
+    events.Preempted: EventRow(LEASED, lease, drafter.preempted),
+    events.Detached: EventRow(LEASED, lease, drafter.detached),
+    events.AcceptanceFell: EventRow(LIVE, none, drafter.acceptance_fell),
+    events.PolicyStepped: EventRow({Phase.POLICY}, call, policy.stepped),
+    events.PolicyPrepared: EventRow({Phase.POLICY}, call, policy.prepared),
+    events.Committed: EventRow({Phase.COMMIT}, set_number, commit.committed),
+    events.CommitFailed: EventRow({Phase.COMMIT}, set_number, commit.commit_failed),
+    events.TrainerFailed: EventRow(LEASED | {Phase.POLICY}, lease_or_call, losses.trainer_failed),
+    events.Deadline: EventRow(LIVE, lease_or_call, losses.deadline),
+    events.ServiceLost: EventRow(LIVE, none, losses.service_lost),
+    events.ServiceBack: EventRow(LIVE, none, losses.service_back),
+    events.CallFailed: EventRow(LIVE, none, losses.call_failed),
 }
 
 
-def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
+def step(state: State, event: events.Event) -> tuple[State, tuple[Command, ...]]:
     """The state after `event` and what is to be done. Raises MachineError for an illegal event."""
     state, commands, entered = _handle(state, event)
     while entered is not None:
@@ -180,7 +152,7 @@ def step(state: State, event: Event) -> tuple[State, tuple[Command, ...]]:
     return state, commands
 
 
-def _handle(state: State, event: Event) -> Decision:
+def _handle(state: State, event: events.Event) -> Decision:
     row = EVENTS[type(event)]
     if state.phase in (Phase.FINISHED, Phase.FAILED) and state.phase not in row.phases:
         return refused(state, event, state.step, state.step)
