@@ -101,10 +101,6 @@ class DrafterTrainerConfig(ServiceConfig):
     """Tokens of a micro-batch at most."""
     max_epochs: float = Field(default=10, gt=0)
     """Passes over the buffer in one activation at most."""
-    activation_deadline_s: float = Field(default=30.0, gt=0)
-    """Seconds until training has begun, unless the command says otherwise."""
-    preempt_deadline_s: float = Field(default=2.0, gt=0)
-    """Seconds after which a rank that has not stopped is killed."""
     push_deadline_s: float = Field(default=30.0, gt=0)
     """Seconds that a push of a drafter may take."""
     data_wait_s: float = Field(default=2.0, ge=0)

@@ -7,13 +7,12 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from paceline import telemetry
-from paceline.errors import DeadlineExceeded, FailedPrecondition, PacelineError
+from paceline.errors import FailedPrecondition, PacelineError
 from paceline.local.patience import patient
 from paceline.ranks.group import RankGroup, RankLost
 from paceline.ranks.messages import Save, Saved
@@ -21,6 +20,7 @@ from paceline.ranks.watched import WatchedRanks
 
 FACTS_KEPT = 8
 PREEMPTIONS_KEPT = 1_000
+PREEMPT_S = 2.0  # until ranks are killed that nobody waits for
 KILL_S = 10.0
 START_S = 90.0  # import torch, read the drafter and the policy's head
 
@@ -52,8 +52,7 @@ class DrafterDriver:
     """Has ranks train under leases. `watched.supervise` must be running."""
 
     def __init__(self, config: DrafterTrainerConfig) -> None:
-        self._config = config
-        self.watched = WatchedRanks(
+        self.watched = WatchedRanks[m.Message](
             RankGroup(
                 "drafter_trainer.rank",
                 config.ranks,
@@ -61,16 +60,15 @@ class DrafterDriver:
                 log_dir=Path(config.run.dir) / "logs",
                 config=config,
             ),
+            m.MESSAGES,
             start_deadline_s=patient(START_S),
             on_start=self._started,
-            on_message=self._route,
+            on_message=self._take,
             on_lost=self._lost,
         )
         self._facts: dict[
             str, m.NewHead | m.Serving
         ] = {}  # what restarted ranks have to be told again
-        self._saves: dict[int, asyncio.Future[Saved]] = {}  # by command
-        self._commands = count(1)
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
@@ -92,7 +90,7 @@ class DrafterDriver:
             del self._facts[next(iter(self._facts))]
         if self.watched.ready:
             try:
-                await self.watched.send(m.MESSAGES.encode(fact))
+                await self.watched.send(fact)
             except RankLost as error:  # the ranks that follow are told again
                 log.warning("a lost rank was not told", error=str(error))
 
@@ -112,17 +110,17 @@ class DrafterDriver:
         try:
             await self.watched.wait_ready(deadline_s)
             if not lease.over.is_set():
-                await self.watched.send(m.MESSAGES.encode(command))
+                await self.watched.send(command)
                 lease.sent = True
         finally:
             if not lease.sent:
                 self._end(lease, self._nothing_done(lease))
         return lease
 
-    async def preempt(self, lease: Lease) -> float:
+    async def preempt(self, lease: Lease, deadline_s: float) -> float:
         """Stops a lease on command; returns the seconds until its slots were free."""
         started = time.monotonic()
-        await self.stop_lease(lease)
+        await self.stop_lease(lease, deadline_s)
         self.preemptions.append(time.monotonic() - started)
         return self.preemptions[-1]
 
@@ -131,43 +129,32 @@ class DrafterDriver:
         ordered = sorted(self.preemptions)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
-    async def stop_lease(self, lease: Lease) -> None:
+    async def stop_lease(self, lease: Lease, deadline_s: float = PREEMPT_S) -> None:
         """Returns when the slots are free. Goes on when its caller goes away."""
-        if not lease.over.is_set():
-            if lease.stopping is None:
-                lease.stopping = asyncio.create_task(self._stop(lease))
+        self.abandon(lease, deadline_s)
+        if lease.stopping is not None:
             await asyncio.shield(lease.stopping)
 
-    def abandon(self, lease: Lease) -> None:
-        """Nobody listens any more: stops it without waiting."""
+    def abandon(self, lease: Lease, deadline_s: float = PREEMPT_S) -> None:
+        """Stops a lease without waiting; ranks that take longer than the deadline are killed."""
         if not lease.over.is_set() and lease.stopping is None:
-            lease.stopping = asyncio.create_task(self._stop(lease))
+            lease.stopping = asyncio.create_task(self._stop(lease, deadline_s))
 
     async def save(self, deadline_s: float) -> Saved:
         """Writes a checkpoint between two activations. Raises RankLost, DeadlineExceeded."""
-        command = Save(next(self._commands))
         await self.watched.wait_ready(deadline_s)
-        saved = self._saves[command.command_id] = asyncio.get_running_loop().create_future()
-        try:
-            await self.watched.send(m.MESSAGES.encode(command))
-            async with asyncio.timeout(deadline_s):
-                return await saved
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                "no checkpoint was written in time", seen=f"{deadline_s} s"
-            ) from error
-        finally:
-            self._saves.pop(command.command_id, None)
+        news = self.watched.run(Save(), Saved, deadline_s)
+        return [saved async for saved in news if isinstance(saved, Saved)][-1]
 
-    async def _stop(self, lease: Lease) -> None:
+    async def _stop(self, lease: Lease, deadline_s: float) -> None:
         """Asks; a rank that has not stopped between two micro-batches in time is killed."""
         if not lease.sent:
             self._end(lease, self._nothing_done(lease))
             return
         started = time.monotonic()
         try:
-            await self.watched.send(m.MESSAGES.encode(m.Preempt(lease.epoch)))
-            async with asyncio.timeout(self._config.preempt_deadline_s):
+            await self.watched.send(m.Preempt(lease.epoch))
+            async with asyncio.timeout(deadline_s):
                 await lease.over.wait()
         except TimeoutError:
             log.warning(
@@ -179,25 +166,21 @@ class DrafterDriver:
         except RankLost as error:
             self._end(lease, error)
 
-    async def _started(self, group: RankGroup) -> None:
-        """Rank 0 says where it stands; then the ranks are told what the ones before them knew."""
-        self._route(*await group.receive(patient(START_S)))
+    async def _started(self) -> None:
+        """The ranks are told what the ones before them knew."""
         told: list[m.NewHead | m.Serving] = []
         while missing := [fact for fact in self._facts.values() if fact not in told]:
-            await group.send(m.MESSAGES.encode(missing[0]))
+            await self.watched.send(missing[0])
             told.append(missing[0])
 
-    def _route(self, rank: int, data: bytes) -> None:
-        message = m.MESSAGES.decode(data)
+    def _take(self, message: m.Message) -> None:
         match message:
             case m.Standing():
                 self.standing = message
             case m.Saving():
                 self.saving = message
-            case Saved(command_id):
-                saved = self._saves.get(command_id)
-                if saved is not None and not saved.done():
-                    saved.set_result(message)
+            case Saved():
+                pass  # goes to who asked for it
             case m.Stopped(epoch):
                 if self.lease is not None and self.lease.epoch == epoch:
                     self._end(self.lease, message)
@@ -206,9 +189,6 @@ class DrafterDriver:
                     self.lease.news.put_nowait(message)
 
     def _lost(self, error: PacelineError) -> None:
-        for saved in self._saves.values():
-            if not saved.done():
-                saved.set_exception(error)
         if self.lease is not None and self.lease.sent:
             self._end(self.lease, error)
 

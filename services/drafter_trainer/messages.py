@@ -94,11 +94,9 @@ class Judged:
     temperature: float = 0.0
     lm_head_hash: str = ""
     path: str = ""  # where a promoted candidate was written
-    survival: list[float] = field(default_factory=list)  # P(drafts 1 .. i all accepted)
-    conditional: list[float] = field(
-        default_factory=list
-    )  # P(draft i accepted | all before it were)
-    serving_survival: list[float] = field(default_factory=list)
+    survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
+    conditional: tuple[float, ...] = ()  # P(draft i accepted | all before it were)
+    serving_survival: tuple[float, ...] = ()
     lengths_by_bucket: dict[str, float] = field(
         default_factory=dict
     )  # E[len] by part of the response

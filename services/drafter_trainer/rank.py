@@ -7,11 +7,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from drafter_trainer import messages as m
@@ -36,11 +34,12 @@ from paceline.training.checkpoints import (
     read_checkpoint,
     read_whole,
 )
+from paceline.training.process import join_ranks
 
 IDLE_S = 1.0
 SPECULATOR = "speculator"
 HEAD_DEADLINE_S = 20.0
-COLLECTIVE_DEADLINE = timedelta(seconds=120)
+COLLECTIVE_S = 120.0
 
 log = telemetry.get_logger("drafter_trainer.rank")
 
@@ -219,10 +218,7 @@ def main() -> None:
     config = link.config(DrafterTrainerConfig)
     telemetry.setup("drafter_trainer", config.telemetry)
     os.nice(config.niceness)
-    torch.set_num_threads(config.threads_per_rank)
-    torch.manual_seed(config.run.seed)
-    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=COLLECTIVE_DEADLINE)
+    join_ranks(config.device, COLLECTIVE_S, threads=config.threads_per_rank, seed=config.run.seed)
     rank = Rank(config, link)
     signal.signal(signal.SIGTERM, lambda *_: setattr(rank.link, "stopping", True))
     link.ready()

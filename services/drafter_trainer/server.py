@@ -13,11 +13,12 @@ from typing import Any
 
 from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
-from drafter_trainer.driver import DrafterDriver, Lease
+from drafter_trainer.driver import PREEMPT_S, DrafterDriver, Lease
 from drafter_trainer.gate.publish import Promoter, PushOutcome
 from drafter_trainer.metrics import PREEMPTION_LATENCY, SLOT_TIME
-from paceline.errors import ConfigError, DeadlineExceeded, InvalidInput, PacelineError
+from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
 from paceline.messages import shared_fields, to_message
+from paceline.models.config import check_model
 from paceline.rpc import EpochGuard, Server, channel, check_run
 from paceline.telemetry import inject
 from paceline.trajectory import VersionSet
@@ -90,9 +91,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
             round_costs=dict(request.round_costs),
             slots=slots,
         )
-        lease = await self._ranks.begin(
-            command, request.deadline_s or self._config.activation_deadline_s
-        )
+        lease = await self._ranks.begin(command, request.deadline_s)
         try:
             async for response in self._news(lease, request.context):
                 yield response
@@ -167,7 +166,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
             return pb.PreemptResponse(was_active=False)
-        stopped_after_s = await self._ranks.preempt(lease)
+        stopped_after_s = await self._ranks.preempt(lease, context.time_remaining() or PREEMPT_S)
         PREEMPTION_LATENCY.record(stopped_after_s)
         return pb.PreemptResponse(stopped_after_s=stopped_after_s, was_active=True)
 
@@ -256,13 +255,3 @@ async def _tell_spooled(spool: Spool, ranks: DrafterDriver) -> None:
         await ranks.tell(m.NewHead(version, str(spool.path(target, version))))
     if spool.serving is not None:
         await ranks.tell(m.Serving(spool.serving.policy, spool.serving.drafter))
-
-
-def check_model(directory: Path) -> None:
-    """Raises ConfigError unless the directory looks like the policy's checkpoint."""
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            "model is no Hugging Face directory",
-            seen=directory,
-            allowed="a directory with config.json",
-        )

@@ -237,7 +237,7 @@ class DrafterTrainer:
             lm_head_hashes=list(self._heads.hashes),
             serving_version=self.gate.serving.version,
             frozen=self.gate.frozen,
-            leaderboard=self.gate.leaderboard.ranked,
+            leaderboard=self.gate.leaderboard,
         )
 
     def state(self) -> dict[str, Any]:

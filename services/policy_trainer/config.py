@@ -55,8 +55,6 @@ class PolicyTrainerConfig(ServiceConfig):
     """Also push embed_tokens and lm_head to the drafter trainer."""
     max_staleness: int = Field(default=0, ge=0)
     """Policy versions a trajectory's oldest token may lie behind the weights trained."""
-    group_deadline_s: float = Field(default=120.0, gt=0)
-    """Seconds to wait for siblings, where the call names none."""
     checkpoint_interval_steps: int = Field(default=10, ge=1)
     """Steps between checkpoints."""
     checkpoint_keep: int = Field(default=2, ge=1)

@@ -28,11 +28,11 @@ class Sender:
 class Train:
     """Collect the groups, step, push."""
 
-    command_id: int
     sender: Sender
     policy_version: int  # generated the step; the result is one more
     groups: list[tuple[str, int]]  # (group id, sessions)
     group_deadline_s: float
+    command_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,5 +107,6 @@ class Pushed:
     lm_head_hash: str
 
 
+News = Batched | Stepped | Pushed | Saved
 Message = Train | Save | Started | Batched | Stepped | Pushed | Saved | Failed
 MESSAGES = TaggedJson[Message](*get_args(Message))

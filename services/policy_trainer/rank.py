@@ -15,7 +15,7 @@ from paceline.ranks.messages import Save
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import join_ranks, shard
+from policy_trainer.learn.parallel import form_mesh, shard
 from policy_trainer.messages import MESSAGES, Train
 from policy_trainer.rank_zero import RankZero
 from policy_trainer.trainer import PolicyTrainer
@@ -24,10 +24,8 @@ _COMMAND_WAIT_S = 3600.0
 _WRITTEN_POLL_S = 0.05  # while a checkpoint is being written
 
 
-def make_deterministic(config: PolicyTrainerConfig) -> None:
+def make_deterministic() -> None:
     """Same batch, same weights, same number of ranks and threads: same bits."""
-    torch.set_num_threads(config.threads_per_rank)
-    torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling fresh memory only serves to find reads of it; it costs a pass over every buffer.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -35,7 +33,7 @@ def make_deterministic(config: PolicyTrainerConfig) -> None:
 
 def build(config: PolicyTrainerConfig, link: RankLink) -> PolicyTrainer:
     """The trainer of this rank, resumed. Collective."""
-    mesh = join_ranks(config.device, config.step_deadline_s)
+    mesh = form_mesh(config)
     model = shard(
         load_policy(Path(config.model)), mesh, reshard_after_forward=config.reshard_after_forward
     )
@@ -63,7 +61,7 @@ def main() -> None:
     link = RankLink.from_environment()
     config = link.config(PolicyTrainerConfig)
     telemetry.setup("policy_trainer", config.telemetry)
-    make_deterministic(config)
+    make_deterministic()
     trainer = build(config, link)
     link.ready()
     trainer.started()

@@ -96,10 +96,7 @@ class RankZero:
             step=command.sender.step,
             policy_version=command.policy_version,
             groups=tuple(command.groups),
-            deadline_s=min(
-                command.group_deadline_s or self._config.group_deadline_s,
-                self._config.step_deadline_s,
-            ),
+            deadline_s=min(command.group_deadline_s, self._config.step_deadline_s),
         )
         try:
             collected = self._runner.run(self._collect(command, wanted))

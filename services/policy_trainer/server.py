@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError, InvalidInput, PacelineError
 from paceline.messages import shared_fields
-from paceline.ranks.messages import Save, Saved
+from paceline.models.config import check_model
+from paceline.ranks.messages import Saved
 from paceline.rpc import EpochGuard, Server, check_run
 from paceline.telemetry import get_logger, inject
 from paceline.v1 import policy_pb2 as pb
@@ -18,12 +18,11 @@ from paceline.v1.policy_pb2_grpc import PolicyServiceServicer, add_PolicyService
 from paceline.v1.trajectory_pb2 import CommandContext
 from policy_trainer.algorithms import check_algorithm
 from policy_trainer.config import PolicyTrainerConfig
-from policy_trainer.driver import News, PolicyDriver
-from policy_trainer.messages import Batched, Progress, Pushed, Sender, Stepped, Train
+from policy_trainer.driver import PolicyDriver
+from policy_trainer.messages import Batched, News, Progress, Pushed, Sender, Stepped, Train
 
 SERVICE_NAME = "paceline.v1.PolicyService"
 STOP_GRACE_S = 20.0  # of a clean stop, its last checkpoint included: an orchestrator kills after 30
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _log = get_logger(__name__)
 
 
@@ -39,15 +38,14 @@ class PolicyServicer(PolicyServiceServicer):
         self, request: pb.TrainStepRequest, context: Any
     ) -> AsyncIterator[pb.TrainStepResponse]:
         """BatchReady, PolicyStepped, PolicyPrepared."""
-        waits_s = request.group_deadline_s or self._config.group_deadline_s
         command = Train(
-            command_id=self._ranks.next_command_id(),
             sender=self._sender(request.context),
             policy_version=request.policy_version,
             groups=[(group.group_id, group.size) for group in request.groups],
-            group_deadline_s=waits_s,
+            group_deadline_s=request.group_deadline_s,
         )
-        async for news in self._ranks.run(command, waits_s + self._config.step_deadline_s):
+        deadline_s = request.group_deadline_s + self._config.step_deadline_s
+        async for news in self._ranks.run(command, deadline_s):
             yield _response(news)
 
     async def SavePolicyCheckpoint(
@@ -55,7 +53,7 @@ class PolicyServicer(PolicyServiceServicer):
     ) -> pb.SavePolicyCheckpointResponse:
         """Writes a checkpoint now."""
         self._sender(request.context)
-        saved = await save(self._ranks, self._config.step_deadline_s)
+        saved = await self._ranks.save(self._config.step_deadline_s)
         return pb.SavePolicyCheckpointResponse(path=saved.path, policy_version=saved.version)
 
     async def GetPolicyStatus(
@@ -76,28 +74,6 @@ class PolicyServicer(PolicyServiceServicer):
         check_run(context, self._config.run.id)
         self._guard.check(context)
         return Sender(context.run_id, context.step, context.epoch, inject())
-
-
-async def save(ranks: PolicyDriver, deadline_s: float) -> Saved:
-    """Writes a checkpoint and waits for it."""
-    command = Save(ranks.next_command_id())
-    return [news async for news in ranks.run(command, deadline_s) if isinstance(news, Saved)][-1]
-
-
-def check_model(directory: Path) -> None:
-    """Raises ConfigError unless the directory looks like a checkpoint the trainer can load."""
-    try:
-        kind = json.loads((directory / "config.json").read_text()).get("model_type")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "model is no Hugging Face directory", seen=f"{directory}: {error}"
-        ) from error
-    if kind not in ARCHITECTURES:
-        raise ConfigError(
-            f"model type of {directory} is not supported",
-            seen=kind,
-            allowed=", ".join(ARCHITECTURES),
-        )
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:
@@ -131,7 +107,7 @@ async def _save_final(ranks: PolicyDriver) -> None:
     if not (unsaved and ranks.watched.ready) or ranks.busy:
         return
     try:
-        saved = await save(ranks, STOP_GRACE_S / 2)
+        saved = await ranks.save(STOP_GRACE_S / 2)
         _log.info("final_checkpoint", path=saved.path)
     except PacelineError as error:
         _log.error("final_checkpoint_failed", error=str(error))

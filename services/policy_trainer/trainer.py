@@ -21,9 +21,9 @@ from paceline.training.checkpoints import (
     read_whole,
 )
 from paceline.training.hugging_face import write_causal_lm
+from paceline.training.process import from_rank_zero
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
-from policy_trainer.learn.parallel import broadcast_batch, broadcast_numbers
 from policy_trainer.messages import BatchFacts, Progress, Train
 from policy_trainer.rank_zero import Collected, RankZero
 
@@ -69,7 +69,7 @@ class PolicyTrainer:
             self._begun = self.progress.policy_version
             self._completed(self.progress)
         replays = self.zero.open(self.progress.step) if self.zero else []
-        steps = broadcast_numbers([c.record.step for c in replays], self.learner.mesh)
+        steps = from_rank_zero([collected.record.step for collected in replays])
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.zero else None)
 
@@ -136,7 +136,7 @@ class PolicyTrainer:
         self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE
     ) -> bool:
         """One optimiser step on rank 0's batch; False when rank 0 has none."""
-        batch = broadcast_batch(collected.tensors if collected else None, self.learner.mesh)
+        batch = from_rank_zero(collected.tensors if collected else None)
         if batch is None:
             return False
         with (

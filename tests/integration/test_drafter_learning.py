@@ -11,10 +11,10 @@ import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
 from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.gate.comparison import accepted_tokens
 from drafter_trainer.gate.evaluate import chain_matches
 from drafter_trainer.learn.heads import load_policy_head
 from drafter_trainer.learn.learner import DrafterLearner
+from drafter_trainer.offline.trainer import acceptance as offline_acceptance
 from drafter_trainer.rows.batcher import pack
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import sample_from
@@ -46,8 +46,8 @@ def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     def acceptance() -> float:
         net = learner.snapshot()
         rows = [pack([one], window=512) for one in buffer.heldout([head.hash])]
-        matches = [accepted_tokens(chain_matches(net, row, head, 5).numpy()) for row in rows]
-        return 1.0 + float(np.concatenate(matches).mean())
+        matches = [chain_matches(net, row, head, 5).numpy() for row in rows]
+        return float(offline_acceptance(np.concatenate(matches))["length"])
 
     lengths = [acceptance()]
     for steps in (25, 35):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import InvalidInput
+from paceline.errors import ConfigError, InvalidInput
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -101,6 +101,22 @@ def read_config(directory: Path) -> ModelConfig:
         raise InvalidInput(
             f"{directory}: {error.message}", seen=error.seen, allowed=error.allowed
         ) from error
+
+
+def check_model(directory: Path) -> None:
+    """Raises ConfigError unless the directory has the config.json of a model known here."""
+    try:
+        name = architecture(read_config_json(directory))
+    except InvalidInput as error:
+        raise ConfigError(
+            f"model is no Hugging Face directory: {error.message}", seen=directory
+        ) from error
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f"the model of {directory} is not known here",
+            seen=name,
+            allowed=", ".join(ARCHITECTURES),
+        )
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from paceline.errors import InternalError, PacelineError
 class Save:
     """Write a checkpoint now; answered by Saved."""
 
-    command_id: int
+    command_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import count
+from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
 from paceline.ranks.group import RankGroup
+from paceline.ranks.messages import Failed
 from paceline.rpc import Server
+from paceline.tagged_json import TaggedJson
 from paceline.telemetry import get_logger
 
 _RESTARTS = 5
 _BACKOFF_S = 0.5
 _IDLE_S = 3600.0
 _log = get_logger(__name__)
+M = TypeVar("M")
 
 
-class WatchedRanks:
+class WatchedRanks(Generic[M]):
     """A RankGroup under supervision; `supervise` must be running.
 
-    `on_start` prepares every newly started group before it takes commands, `on_message` takes what
-    any rank says from then on, `on_lost` hears of a loss before the restart begins.
+    `on_message` takes what any rank says, first of all where rank 0 stands; then `on_start`
+    prepares a newly started group before it takes commands. `on_lost` hears of a loss before the
+    restart begins.
     """
 
     def __init__(
         self,
         group: RankGroup,
+        messages: TaggedJson[M],
         *,
         start_deadline_s: float,
-        on_start: Callable[[RankGroup], Awaitable[None]],
-        on_message: Callable[[int, bytes], None],
+        on_start: Callable[[], Awaitable[None]],
+        on_message: Callable[[M], None],
         on_lost: Callable[[PacelineError], None],
     ) -> None:
-        self._group = group
+        self._group, self._messages = group, messages
         self._start_deadline_s = start_deadline_s
+        self._news: dict[int, asyncio.Queue[M | PacelineError]] = {}  # by the command they answer
+        self._commands = count(1)
         self._on_start, self._on_message, self._on_lost = on_start, on_message, on_lost
         self._ready, self._down = asyncio.Event(), asyncio.Event()
 
@@ -57,7 +67,8 @@ class WatchedRanks:
         while True:
             try:
                 await self._group.start(self._start_deadline_s)
-                await self._on_start(self._group)
+                self._take(*await self._group.receive(self._start_deadline_s))
+                await self._on_start()
                 self._down.clear()
                 self._ready.set()
                 failures, ever_ready = 0, True
@@ -66,6 +77,9 @@ class WatchedRanks:
                 failures += 1
                 self._ready.clear()
                 self._down.set()
+                lost = f"the ranks are restarted: {error}"
+                for news in self._news.values():
+                    news.put_nowait(Unavailable(lost, reason=error.reason))
                 self._on_lost(error)
                 await self._group.stop(0.0)
                 if failures > _RESTARTS or not ever_ready:
@@ -118,9 +132,34 @@ class WatchedRanks:
             await self._down.wait()
             server.set_serving(service, False)
 
-    async def send(self, message: bytes) -> None:
+    async def send(self, message: M) -> None:
         """One message to every rank. Raises RankLost when one is gone."""
-        await self._group.send(message)
+        await self._group.send(self._messages.encode(message))
+
+    async def run(self, command: Any, last: type[Any], deadline_s: float) -> AsyncGenerator[Any]:
+        """Sends a command under a number of its own and yields its news up to one that is `last`.
+
+        Raises what the ranks report, Unavailable when one is lost, DeadlineExceeded when they stay
+        silent for so long.
+        """
+        number = next(self._commands)
+        news = self._news[number] = asyncio.Queue()
+        try:
+            await self.send(replace(command, command_id=number))
+            while True:
+                async with asyncio.timeout(deadline_s):
+                    one = await news.get()
+                if isinstance(one, Failed):
+                    raise one.error()
+                if isinstance(one, PacelineError):
+                    raise one
+                yield one
+                if isinstance(one, last):
+                    return
+        except TimeoutError as error:
+            raise DeadlineExceeded("the ranks stay silent", seen=f"{deadline_s} s") from error
+        finally:
+            del self._news[number]
 
     def kill(self) -> None:
         """SIGKILL every rank; supervision starts them again."""
@@ -137,4 +176,11 @@ class WatchedRanks:
                 rank, data = await self._group.receive(_IDLE_S)
             except DeadlineExceeded:
                 continue
-            self._on_message(rank, data)
+            self._take(rank, data)
+
+    def _take(self, rank: int, data: bytes) -> None:
+        message = self._messages.decode(data)
+        self._on_message(message)
+        news = self._news.get(getattr(message, "command_id", 0))
+        if news is not None:
+            news.put_nowait(message)

@@ -181,10 +181,15 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 def copy_on_cpu(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
     """A copy that later steps leave alone; of a sharded tensor this rank's shard, over `mesh`."""
+    return sharded_like(tensor, local_of(tensor).detach().to("cpu", copy=True), mesh)
+
+
+def sharded_like(tensor: Tensor, local: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """This rank's part of a tensor that is sharded over `mesh` as `tensor` is, if that is."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach().to("cpu", copy=True)
+        return local
     return DTensor.from_local(
-        tensor.to_local().detach().to("cpu", copy=True),
+        local,
         mesh,
         tensor.placements,
         run_check=False,
@@ -196,10 +201,11 @@ def copy_on_cpu(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
 @torch.no_grad()
 def copy_local(source: Tensor, target: Tensor) -> None:
     """Writes this rank's shard of `source` over that of `target`, which is sharded alike."""
-    _local(target).copy_(_local(source))
+    local_of(target).copy_(local_of(source))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, live; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,37 +1,77 @@
-"""Builds AdamW, warms it up and names its state."""
+"""Steps named parameters with AdamW: warms up, clips, and names its state."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from paceline.config import OptimizerConfig
+from paceline.training.checkpoints import copy_local, copy_on_cpu
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPS = 1e-8  # added to the root of the second moment: torch's, which nobody has had to change
 
 
-def make_optimizer(parameters: Mapping[str, Tensor], config: OptimizerConfig) -> AdamW:
-    """AdamW with zero moments: its state has its shape before the first step."""
-    optimizer = AdamW(
-        parameters.values(),
-        lr=config.lr,
-        betas=config.betas,
-        eps=_EPS,
-        weight_decay=config.weight_decay,
-        foreach=True,
-    )
-    for parameter in parameters.values():
-        moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.zeros(()), **moments}
-    return optimizer
+class NamedAdamW:
+    """AdamW over parameters by name, whole or sharded.
 
+    Its moments begin as zeros, so that its state has its shape before the first step.
+    """
 
-def warm_up(optimizer: AdamW, config: OptimizerConfig, step: int) -> None:
-    """lr_t = lr * min(1, t / warmup_steps) for step t, counted from 1."""
-    warm = min(1.0, step / max(config.warmup_steps, 1))
-    for group in optimizer.param_groups:
-        group["lr"] = config.lr * warm
+    def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
+        self.parameters = dict(parameters)
+        self._config = config
+        self.adamw = AdamW(
+            self.parameters.values(),
+            lr=config.lr,
+            betas=config.betas,
+            eps=_EPS,
+            weight_decay=config.weight_decay,
+            foreach=True,
+        )
+        for parameter in self.parameters.values():
+            moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+            self.adamw.state[parameter] = {"step": torch.zeros(()), **moments}
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        """Step and moments of one parameter, live."""
+        found: dict[str, Tensor] = self.adamw.state[self.parameters[name]]
+        return found
+
+    def step(self, number: int) -> Tensor:
+        """Takes step `number`, counted from 1, and forgets the gradients.
+
+        lr_t = lr * min(1, t / warmup_steps). Returns the global norm of the gradients before they
+        were clipped.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_norm)
+        warm = min(1.0, number / max(self._config.warmup_steps, 1))
+        for group in self.adamw.param_groups:
+            group["lr"] = self._config.lr * warm
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return norm
+
+    def state(self, mesh: DeviceMesh | None) -> dict[str, Any]:
+        """Copies of this rank's shards on the CPU, over `mesh`: "model" and "optimizer" by
+        parameter.
+        """
+        return {
+            "model": {name: copy_on_cpu(value, mesh) for name, value in self.parameters.items()},
+            "optimizer": {
+                name: {key: copy_on_cpu(value, mesh) for key, value in self.moments(name).items()}
+                for name in self.parameters
+            },
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state` of as many ranks."""
+        for name, parameter in self.parameters.items():
+            copy_local(state["model"][name], parameter)
+            for key, value in self.moments(name).items():
+                copy_local(state["optimizer"][name][key], value)

@@ -64,13 +64,6 @@ class Judgement:
         return self.candidate_speedup / self.serving_speedup - 1
 
 
-def accepted_tokens(matches: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """[N, K] whether draft k equalled the target's draw -> [N] drafts accepted before the first
-    miss.
-    """
-    return np.cumprod(matches, axis=1, dtype=np.int64).sum(axis=1)
-
-
 def conditional(survival: tuple[float, ...]) -> tuple[float, ...]:
     """Acceptance of draft i where all before it were accepted; 0 where that never happened."""
     before = (1.0, *survival[:-1])

@@ -13,9 +13,9 @@ from drafter_trainer import messages as m
 from drafter_trainer.config import DrafterTrainerConfig
 from drafter_trainer.gate.candidates import Candidates
 from drafter_trainer.gate.comparison import Chain, Judgement, RoundCosts, judge
+from drafter_trainer.gate.decisions import judged, log_decision, reopened
 from drafter_trainer.gate.evaluate import GateJob
 from drafter_trainer.gate.freeze import Freeze
-from drafter_trainer.gate.leaderboard import Leaderboard, judged, log_decision, reopened
 from drafter_trainer.learn import sharing
 from drafter_trainer.learn.heads import PolicyHeads
 from drafter_trainer.learn.students import Students
@@ -81,7 +81,7 @@ class PublishGate:
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions made between activations
         self._taken_back: DrafterState | None = None
-        self.leaderboard = Leaderboard()
+        self._contenders: dict[str, m.LeaderboardEntry] = {}  # by kind, as last judged
         self.costs = RoundCosts(config.gate)
         self.serving = DrafterState(0, students.primary.learner.snapshot())
         self.next_version = max([0, *candidates.versions]) + 1
@@ -90,6 +90,11 @@ class PublishGate:
     def frozen(self) -> bool:
         """Training does not pay now."""
         return self._freeze.frozen
+
+    @property
+    def leaderboard(self) -> list[m.LeaderboardEntry]:
+        """Every kind as it was last judged, best projected speed-up first."""
+        return sorted(self._contenders.values(), key=lambda one: (-one.speedup, one.kind))
 
     @property
     def judging(self) -> bool:
@@ -273,9 +278,11 @@ class PublishGate:
         servable = next(
             student.servable for student in self._students if student.kind == drafter.kind
         )
-        self.leaderboard.place(
-            drafter.kind,
-            judgement,
+        self._contenders[drafter.kind] = m.LeaderboardEntry(
+            kind=drafter.kind,
+            accept_length=judgement.candidate,
+            noise=judgement.noise,
+            speedup=judgement.candidate_speedup,
             optimizer_steps=steps,
             policy_version=policy_version,
             servable=servable,
@@ -315,7 +322,7 @@ class PublishGate:
             decision,
             costs_measured=measured,
             temperature=self._settings.temperature,
-            leaderboard=self.leaderboard.ranked,
+            leaderboard=self.leaderboard,
         )
 
     def _rolled_back(self, taken_back: DrafterState) -> None:

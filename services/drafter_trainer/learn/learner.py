@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.learn.membership import Members, on_cpu
-from drafter_trainer.learn.sharded import ShardedDrafter, move, row_on
+from drafter_trainer.learn.sharded import ShardedDrafter, move
 from paceline.config import OptimizerConfig
 from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import PackedRow
-from paceline.training.optimizer import warm_up
+from paceline.training.process import on_device
 
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -70,7 +70,7 @@ class DrafterLearner:
     def micro_step(self, row: PackedRow, head: PolicyHead) -> MicroResult:
         """Adds this rank's row; steps the optimiser when the batch is complete."""
         self._bind(head)
-        loss, positions, terms = self.sharded.net(row_on(row, self.members.device))
+        loss, positions, terms = self.sharded.net(on_device(row, self.members.device))
         loss.backward()
         count = int(positions)
         self._pending_rows += self.members.size
@@ -92,15 +92,11 @@ class DrafterLearner:
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
         if self.members.size > 1:
             dist.all_reduce(positions, group=self.members.group)
-        parameters = list(self.sharded.parameters.values())
-        for parameter in parameters:
+        for parameter in self.sharded.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
-        torch.nn.utils.clip_grad_norm_(parameters, self._config.clip_norm)
-        warm_up(self.sharded.optimizer, self._config, self.total_steps + 1)
-        self.sharded.optimizer.step()
-        self.sharded.optimizer.zero_grad()
         self.total_steps += 1
+        self.sharded.optimizer.step(self.total_steps)
         self.total_tokens += int(positions)
         self._pending_rows, self._pending_positions = 0, 0
 

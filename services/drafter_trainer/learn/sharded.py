@@ -5,21 +5,20 @@ them to other members.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from drafter_trainer.learn.membership import Members
 from paceline.config import OptimizerConfig
 from paceline.errors import DataLoss
 from paceline.speculators.net import DraftNet
-from paceline.speculators.packed import PackedRow
-from paceline.training.optimizer import MOMENTS, make_optimizer
+from paceline.training.checkpoints import copy_local, local_of, sharded_like
+from paceline.training.optimizer import MOMENTS, NamedAdamW
 
 
 class ShardedDrafter:
@@ -38,7 +37,7 @@ class ShardedDrafter:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         self.parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        self.optimizer = make_optimizer(self.parameters, config)
+        self.optimizer = NamedAdamW(self.parameters, config)
         self._aside: dict[str, Aside] | None = None
 
     def local(self, *, gradients: bool = True) -> dict[str, Tensor]:
@@ -47,15 +46,10 @@ class ShardedDrafter:
         """
         found = {f"model/{name}": value for name, value in self.net.state_dict().items()}
         for name, parameter in self.parameters.items():
-            found |= {
-                f"{key}/{name}": value for key, value in self.optimizer.state[parameter].items()
-            }
+            found |= {f"{key}/{name}": value for key, value in self.optimizer.moments(name).items()}
             if gradients and parameter.grad is not None:
                 found[f"gradient/{name}"] = parameter.grad
-        return {
-            key: value.to_local() if isinstance(value, DTensor) else value
-            for key, value in found.items()
-        }
+        return {key: local_of(value) for key, value in found.items()}
 
     def local_on_cpu(self) -> dict[str, Tensor]:
         """The same on the CPU, wherever the numbers are now; not to be written to."""
@@ -88,16 +82,17 @@ class ShardedDrafter:
         copies = {
             key: value if on_device else value.clone() for key, value in self.local_on_cpu().items()
         }
+        mesh = self.members.cpu_mesh
         model = {
-            name: self._shard(copies[f"model/{name}"], value)
+            name: sharded_like(value, copies[f"model/{name}"], mesh)
             for name, value in self.net.state_dict().items()
         }
         optimizer = {
             name: {
-                key: self._shard(copies[f"{key}/{name}"], value)
-                for key, value in self.optimizer.state[parameter].items()
+                key: sharded_like(value, copies[f"{key}/{name}"], mesh)
+                for key, value in self.optimizer.moments(name).items()
             }
-            for name, parameter in self.parameters.items()
+            for name in self.parameters
         }
         return {"model": model, "optimizer": {"state": optimizer}}
 
@@ -116,19 +111,7 @@ class ShardedDrafter:
                 "a state of another drafter", seen=sorted(flat)[:4], allowed=sorted(here)[:4]
             )
         for key, value in here.items():
-            value.copy_(flat[key].to_local() if isinstance(flat[key], DTensor) else flat[key])
-
-    def _shard(self, copy: Tensor, like: Tensor) -> Tensor:
-        if not isinstance(like, DTensor):
-            return copy
-        return DTensor.from_local(
-            copy,
-            self.members.cpu_mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=like.shape,
-            stride=like.stride(),
-        )
+            copy_local(flat[key], value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +227,3 @@ def _rows(count: int, members: int, rank: int) -> slice:
     """
     piece = -(-count // members)
     return slice(min(rank * piece, count), min((rank + 1) * piece, count))
-
-
-def row_on(row: PackedRow, device: torch.device) -> PackedRow:
-    """The row with its tensors on the device."""
-    values = ((field.name, getattr(row, field.name)) for field in fields(row))
-    moved: dict[str, Any] = {
-        name: value.to(device) for name, value in values if isinstance(value, Tensor)
-    }
-    return replace(row, **moved)

@@ -13,10 +13,11 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError, InvalidInput
 
@@ -26,6 +27,48 @@ FORMS = (
     '{"input_ids": [...], "loss_mask": [...]}',
 )
 SUFFIXES = (".jsonl", ".parquet")
+
+
+class Record(BaseModel):
+    """What a record holds, as it is written."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class MessageRecord(Record):
+    """One message of a conversation; chat templates may read more of it."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: Any
+
+
+class Conversation(Record):
+    """Under the model's chat template."""
+
+    messages: list[MessageRecord] = Field(min_length=1)
+
+
+class Completion(Record):
+    """A prompt, and its answer where there is one."""
+
+    prompt: str = Field(min_length=1)
+    response: str | None = Field(default=None, min_length=1)
+
+
+class TokenRecord(Record):
+    """Ready made."""
+
+    input_ids: list[Annotated[int, Field(lt=1 << 63)]] = Field(min_length=1)
+    loss_mask: list[Literal[0, 1] | bool] | None = None
+
+
+_KINDS: Mapping[str, type[Conversation | Completion | TokenRecord]] = {
+    "messages": Conversation,
+    "input_ids": TokenRecord,
+    "prompt": Completion,
+}
+"""By the key that tells records apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,22 +194,9 @@ def _parquet_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _sample(
-    record: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool
+    found: Any, encoder: Callable[[], TextEncoder], vocab_size: int, *, prompts: bool
 ) -> Example:
-    if not isinstance(record, dict):
-        raise InvalidInput(
-            "a record must be an object", seen=_short(record), allowed=" or ".join(FORMS)
-        )
-    if "messages" in record:
-        sample = encoder().chat(_messages(record["messages"]))
-    elif "input_ids" in record:
-        sample = _ready_made(record, prompts=prompts)
-    elif "prompt" in record:
-        sample = encoder().completion(_text(record, "prompt"), _response(record, prompts=prompts))
-    else:
-        raise InvalidInput(
-            "a record of no known form", seen=sorted(record), allowed=" or ".join(FORMS)
-        )
+    sample = _example(_record(found), encoder, prompts=prompts)
     if (
         len(sample)
         and not 0 <= int(sample.token_ids.min()) <= int(sample.token_ids.max()) < vocab_size
@@ -182,65 +212,44 @@ def _sample(
     return sample
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
-    allowed = "a list of objects with role and content"
-    if not isinstance(value, list) or not value:
-        raise InvalidInput("messages must be a list", seen=_short(value), allowed=allowed)
-    for message in value:
-        if (
-            not isinstance(message, dict)
-            or not isinstance(message.get("role"), str)
-            or "content" not in message
-        ):
-            raise InvalidInput("a message is not one", seen=_short(message), allowed=allowed)
-    return value
-
-
-def _ready_made(record: Mapping[str, Any], *, prompts: bool) -> Example:
-    ids = _integers(record, "input_ids")
-    mask = (
-        np.zeros_like(ids)
-        if prompts and "loss_mask" not in record
-        else _integers(record, "loss_mask")
-    )
-    if len(mask) != len(ids):
+def _record(found: Any) -> Conversation | Completion | TokenRecord:
+    if not isinstance(found, dict):
         raise InvalidInput(
-            "loss_mask and input_ids differ in length", seen=len(mask), allowed=len(ids)
+            "a record must be an object", seen=_short(found), allowed=" or ".join(FORMS)
         )
-    if not np.isin(mask, (0, 1)).all():
+    kind = next((kind for key, kind in _KINDS.items() if key in found), None)
+    if kind is None:
         raise InvalidInput(
-            "loss_mask holds other numbers than 0 and 1",
-            seen=_short(record["loss_mask"]),
-            allowed="0, 1",
-        )
-    return Example(ids, mask.astype(bool))
-
-
-def _integers(record: Mapping[str, Any], key: str) -> npt.NDArray[np.int64]:
-    value = record.get(key, "(none)")
-    if (
-        not isinstance(value, list)
-        or not value
-        or any(type(one) not in (int, bool) for one in value)
-    ):
-        raise InvalidInput(
-            f"{key} must be a list of integers", seen=_short(value), allowed=FORMS[-1]
+            "a record of no known form", seen=sorted(found), allowed=" or ".join(FORMS)
         )
     try:
-        return np.array(value, dtype=np.int64)
-    except OverflowError as error:
-        raise InvalidInput(f"{key} holds a number beyond 64 bits", seen=_short(value)) from error
+        return kind.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidInput(f"{where}: {first['msg']}", seen=_short(first["input"])) from error
 
 
-def _text(record: Mapping[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str) or not value:
-        raise InvalidInput(f"{key} must be text", seen=_short(value), allowed=FORMS[1])
-    return value
-
-
-def _response(record: Mapping[str, Any], *, prompts: bool) -> str | None:
-    return None if prompts and "response" not in record else _text(record, "response")
+def _example(
+    record: Conversation | Completion | TokenRecord,
+    encoder: Callable[[], TextEncoder],
+    *,
+    prompts: bool,
+) -> Example:
+    if isinstance(record, Conversation):
+        return encoder().chat([message.model_dump() for message in record.messages])
+    answer = record.response if isinstance(record, Completion) else record.loss_mask
+    if answer is None and not prompts:
+        raise InvalidInput("a record has no response, or no loss_mask", allowed=" or ".join(FORMS))
+    if isinstance(record, Completion):
+        return encoder().completion(record.prompt, record.response)
+    ids, mask = record.input_ids, record.loss_mask
+    bits = [False] * len(ids) if mask is None else mask
+    if len(bits) != len(ids):
+        raise InvalidInput(
+            "loss_mask and input_ids differ in length", seen=len(bits), allowed=len(ids)
+        )
+    return Example(np.array(ids, dtype=np.int64), np.array(bits, dtype=bool))
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Places sequences in the rows of each step. Pure integers.
+"""Places sequences in the rows of each step.
 
 Everything follows from the seed and the step, so that a run resumed at step s reads on where it
 stopped, on any number of ranks that leaves a step's rows the same.
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 
 import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from drafter_trainer.offline.data import Example
+from paceline.training.packing import first_fit
 
-_OPEN_ROWS = 32
+OPEN_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class Document:
     """First position of the window; position t pairs token t's state with token t + 1."""
     length: int
     """Positions of the window, of at most len(sample) - 2."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Tokens int64 and mask bool of the whole sequence."""
+        return torch.from_numpy(self.sample.token_ids), torch.from_numpy(self.sample.mask)
 
     @property
     def targets(self) -> int:
@@ -45,32 +52,10 @@ def split(
     return [samples[i] for i in sorted(order[held:])], [samples[i] for i in sorted(order[:held])]
 
 
-def pack(
-    lengths: Sequence[int], row_tokens: int, order: Sequence[int] | npt.NDArray[np.int64]
-) -> list[list[int]]:
-    """Sequence numbers of each row, first fit among the rows still open; no row holds more than
-    `row_tokens`.
-    """
-    rows: list[list[int]] = []
-    free: dict[int, int] = {}
-    for index in map(int, order):
-        row = next((r for r, room in free.items() if room >= lengths[index]), None)
-        if row is None:
-            if len(free) == _OPEN_ROWS:
-                del free[min(free, key=free.__getitem__)]
-            row = len(rows)
-            rows.append([])
-            free[row] = row_tokens
-        rows[row].append(index)
-        free[row] -= lengths[index]
-    return rows
-
-
 def epoch_rows(lengths: Sequence[int], row_tokens: int, seed: int, epoch: int) -> list[list[int]]:
     """Rows of one pass over the data, in an order of its own."""
-    return pack(
-        lengths, row_tokens, np.random.default_rng([seed, 2, epoch]).permutation(len(lengths))
-    )
+    order = np.random.default_rng([seed, 2, epoch]).permutation(len(lengths))
+    return first_fit(lengths, row_tokens, order.tolist(), open_rows=OPEN_ROWS)
 
 
 def steps_of(

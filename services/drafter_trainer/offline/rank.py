@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,9 @@ from paceline.ranks.group import RankLink
 from paceline.speculators.loading import trained_net
 from paceline.speculators.net import DraftNet
 from paceline.training.hugging_face import load_causal_lm
+from paceline.training.process import join_ranks
 
-COLLECTIVE_DEADLINE = timedelta(minutes=30)
+COLLECTIVE_S = 1800.0
 """Ranks wait for each other this long: their shares of generated answers differ."""
 FAREWELL_S = 10.0
 
@@ -129,11 +129,9 @@ def main() -> None:
     """Takes the settings from the environment, where the parent put them, and trains."""
     link = RankLink.from_environment()
     config = link.config(OfflineConfig)
-    torch.set_num_threads(config.threads_per_rank)
-    torch.manual_seed(config.seed)
     stop = [False]
     signal.signal(signal.SIGTERM, lambda *_: stop.__setitem__(0, True))
-    dist.init_process_group("gloo", timeout=COLLECTIVE_DEADLINE)
+    join_ranks("cpu", COLLECTIVE_S, threads=config.threads_per_rank, seed=config.seed)
 
     def tell(message: dict[str, Any]) -> None:
         if link.rank == 0:

@@ -19,12 +19,14 @@ from torch.nn import functional
 
 from drafter_trainer.learn.heads import PolicyHead, load_policy_head
 from drafter_trainer.offline.plan import Document
+from drafter_trainer.rows.batcher import pack
+from drafter_trainer.rows.sample import FeatureSample
 from paceline.config import OptimizerConfig
 from paceline.errors import InvalidInput
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.packed import PackedRow
 from paceline.training.hugging_face import write_causal_lm
-from paceline.training.optimizer import make_optimizer
+from paceline.training.optimizer import NamedAdamW
 
 
 class TargetForward(nn.Module):
@@ -98,11 +100,12 @@ class TargetModel:
         self._head: PolicyHead | None = load_policy_head(directory, 0)
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)
-        self._optimizer: torch.optim.AdamW | None = None
+        self._mesh = mesh
+        self._optimizer: NamedAdamW | None = None
         if lr is not None:
-            self._settings = OptimizerConfig(lr=lr)
-            self._parameters = dict(self._module.named_parameters())
-            self._optimizer = make_optimizer(self._parameters, self._settings)
+            self._optimizer = NamedAdamW(
+                dict(self._module.named_parameters()), OptimizerConfig(lr=lr)
+            )
 
     @property
     def trained(self) -> bool:
@@ -117,9 +120,7 @@ class TargetModel:
         inputs, positions, said_at, said = [], [], [], []
         begin = 0
         for document in row:
-            ids, mask = (
-                torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask)
-            )
+            ids, mask = document.tensors
             inputs.append(ids[:-1])
             positions.append(torch.arange(len(ids) - 1))
             if self.trained:
@@ -147,23 +148,40 @@ class TargetModel:
         return self._head
 
     def row(self, row: Sequence[Document], states: Tensor) -> PackedRow:
-        """What the drafter learns from: the documents' windows out of their states [N, W]."""
-        return packed_row(row, states, self._hidden, self._layers, self.head().hash)
+        """What the drafter learns from: the documents' windows out of their states [N, W].
+
+        Gradients flow into `states` of the row.
+        """
+        samples, begin = list[FeatureSample](), 0
+        for document in row:
+            ids, mask = document.tensors
+            whole = FeatureSample(
+                session="",
+                step=0,
+                policy_version=0,
+                lm_head_hash=self.head().hash,
+                hidden=states[begin : begin + len(ids) - 1],
+                token_ids=ids,
+                generated=mask,
+                hidden_size=self._hidden,
+                layers=self._layers,
+            )
+            samples.append(whole.cut(document.start, document.length))
+            begin += len(ids) - 1
+        return pack(samples, window=max(sample.positions for sample in samples))
 
     def _reshard(self) -> None:
         assert isinstance(self._module, FSDPModule)
         self._module.reshard()
 
-    def step(self) -> None:
-        """One step of the base model's optimiser along the gradient gathered since the last.
+    def step(self, number: int) -> None:
+        """Step `number` of the base model's optimiser along the gradient gathered since the last.
 
         A collective.
         """
         assert self._optimizer is not None
         self._reshard()
-        torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._settings.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._optimizer.step(number)
         self._head = None
 
     def state(self) -> dict[str, Any]:
@@ -171,28 +189,13 @@ class TargetModel:
         if self._optimizer is None:
             return {}
         self._reshard()
-        moments = {
-            name: self._optimizer.state[parameter] for name, parameter in self._parameters.items()
-        }
-        return {
-            "model": {
-                name: parameter.detach().clone() for name, parameter in self._parameters.items()
-            },
-            "optimizer": {
-                name: {key: part.clone() for key, part in one.items()}
-                for name, one in moments.items()
-            },
-        }
+        return self._optimizer.state(self._mesh)
 
-    @torch.no_grad()
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` of as many ranks."""
         assert self._optimizer is not None
         self._reshard()
-        for name, parameter in self._parameters.items():
-            parameter.copy_(state["model"][name])
-            for key, part in self._optimizer.state[parameter].items():
-                part.copy_(state["optimizer"][name][key])
+        self._optimizer.load_state(state)
         self._head = None
 
     def write(self, weights: Mapping[str, Tensor], directory: Path) -> None:
@@ -201,44 +204,6 @@ class TargetModel:
         if self._tied:
             tensors.pop("lm_head.weight", None)
         write_causal_lm(tensors, self._directory, directory)
-
-
-def packed_row(
-    row: Sequence[Document], states: Tensor, hidden: int, layers: str, head_hash: str
-) -> PackedRow:
-    """The windows of a row's documents as one PackedRow.
-
-    states [N, W] stand at every token but the last of each document, one document after another.
-    Gradients flow into `states` of the row; its `next_states`, a target, carry none.
-    """
-    parts: dict[str, list[Tensor]] = {}
-    begin = count = 0
-    for number, document in enumerate(row):
-        start, length = document.start, document.length
-        ids, mask = (
-            torch.from_numpy(part) for part in (document.sample.token_ids, document.sample.mask)
-        )
-        before = torch.arange(count - 1, count - 1 + length)
-        before[:1] = -1
-        at = begin + start
-        for name, part in {
-            "states": states[at : at + length],
-            "next_states": states[at + 1 : at + 1 + length, -hidden:].detach(),
-            "next_tokens": ids[start + 1 : start + 1 + length],
-            "draft_tokens": ids[start + 2 : start + 2 + length],
-            "valid": mask[start + 2 : start + 2 + length],
-            "positions": torch.arange(length),
-            "parents": before,
-            "documents": torch.full((length,), number),
-        }.items():
-            parts.setdefault(name, []).append(part)
-        begin += len(ids) - 1
-        count += length
-    return PackedRow(
-        **{name: torch.cat(part) for name, part in parts.items()},
-        lm_head_hash=head_hash,
-        layers=layers,
-    )
 
 
 def _whole(parameter: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ import torch
 import torch.distributed as dist
 
 from drafter_trainer.config import DrafterOptimizerConfig
-from drafter_trainer.gate.comparison import accepted_tokens
+from drafter_trainer.gate.comparison import conditional
 from drafter_trainer.gate.evaluate import chain_matches
 from drafter_trainer.learn.learner import DrafterLearner
 from drafter_trainer.learn.membership import Members
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.data import Example, fingerprint
-from drafter_trainer.offline.plan import Document, pack, place, split, steps_from, steps_of
+from drafter_trainer.offline.plan import OPEN_ROWS, Document, place, split, steps_from, steps_of
 from drafter_trainer.offline.report import RunLog
 from drafter_trainer.offline.target import TargetModel
 from paceline.errors import ConfigError, InvalidInput
@@ -42,6 +41,7 @@ from paceline.training.checkpoints import (
     read_state,
     read_whole,
 )
+from paceline.training.packing import first_fit
 
 Tell = Callable[[dict[str, Any]], None]
 STATES = "states"
@@ -50,29 +50,21 @@ CHECKPOINT, SPECULATOR, BASE = "checkpoint", "speculator", "base"
 """Folder of what a run is for, and of its parts."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChainAcceptance:
-    """Held-out acceptance of a greedy chain, teacher-forced; K drafts."""
+def acceptance(matches: npt.NDArray[np.bool_]) -> dict[str, Any]:
+    """Held-out acceptance of a greedy chain of K drafts, teacher-forced.
 
-    survival: list[float]
-    """[K] share of positions whose drafts 1 .. k are all right."""
-    conditional: list[float]
-    """[K] of those with drafts 1 .. k - 1 right, the share whose draft k is right."""
-    length: float
-    """E[len] = 1 + sum of survival: tokens of a round, the bonus token included."""
-    positions: int
-
-
-def acceptance(matches: npt.NDArray[np.bool_]) -> ChainAcceptance:
-    """Figures of matches [N, K]: draft k of position n equalled the model's token."""
-    alive = np.cumprod(matches, axis=1, dtype=np.int64).sum(axis=0)
-    before = np.concatenate([[len(matches)], alive[:-1]])
-    return ChainAcceptance(
-        survival=(alive / len(matches)).tolist(),
-        conditional=np.divide(alive, before, out=np.zeros(len(alive)), where=before > 0).tolist(),
-        length=1.0 + float(accepted_tokens(matches).mean()),
-        positions=len(matches),
-    )
+    matches [N, K]: draft k of position n equalled the model's token. survival [K] is the share of
+    positions whose drafts 1 .. k are all right, conditional [K] of those with drafts 1 .. k - 1
+    right the share whose draft k is; length is E[len] = 1 + sum of survival, the bonus token
+    included.
+    """
+    survival = np.cumprod(matches, axis=1, dtype=np.int64).mean(axis=0)
+    return {
+        "survival": survival.tolist(),
+        "conditional": list(conditional(tuple(survival.tolist()))),
+        "length": 1.0 + float(survival.sum()),
+        "positions": len(matches),
+    }
 
 
 class OfflineTrainer:
@@ -170,7 +162,7 @@ class OfflineTrainer:
             for name, mean in result.terms.items():
                 sums[f"term/{name}"] = sums.get(f"term/{name}", 0.0) + mean * result.positions
         if self._target.trained:
-            self._target.step()
+            self._target.step(self.step)
         return sums | {"seconds": (time.perf_counter() - started) / self._world}
 
     def _record(self, sums: dict[str, float]) -> None:
@@ -195,7 +187,7 @@ class OfflineTrainer:
         self._tell({"kind": "step", "steps": self.steps, **line})
 
     def _evaluate(self) -> None:
-        """ChainAcceptance on the held-out sequences, judged by rank 0, which alone holds the whole
+        """Acceptance on the held-out sequences, judged by rank 0, which alone holds the whole
         drafter.
         """
         if not self._heldout:
@@ -203,9 +195,9 @@ class OfflineTrainer:
         net = self._learner.snapshot()
         random = np.random.default_rng([self._config.seed, 4])
         placed = [place(sample, self._config.window, random) for sample in self._heldout]
-        lengths = [len(sample) for sample in self._heldout]
+        row_tokens, lengths = self._config.row_tokens, [len(one) for one in self._heldout]
         matches = []
-        for row in pack(lengths, self._config.row_tokens, range(len(lengths))):
+        for row in first_fit(lengths, row_tokens, range(len(lengths)), open_rows=OPEN_ROWS):
             documents = [placed[i] for i in row]
             with torch.no_grad():
                 states, _ = self._target.forward(documents)
@@ -213,8 +205,7 @@ class OfflineTrainer:
             if self._rank == 0:
                 matches.append(chain_matches(net, packed, head, self._config.draft_steps).numpy())
         if self._rank == 0:
-            found = acceptance(np.concatenate(matches))
-            figures = {name: getattr(found, name) for name in found.__slots__}
+            figures = acceptance(np.concatenate(matches))
             self._log.write({"step": self.step, "heldout": figures})
             self._tell({"kind": "heldout", "step": self.step, **figures})
 

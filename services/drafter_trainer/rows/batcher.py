@@ -47,7 +47,7 @@ def _sequence(sample: FeatureSample) -> dict[str, Tensor]:
     here, hidden = torch.arange(sample.positions), sample.hidden.float()
     return {
         "states": hidden[:-1],
-        "next_states": hidden[1:, -sample.hidden_size :],
+        "next_states": hidden[1:, -sample.hidden_size :].detach(),  # a target
         "next_tokens": sample.token_ids[1:-1],
         "draft_tokens": sample.token_ids[2:],
         "positions": here,

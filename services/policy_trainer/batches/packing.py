@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.errors import InvalidInput
+from paceline.training.packing import first_fit
 
 
 def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
@@ -20,34 +20,11 @@ def assign_ranks(lengths: Sequence[int], world_size: int) -> list[list[int]]:
     """
     shares: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in _longest_first(lengths):
         rank = loads.index(min(loads))
         shares[rank].append(index)
         loads[rank] += lengths[index]
     return [sorted(share) for share in shares]
-
-
-def pack_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Sequence numbers of each row, first fit decreasing; no row is longer than `row_tokens`.
-
-    Raises InvalidInput when one sequence alone is longer than a row or empty.
-    """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if not 1 <= length <= row_tokens:
-            raise InvalidInput(
-                "a sequence does not fit a row", seen=length, allowed=f"1 to {row_tokens} tokens"
-            )
-        row = next((r for r, free in enumerate(room) if free >= length), None)
-        if row is None:
-            rows.append([])
-            room.append(row_tokens)
-            row = len(rows) - 1
-        rows[row].append(index)
-        room[row] -= length
-    return rows
 
 
 def split_rows(
@@ -80,9 +57,14 @@ def plan_micro_batches(
     plan = []
     for share in assign_ranks(lengths, world_size):
         own = [lengths[i] for i in share]
-        micro_batches = split_rows(pack_rows(own, longest), own, tokens_per_micro_batch)
+        rows = first_fit(own, longest, _longest_first(own))
+        micro_batches = split_rows(rows, own, tokens_per_micro_batch)
         plan.append([[[share[i] for i in row] for row in rows] for rows in micro_batches])
     rounds = max(len(micro_batches) for micro_batches in plan)
     return [
         micro_batches + [[] for _ in range(rounds - len(micro_batches))] for micro_batches in plan
     ]
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))

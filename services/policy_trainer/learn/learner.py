@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from paceline.training.checkpoints import copy_local, copy_on_cpu
-from paceline.training.optimizer import make_optimizer, warm_up
+from paceline.training.optimizer import NamedAdamW
+from paceline.training.process import on_device
 from policy_trainer.algorithms import build_algorithm
 from policy_trainer.algorithms.base import Algorithm, TokenBatch
 from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batch
 from policy_trainer.batches.packing import plan_micro_batches
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.model import PolicyModel
-from policy_trainer.learn.parallel import gather_full, to_device
+from policy_trainer.learn.parallel import gather_full
 from policy_trainer.messages import StepFacts
 
 
@@ -32,8 +33,8 @@ class Learner:
         self.mesh = mesh
         self.algorithm: Algorithm = build_algorithm(config.algorithm)
         self.updates = 0
-        self.parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
-        self.optimizer = make_optimizer(self.parameters, config.optimizer)
+        parameters = {n.removeprefix("lm."): p for n, p in model.named_parameters()}
+        self.optimizer = NamedAdamW(parameters, config.optimizer)
 
     def step(self, batch: TrainBatch) -> StepFacts:
         """Updates the weights on the batch; leaves them as they are when no token carries gradient.
@@ -73,7 +74,7 @@ class Learner:
             tokens_per_micro_batch=self.config.tokens_per_micro_batch,
         )
         return [
-            to_device(make_micro_batch(batch, rows), self.mesh)
+            on_device(make_micro_batch(batch, rows), self.mesh.device_type)
             for rows in plan[self.mesh.get_rank()]
         ]
 
@@ -87,7 +88,7 @@ class Learner:
         result is the gradient of sum(loss) / global trained tokens whatever the number of ranks and
         the split.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.adamw.zero_grad()
         sums = torch.zeros(4, dtype=torch.float64, device=self.mesh.device_type)
         for i, micro in enumerate(micro_batches):
             self.model.set_requires_gradient_sync(i == len(micro_batches) - 1)  # type: ignore[operator]
@@ -104,36 +105,21 @@ class Learner:
 
     def _update(self) -> float:
         """Clips by the global norm, steps; returns the norm before clipping."""
-        settings = self.config.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_norm)
         self.updates += 1
-        warm_up(self.optimizer, settings, self.updates)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        norm = self.optimizer.step(self.updates)
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""
-        return gather_full(self.parameters.items())
+        return gather_full(self.optimizer.parameters.items())
 
     def state(self) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""
         on_cpu = self.mesh.device_type == "cpu"
         mesh = self.mesh if on_cpu else DeviceMesh.from_group(self.mesh.get_group(), "cpu")
-        moments = {name: self.optimizer.state[p] for name, p in self.parameters.items()}
-        return {
-            "model": {name: copy_on_cpu(p, mesh) for name, p in self.parameters.items()},
-            "optimizer": {
-                name: {key: copy_on_cpu(value, mesh) for key, value in of_one.items()}
-                for name, of_one in moments.items()
-            },
-            "updates": self.updates,
-        }
+        return {**self.optimizer.state(mesh), "updates": self.updates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state` of as many ranks."""
-        for name, parameter in self.parameters.items():
-            copy_local(state["model"][name], parameter)
-            for key, value in self.optimizer.state[parameter].items():
-                copy_local(state["optimizer"][name][key], value)
+        self.optimizer.load_state(state)
         self.updates = state["updates"]

@@ -27,7 +27,7 @@ EXAMPLES: list[m.Message] = [
         2.5,
         2.25,
         float("inf"),
-        survival=[0.75, 0.5],
+        survival=(0.75, 0.5),
         lengths_by_bucket={"late": 2.5},
         leaderboard=[CONTENDER],
         path="/candidates/drafter-5",

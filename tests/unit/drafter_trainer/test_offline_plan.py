@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_trainer.offline.data import Example
-from drafter_trainer.offline.plan import epoch_rows, pack, place, split, steps_from, steps_of
+from drafter_trainer.offline.plan import epoch_rows, place, split, steps_from, steps_of
+from paceline.training.packing import first_fit
 
 
 def sample(length: int, prompt: int = 2) -> Example:
@@ -26,7 +27,7 @@ def test_a_pass_holds_every_sequence_once_and_no_row_too_long(
 
 
 def test_rows_are_filled() -> None:
-    assert pack([30, 30, 20, 20, 10], 50, range(5)) == [[0, 2], [1, 3], [4]]
+    assert first_fit([30, 30, 20, 20, 10], 50, range(5)) == [[0, 2], [1, 3], [4]]
 
 
 def test_a_run_that_resumes_reads_on_where_it_stopped() -> None:

@@ -98,7 +98,7 @@ def test_cross_entropy_is_over_the_models_tokens_alone_and_its_gradient_transfor
     state = target.state()
     for name, weight in before.items():
         assert torch.equal(state["model"][f"lm.{name}"].full_tensor(), weight), name
-    target.step()
+    target.step(1)
     state = target.state()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
     for name, parameter in model.named_parameters():
@@ -127,7 +127,7 @@ def test_the_head_follows_a_trained_model_and_its_checkpoint_loads(tmp_path: Pat
         before = target.head()
         _, loss = target.forward(documents())
         loss.backward()
-        target.step()
+        target.step(1)
         with torch.no_grad():
             target.forward(documents())  # leaves the root gathered
         after, state = target.head(), target.state()

@@ -254,7 +254,7 @@ def test_what_cannot_work_is_refused_with_its_reason(
 def test_acceptance_counts_conditional_and_survival_apart() -> None:
     matches = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 1]], dtype=bool)
     found = acceptance(matches)
-    assert found.survival == [0.75, 0.5, 0.25]
-    assert found.conditional == pytest.approx([0.75, 2 / 3, 0.5])
-    assert found.length == 2.5
-    assert acceptance(np.zeros((3, 2), dtype=bool)).conditional == [0.0, 0.0]
+    assert found["survival"] == [0.75, 0.5, 0.25]
+    assert found["conditional"] == pytest.approx([0.75, 2 / 3, 0.5])
+    assert found["length"] == 2.5
+    assert acceptance(np.zeros((3, 2), dtype=bool))["conditional"] == [0.0, 0.0]

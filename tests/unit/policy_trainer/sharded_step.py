@@ -13,12 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from paceline.config import OptimizerConfig
+from paceline.training.process import from_rank_zero
 from paceline.trajectory import BranchKey, Trajectory
 from policy_trainer.batches.batch import make_batch
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import broadcast_batch, gather_full, join_ranks, shard
+from policy_trainer.learn.parallel import form_mesh, gather_full, shard
 
 
 def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
@@ -52,17 +53,19 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
 
 def main(model: Path, out: Path) -> None:
     """Steps once on the fixed batch."""
-    torch.set_num_threads(1)
-    mesh = join_ranks("cpu", 60)
     config = PolicyTrainerConfig(
-        tokens_per_micro_batch=192, row_tokens=64, optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5)
+        device="cpu",
+        tokens_per_micro_batch=192,
+        row_tokens=64,
+        optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
     )
+    mesh = form_mesh(config)
     policy = shard(load_policy(model), mesh, reshard_after_forward=True)
     learner = Learner(config, policy, mesh)
     own = None
     if dist.get_rank() == 0:
         own = make_batch(trajectories(), torch.linspace(-1.5, 2.0, 24))
-    batch = broadcast_batch(own, mesh)
+    batch = from_rank_zero(own)
     assert batch is not None
     micro_batches = learner._micro_batches(batch)
     sums = learner._accumulate(micro_batches, [], batch.trained_tokens)

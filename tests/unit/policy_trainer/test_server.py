@@ -10,6 +10,7 @@ import pytest
 
 from paceline.errors import ConfigError, DataLoss, WeightsError
 from paceline.local.patience import patient
+from paceline.models.config import check_model
 from paceline.ranks.messages import Failed
 from policy_trainer.driver import News
 from policy_trainer.messages import (
@@ -23,7 +24,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.server import _response, check_model, require_fresh
+from policy_trainer.server import _response, require_fresh
 
 
 def test_the_parent_imports_no_torch() -> None:
@@ -44,8 +45,8 @@ def test_the_parent_imports_no_torch() -> None:
 def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no Hugging Face directory"):
         check_model(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="gpt2"):
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    with pytest.raises(ConfigError, match="GPT2"):
         check_model(tmp_path)
     require_fresh(tmp_path / "new", resume=False)
     require_fresh(tmp_path, resume=True)

@@ -11,21 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from drafter_trainer.config import GateConfig
-from drafter_trainer.gate.comparison import Chain, RoundCosts, accepted_tokens, conditional, judge
-
-
-def test_accepted_tokens_are_those_before_the_first_miss() -> None:
-    matches = np.random.default_rng(0).random((300, 5)) < 0.6
-    counted = []
-    for row in matches:
-        accepted = 0
-        for match in row:
-            if not match:
-                break
-            accepted += 1
-        counted.append(accepted)
-    assert accepted_tokens(matches).tolist() == counted
-
+from drafter_trainer.gate.comparison import Chain, RoundCosts, conditional, judge
 
 FREE = dict.fromkeys(range(1, 6), 1.0)
 

@@ -15,10 +15,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from paceline.errors import InvalidInput
 from paceline.trajectory import BranchKey, Trajectory
 from policy_trainer.batches.batch import TrainBatch, make_batch, make_micro_batch
-from policy_trainer.batches.packing import assign_ranks, pack_rows, plan_micro_batches
+from policy_trainer.batches.packing import assign_ranks, plan_micro_batches
 from policy_trainer.learn.model import PolicyModel
 
 LENGTHS = st.lists(st.integers(1, 70), max_size=60)
@@ -57,11 +56,6 @@ def test_every_sequence_lies_in_exactly_one_row_and_ranks_have_equally_many_roun
 def test_ranks_differ_by_at_most_the_longest_sequence(lengths: list[int], world_size: int) -> None:
     loads = [sum(lengths[i] for i in share) for share in assign_ranks(lengths, world_size)]
     assert max(loads) - min(loads) <= max(lengths, default=0)
-
-
-def test_a_sequence_longer_than_a_row_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="9"):
-        pack_rows([3, 9], 8)
 
 
 def trajectory(number: int, length: int, draw: torch.Generator) -> Trajectory:

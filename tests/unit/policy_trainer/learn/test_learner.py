@@ -22,7 +22,7 @@ from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
-from policy_trainer.learn.parallel import join_ranks, shard
+from policy_trainer.learn.parallel import form_mesh, shard
 from policy_trainer.messages import BatchFacts, Progress
 from policy_trainer.trainer import PolicyTrainer
 
@@ -40,7 +40,7 @@ def mesh() -> Iterator[DeviceMesh]:
         }.items():
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        yield join_ranks("cpu", 60)
+        yield form_mesh(PolicyTrainerConfig(device="cpu"))
         dist.destroy_process_group()
 
 
@@ -132,8 +132,8 @@ def test_the_rate_warms_up_and_a_second_update_sees_ratios_away_from_one(
     once = learner(model_dir, mesh)
     twice = learner(model_dir, mesh, algorithm=AlgorithmConfig(updates_per_step=2))
     first, second = once.step(batch(0)), twice.step(batch(0))
-    assert once.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
-    assert twice.optimizer.param_groups[0]["lr"] == pytest.approx(2e-3 / 3)
+    assert once.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(1e-3 / 3)
+    assert twice.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(2e-3 / 3)
     assert first.loss == second.loss
     assert first.clip_fraction == 0.0
     weights = once.weights()

@@ -1,6 +1,8 @@
-"""Ranks the kinds of drafters, and records the gate's decisions."""
+"""Records the gate's decisions."""
 
 from __future__ import annotations
+
+from dataclasses import fields
 
 from drafter_trainer import messages as m
 from drafter_trainer.gate.comparison import Judgement, conditional
@@ -10,37 +12,7 @@ from paceline.telemetry import get_logger
 
 log = get_logger("drafter_trainer")
 
-
-class Leaderboard:
-    """Every kind as it was last judged."""
-
-    def __init__(self) -> None:
-        self._contenders: dict[str, m.LeaderboardEntry] = {}
-
-    def place(
-        self,
-        kind: str,
-        judgement: Judgement,
-        *,
-        optimizer_steps: int,
-        policy_version: int,
-        servable: bool,
-    ) -> None:
-        """Takes the place of the kind's last entry."""
-        self._contenders[kind] = m.LeaderboardEntry(
-            kind=kind,
-            accept_length=judgement.candidate,
-            noise=judgement.noise,
-            speedup=judgement.candidate_speedup,
-            optimizer_steps=optimizer_steps,
-            policy_version=policy_version,
-            servable=servable,
-        )
-
-    @property
-    def ranked(self) -> list[m.LeaderboardEntry]:
-        """Best projected speed-up first."""
-        return sorted(self._contenders.values(), key=lambda one: (-one.speedup, one.kind))
+_FIGURES = {field.name for field in fields(m.Judged)} & {field.name for field in fields(Judgement)}
 
 
 def judged(
@@ -52,19 +24,11 @@ def judged(
         decision="kept",
         kind=kind,
         drafter_version=version,
-        candidate=judgement.candidate,
-        serving=judgement.serving,
-        noise=judgement.noise,
-        candidate_speedup=judgement.candidate_speedup,
-        serving_speedup=judgement.serving_speedup,
-        speedup_noise=judgement.speedup_noise,
         policy_version=head.policy_version,
-        positions=judgement.positions,
         lm_head_hash=head.hash,
-        survival=list(judgement.survival),
-        conditional=list(conditional(judgement.survival)),
-        serving_survival=list(judgement.serving_survival),
+        conditional=conditional(judgement.survival),
         lengths_by_bucket=heldout.lengths_by_bucket(index),
+        **{name: getattr(judgement, name) for name in _FIGURES},
     )
 
 
@@ -81,7 +45,7 @@ def reopened(kind: str, version: int, itself: Judgement, head: PolicyHead) -> m.
         policy_version=head.policy_version,
         positions=itself.positions,
         lm_head_hash=head.hash,
-        serving_survival=list(itself.serving_survival),
+        serving_survival=itself.serving_survival,
     )
 
 

@@ -1,0 +1,28 @@
+"""Packs sequences into rows, in plain integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def first_fit(
+    lengths: Sequence[int], row_tokens: int, order: Sequence[int], *, open_rows: int | None = None
+) -> list[list[int]]:
+    """Sequence numbers of each row: in this order, each to the first open row with room for it.
+
+    No row holds more than `row_tokens`; no sequence may be longer. At most `open_rows` are open: a
+    new one closes the fullest.
+    """
+    rows: list[list[int]] = []
+    free: dict[int, int] = {}
+    for index in order:
+        row = next((r for r, room in free.items() if room >= lengths[index]), None)
+        if row is None:
+            if len(free) == open_rows:
+                del free[min(free, key=free.__getitem__)]
+            row = len(rows)
+            rows.append([])
+            free[row] = row_tokens
+        rows[row].append(index)
+        free[row] -= lengths[index]
+    return rows

@@ -1,0 +1,40 @@
+"""Joins the ranks of a trainer, and carries what they share from one to the others."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> None:
+    """Enters the process group that the environment describes (torchrun's contract): gloo, and nccl
+    beside it for what lies on CUDA.
+
+    `deadline_s` bounds every collective, waits of ranks for each other included. `threads` compute;
+    `seed` is that of torch's default generator.
+    """
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=deadline_s))
+
+
+def from_rank_zero(value: T) -> T:
+    """Rank 0's value on every rank, tensors on the CPU; what the others give is ignored."""
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
+
+
+def on_device(value: T, device: torch.device | str) -> T:
+    """A dataclass with its tensors on the device."""
+    held = ((field.name, getattr(value, field.name)) for field in fields(value))  # type: ignore[arg-type]
+    moved: dict[str, Any] = {name: one.to(device) for name, one in held if isinstance(one, Tensor)}
+    return replace(value, **moved)  # type: ignore[type-var]
