@@ -182,7 +182,7 @@ class Rank:
         """
         due = time.monotonic() - self._saved_at >= self._config.checkpoint_interval_s
         if due and not self._writer.busy:
-            sharing.announce_save(self.learner.members)
+            sharing.announce("save", self.learner.members)
             self.save()
 
     def save(self, *, always: bool = False) -> int:

@@ -81,17 +81,7 @@ class DrafterTrainer:
     ) -> None:
         self._config, self.students, self._heads, self._link = config, students, heads, link
         self._learner = students.primary.learner
-        settings = config.buffer
-        self.buffer = FeatureBuffer(
-            max_samples=settings.samples,
-            byte_budget=settings.byte_budget,
-            heldout_every=settings.heldout_every,
-            heldout_samples=settings.heldout_samples,
-            seed=config.run.seed,
-            window=settings.window,
-            long_share=settings.long_share,
-            rejected=settings.rejected,
-        )
+        self.buffer = FeatureBuffer(config.buffer, config.run.seed)
         self.gate = PublishGate(config, students, heads, self.buffer, candidates)
         self.after_step: Callable[[], None] = lambda: None  # a checkpoint may be due
 
@@ -120,7 +110,7 @@ class DrafterTrainer:
                 self._train(activation, drawn)
             else:
                 self.ingest(wait_s=DATA_POLL_S)
-        sharing.announce_stop(self._learner.members)
+        sharing.announce("stop", self._learner.members)
         link_current(activation.batches)
         self._link.send(self.standing())
         return self._stopped(activation, reason)
@@ -184,7 +174,6 @@ class DrafterTrainer:
         world = self._learner.members.size
         samples = self.buffer.draw(
             self._micro_batch_tokens() * world,
-            recency=self._config.buffer.recency,
             known=set(self._heads.hashes),
             at_least=world,
         )

@@ -34,7 +34,6 @@ from policy_trainer.messages import (
     Message,
     Progress,
     Pushed,
-    Started,
     Stepped,
     Train,
 )
@@ -103,14 +102,18 @@ class RankZero:
         except PacelineError as error:
             self.failed(command.command_id, error)
             return None
-        self.batched(command, collected.facts)
+        self.tell(Batched(command.command_id, collected.facts))
         return collected
+
+    def tell(self, message: Message) -> None:
+        """Sends news to the parent."""
+        self._link.send(MESSAGES.encode(message))
 
     def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
         """Tells that the step is done, pushes the version, marks its trajectories trained, tells
         again.
         """
-        self._tell(Stepped(command.command_id, progress))
+        self.tell(Stepped(command.command_id, progress))
         try:
             self._runner.run(self._push(command, progress, weights))
         except PacelineError as error:
@@ -122,14 +125,6 @@ class RankZero:
             if record.step <= through_step:
                 self._runner.run(self._batcher.release(record))
         self._records.forget(through_step)
-
-    def started(self, progress: Progress) -> None:
-        """Where the trainer stands."""
-        self._tell(Started(progress))
-
-    def batched(self, command: Train, facts: BatchFacts) -> None:
-        """The batch is complete."""
-        self._tell(Batched(command.command_id, facts))
 
     def saved(self, command_id: int, path: Path, progress: Progress) -> None:
         """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the
@@ -143,12 +138,12 @@ class RankZero:
         except Unavailable as error:
             self.failed(command_id, error)
             return
-        self._tell(Saved(command_id, str(path), progress.policy_version))
+        self.tell(Saved(command_id, str(path), progress.policy_version))
 
     def failed(self, command_id: int, error: PacelineError) -> None:
         """The command has failed; the ranks take the next one."""
         _log.error("command_failed", command=command_id, error=str(error))
-        self._tell(Failed.of(command_id, error))
+        self.tell(Failed.of(command_id, error))
 
     def log_step(self, progress: Progress) -> None:
         """One line a step."""
@@ -163,9 +158,6 @@ class RankZero:
             trajectories=progress.batch.trajectories,
             zero_variance_groups=progress.batch.zero_variance_groups,
         )
-
-    def _tell(self, message: Message) -> None:
-        self._link.send(MESSAGES.encode(message))
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
         with span(
@@ -191,7 +183,7 @@ class RankZero:
         for record in self._records.load():
             if record.step == progress.step:
                 await self._batcher.mark(record)
-        self._tell(
+        self.tell(
             Pushed(
                 command.command_id,
                 progress.policy_version,

@@ -24,7 +24,7 @@ from paceline.training.hugging_face import write_causal_lm
 from paceline.training.process import from_rank_zero
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
-from policy_trainer.messages import BatchFacts, Progress, Train
+from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Train
 from policy_trainer.rank_zero import Collected, RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
@@ -76,7 +76,7 @@ class PolicyTrainer:
     def started(self) -> None:
         """The rank takes commands from now on."""
         if self.zero:
-            self.zero.started(self.progress)
+            self.zero.tell(Started(self.progress))
 
     def handle(self, command: Train | Save) -> None:
         """Runs a command; what fails on rank 0 between collectives is told to the parent and ends
@@ -101,7 +101,7 @@ class PolicyTrainer:
             return
         if command.sender.step == self.progress.step:
             if self.zero:
-                self.zero.batched(command, self.progress.batch)
+                self.zero.tell(Batched(command.command_id, self.progress.batch))
         elif not self._advance(
             command.sender.step,
             self.zero.collect(command) if self.zero else None,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from integration.drafter_world import POLICY, rows_of_policy
 
-from drafter_trainer.config import DrafterOptimizerConfig
+from drafter_trainer.config import BufferConfig, DrafterOptimizerConfig
 from drafter_trainer.gate.evaluate import chain_matches
 from drafter_trainer.learn.heads import load_policy_head
 from drafter_trainer.learn.learner import DrafterLearner
@@ -34,9 +34,7 @@ def one_rank() -> Iterator[None]:
 @pytest.mark.usefixtures("one_rank")
 def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     target, head = read_config(POLICY), load_policy_head(POLICY, 0)
-    buffer = FeatureBuffer(
-        max_samples=500, byte_budget=1 << 28, heldout_every=5, heldout_samples=40, seed=0
-    )
+    buffer = FeatureBuffer(BufferConfig(samples=500, heldout_every=5, heldout_samples=40), seed=0)
     for batch in rows_of_policy("r", 240, length=60):
         buffer.add(sample_from(batch, target))
     learner = DrafterLearner(
@@ -52,7 +50,7 @@ def test_acceptance_of_held_out_rows_rises_with_training() -> None:
     lengths = [acceptance()]
     for steps in (25, 35):
         for _ in range(4 * steps):
-            row = pack(buffer.draw(512, recency=0.7, known={head.hash}), window=512)
+            row = pack(buffer.draw(512, known={head.hash}), window=512)
             learner.micro_step(row, head)
         lengths.append(acceptance())
     assert learner.total_steps == 60

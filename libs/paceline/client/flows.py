@@ -8,6 +8,7 @@ anything.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -216,7 +217,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     readable.
     """
     text = headers.get("retry-after", "").strip()
-    if text.isascii() and text.isdecimal():
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)?", text):
         return float(text)
     try:
         when = parsedate_to_datetime(text)

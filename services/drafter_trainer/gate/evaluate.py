@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from drafter_trainer.config import GateConfig
 from drafter_trainer.gate.comparison import Floats
 from drafter_trainer.learn.heads import PolicyHead
 from drafter_trainer.rows.batcher import pack
@@ -143,16 +144,12 @@ class GateJob:
         nets: Sequence[DraftNet],
         samples: Sequence[FeatureSample],
         heads: Mapping[str, PolicyHead],
-        *,
-        steps: int,
+        settings: GateConfig,
         window: int,
-        temperature: float,
-        sampled: bool = False,
     ) -> None:
         self._nets = tuple(nets)
         self._pieces = _pieces(samples, window)
-        self._steps, self._window = steps, window
-        self._temperature, self._sampled = temperature, sampled
+        self._settings, self._window = settings, window
         self._accepted: list[list[Floats]] = [[] for _ in self._nets]
         self._documents: list[npt.NDArray[np.int64]] = []
         self._buckets: list[npt.NDArray[np.int64]] = []
@@ -177,9 +174,9 @@ class GateJob:
             net,
             row,
             self._heads[row.lm_head_hash],
-            self._steps,
-            temperature=self._temperature,
-            sampled=self._sampled,
+            self._settings.draft_steps,
+            temperature=self._settings.temperature,
+            sampled=self._settings.verification == "rejection",
         )
         self._accepted[self._next].append(survival.numpy())
         self._next += 1

@@ -142,10 +142,8 @@ class PublishGate:
             [one.net for one in (*rivals, *candidates)],
             samples,
             heads,
-            steps=self._settings.draft_steps,
-            window=self._config.buffer.window,
-            temperature=self._settings.temperature,
-            sampled=self._settings.verification == "rejection",
+            self._settings,
+            self._config.buffer.window,
         )
         steps = {student.kind: student.learner.total_steps for student in self._students}
         self._round = _Round(job, tuple(candidates), tuple(rivals), steps)
@@ -225,7 +223,7 @@ class PublishGate:
         taken = []
         for student in self._students:
             if student.learner.total_steps and student.reads(layers):
-                sharing.announce_snapshot(student.learner.members, student.index)
+                sharing.announce("snapshot", student.learner.members, student.index)
                 taken.append(DrafterState(self.next_version, student.learner.snapshot()))
         return taken
 

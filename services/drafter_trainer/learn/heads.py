@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,18 +52,17 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
 
 
 class PolicyHeads:
-    """The newest `kept` heads by hash."""
+    """The newest KEPT_HEADS by hash."""
 
-    def __init__(self, kept: int = KEPT_HEADS) -> None:
-        self._kept = kept
-        self._by_hash: OrderedDict[str, PolicyHead] = OrderedDict()
+    def __init__(self) -> None:
+        self._by_hash: dict[str, PolicyHead] = {}  # newest last
 
     def add(self, head: PolicyHead) -> None:
         """Keeps a head as the newest; the oldest beyond the limit goes."""
         self._by_hash.pop(head.hash, None)
         self._by_hash[head.hash] = head
-        while len(self._by_hash) > self._kept:
-            self._by_hash.popitem(last=False)
+        while len(self._by_hash) > KEPT_HEADS:
+            del self._by_hash[next(iter(self._by_hash))]
 
     def get(self, head_hash: str) -> PolicyHead | None:
         """The head of that hash, None when it is not kept any more (or not here yet)."""

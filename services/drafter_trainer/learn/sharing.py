@@ -10,32 +10,25 @@ import torch.distributed as dist
 from drafter_trainer.learn.membership import Members
 from paceline.speculators.packed import PackedRow
 
-_STOP, _ROW, _SNAPSHOT, _SAVE = 0, 1, 2, 3
-_WORDS = {_STOP: "stop", _SNAPSHOT: "snapshot", _SAVE: "save"}
+_WORDS = ("stop", "snapshot", "save", "row")
 _HASH_BYTES = 8  # a head's hash is 16 hexadecimal digits
 _INTEGERS = ("next_tokens", "draft_tokens", "positions", "parents", "documents", "valid")
 
 
-def announce_stop(members: Members) -> None:
-    """Rank 0: the activation is over."""
-    members.agree(_STOP, 0)
+def announce(word: str, members: Members, student: int = 0) -> None:
+    """Rank 0: what comes next.
 
-
-def announce_snapshot(members: Members, student: int = 0) -> None:
-    """Rank 0: the next collective is a snapshot of that student (students.py)."""
-    members.agree(_SNAPSHOT, student)
-
-
-def announce_save(members: Members) -> None:
-    """Rank 0: now a checkpoint is taken."""
-    members.agree(_SAVE, 0)
+    "stop": nothing, the activation is over; "snapshot": one of that student (students.py); "save":
+    a checkpoint.
+    """
+    members.agree(_WORDS.index(word), student)
 
 
 def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> PackedRow:
     """Rank 0: sends row r to rank r for that student and returns its own; one row per member, all
     of one head.
     """
-    members.agree(_ROW, student)
+    announce("row", members, student)
     for rank, row in enumerate(rows[1:], start=1):
         layers = row.layers.encode()
         widths = (len(row), row.states.shape[1], row.next_states.shape[1], len(layers))
@@ -48,8 +41,8 @@ def hand_out(rows: Sequence[PackedRow], members: Members, student: int = 0) -> P
 
 def receive(members: Members) -> tuple[int, PackedRow | str]:
     """Other members: a student and its next row, or "stop", "snapshot" or "save"."""
-    word, student = members.agree(_STOP, 0)
-    return student, _receive_row() if word == _ROW else _WORDS[word]
+    index, student = members.agree(0, 0)
+    return student, _receive_row() if _WORDS[index] == "row" else _WORDS[index]
 
 
 def _receive_row() -> PackedRow:

@@ -11,6 +11,7 @@ from statistics import median_high
 
 import numpy as np
 
+from drafter_trainer.config import BufferConfig
 from drafter_trainer.rows.sample import FeatureSample
 
 
@@ -23,30 +24,12 @@ class FeatureBuffer:
     this step's early finishers (one-step offset sampling, the DataBuffer of FastRL).
     """
 
-    def __init__(
-        self,
-        *,
-        max_samples: int,
-        byte_budget: int,
-        heldout_every: int,
-        heldout_samples: int,
-        seed: int,
-        window: int = 512,
-        long_share: float = 0.5,
-        rejected: bool = True,
-    ) -> None:
-        """`window`: positions of one sample drawn at most; `long_share`: see draw; `rejected`:
-        learn from them.
-        """
+    def __init__(self, config: BufferConfig, seed: int) -> None:
+        self._config = config
         self._now = deque[FeatureSample]()  # of the newest step
-        self._short, self._long = (
-            deque[FeatureSample](),
-            deque[FeatureSample](),
-        )  # of past steps, in order of arrival
-        self._heldout: deque[FeatureSample] = deque(maxlen=heldout_samples)
-        self._max_samples, self._byte_budget = max_samples, byte_budget
-        self._heldout_every = heldout_every
-        self._window, self._long_share, self._rejected = window, long_share, rejected
+        # Of past steps, in order of arrival.
+        self._short, self._long = deque[FeatureSample](), deque[FeatureSample]()
+        self._heldout: deque[FeatureSample] = deque(maxlen=config.heldout_samples)
         self._random = np.random.default_rng(seed)
         self._step = self._previous_step = -1
         self._long_from = 0  # positions of the shortest long sample of the previous step
@@ -81,13 +64,15 @@ class FeatureBuffer:
         drafts: nobody drew a token after them that a draft could be compared with.
         """
         name = zlib.crc32(sample.session.encode())
-        if name % self._heldout_every == 0:
+        if name % self._config.heldout_every == 0:
             self._heldout.append(
-                replace(sample, branches=None).window(self._window, np.random.default_rng(name))
+                replace(sample, branches=None).window(
+                    self._config.window, np.random.default_rng(name)
+                )
             )
             return
-        self._place(sample if self._rejected else replace(sample, branches=None))
-        while len(self) > self._max_samples or self.nbytes > self._byte_budget:
+        self._place(sample if self._config.rejected else replace(sample, branches=None))
+        while len(self) > self._config.samples or self.nbytes > self._config.byte_budget:
             self._count(
                 next(part for part in (self._short, self._long, self._now) if part).popleft(), -1
             )
@@ -133,9 +118,7 @@ class FeatureBuffer:
                     self._count(sample, -1)
                     self.dropped[reason] += 1
 
-    def draw(
-        self, tokens: int, *, recency: float, known: Iterable[str], at_least: int = 1
-    ) -> list[FeatureSample]:
+    def draw(self, tokens: int, *, known: Iterable[str], at_least: int = 1) -> list[FeatureSample]:
         """Samples of one of the `known` policy heads worth about `tokens` positions, without
         replacement.
 
@@ -149,10 +132,10 @@ class FeatureBuffer:
         """
         heads = set(known)
         group = list[FeatureSample]()
-        if self._random.random() < self._long_share * self._long_missing():
+        if self._random.random() < self._config.long_share * self._long_missing():
             held = [sample for sample in self._long if sample.step == self._previous_step]
-            group = self._of_one_head(held, recency, heads, at_least)
-        group = group or self._of_one_head(self, recency, heads, at_least)
+            group = self._of_one_head(held, heads, at_least)
+        group = group or self._of_one_head(self, heads, at_least)
         return self._some(group, tokens, at_least)
 
     def _long_missing(self) -> float:
@@ -162,7 +145,7 @@ class FeatureBuffer:
         return max(0.0, 1.0 - self._long_arrived / max(self._long_expected, 1))
 
     def _of_one_head(
-        self, samples: Iterable[FeatureSample], recency: float, heads: set[str], at_least: int
+        self, samples: Iterable[FeatureSample], heads: set[str], at_least: int
     ) -> list[FeatureSample]:
         by_head: dict[str, list[FeatureSample]] = {}
         for sample in samples:
@@ -175,7 +158,10 @@ class FeatureBuffer:
             enough, key=lambda group: max(s.policy_version for s in group), reverse=True
         )
         weights = np.array(
-            [recency**age * sum(s.size for s in group) for age, group in enumerate(groups)]
+            [
+                self._config.recency**age * sum(s.size for s in group)
+                for age, group in enumerate(groups)
+            ]
         )
         return groups[int(self._random.choice(len(groups), p=weights / weights.sum()))]
 
@@ -184,7 +170,7 @@ class FeatureBuffer:
     ) -> list[FeatureSample]:
         drawn, room = list[FeatureSample](), tokens
         for index in self._random.permutation(len(group)):
-            sample = group[index].window(self._window, self._random)
+            sample = group[index].window(self._config.window, self._random)
             room -= sample.size
             if len(drawn) >= at_least and room < 0:
                 break

@@ -42,3 +42,12 @@ class Prepares(Protocol):
         Raises ConfigError for what can never work, Unavailable, DeadlineExceeded.
         """
         ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A rule that has something to end."""
+
+    async def close(self) -> None:
+        """End it."""
+        ...

@@ -13,7 +13,7 @@ from paceline.telemetry import get_logger
 from rollout_gateway import metrics
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
-from rollout_gateway.rewards.base import Prepares, RewardRule, Unscored
+from rollout_gateway.rewards.base import Closes, Prepares, RewardRule, Unscored
 from rollout_gateway.rewards.code_tests import CodeTests
 from rollout_gateway.rewards.format import FormatRule
 from rollout_gateway.rewards.math_answer import MATH_EQUAL, MathAnswer
@@ -35,34 +35,15 @@ class Parts:
     config: RewardsConfig
     children: Children
     sandbox: Sandbox
-    closing: AsyncExitStack  # what a rule wants closed at the end
-
-
-def _math_answer(parts: Parts) -> RewardRule:
-    return MathAnswer(parts.config.marker, ChildRule(MATH_EQUAL, parts.children))
-
-
-def _format(parts: Parts) -> RewardRule:
-    return FormatRule(parts.config.marker)
-
-
-def _remote(parts: Parts) -> RewardRule:
-    rule = RemoteReward(parts.config.remote)
-    parts.closing.push_async_callback(rule.close)
-    return rule
-
-
-def _model(parts: Parts) -> RewardRule:
-    rule = ModelReward(parts.config.model)
-    parts.closing.push_async_callback(rule.close)
-    return rule
 
 
 REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
-    "math_answer": _math_answer,
-    "format": _format,
-    "remote": _remote,
-    "model": _model,
+    "math_answer": lambda parts: MathAnswer(
+        parts.config.marker, ChildRule(MATH_EQUAL, parts.children)
+    ),
+    "format": lambda parts: FormatRule(parts.config.marker),
+    "remote": lambda parts: RemoteReward(parts.config.remote),
+    "model": lambda parts: ModelReward(parts.config.model),
     "code_tests": lambda parts: CodeTests(parts.sandbox),
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
@@ -81,9 +62,7 @@ class RewardRules:
         self._children = Children(config.processes, config.deadline_s)
         self._closing = AsyncExitStack()
         self._closing.push_async_callback(self._children.close)
-        self._parts = Parts(
-            config, self._children, sandbox or Sandbox(config.sandbox), self._closing
-        )
+        self._parts = Parts(config, self._children, sandbox or Sandbox(config.sandbox))
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
@@ -121,7 +100,10 @@ class RewardRules:
 
     def _build(self, name: str) -> RewardRule:
         if name in REWARDS:
-            return REWARDS[name](self._parts)
+            rule = REWARDS[name](self._parts)
+            if isinstance(rule, Closes):
+                self._closing.push_async_callback(rule.close)
+            return rule
         place, _, attribute = name.rpartition(":")
         if not place or not attribute:
             raise NotFound(

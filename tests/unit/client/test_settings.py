@@ -232,7 +232,8 @@ def test_retry_after_is_honoured_as_seconds_and_as_a_date() -> None:
     assert retry_after_s({"retry-after": soon}) == pytest.approx(20, abs=3)
     past = format_datetime(datetime.now(UTC) - timedelta(days=1), usegmt=True)
     assert retry_after_s({"retry-after": past}) == 0
-    for text in ("", "soon", "-1", "1.5", "\u0663"):
+    assert retry_after_s({"retry-after": "1.5"}) == 1.5
+    for text in ("", "soon", "-1", "1.5s", "\u0663"):
         assert retry_after_s({"retry-after": text}) is None
     assert retry_after_s({}) is None
 

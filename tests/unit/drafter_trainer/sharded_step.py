@@ -48,7 +48,7 @@ def activate(
                 sharing.hand_out(rows[first : first + ranks], members, STUDENT), head
             )
             loss += result.loss * result.positions
-        sharing.announce_stop(members)
+        sharing.announce("stop", members)
     elif members.takes_part:
         while not isinstance((told := sharing.receive(members))[1], str):
             student, row = told

@@ -28,8 +28,8 @@ def main(samples: Path, out: Path) -> None:
             pack([sample(5, 3)], window=512),
         ):
             assert sharing.hand_out([own, row], members, 1) is own
-            sharing.announce_snapshot(members, 1)
-        sharing.announce_stop(members)
+            sharing.announce("snapshot", members, 1)
+        sharing.announce("stop", members)
     else:
         received = []
         while (told := sharing.receive(members))[1] != "stop":

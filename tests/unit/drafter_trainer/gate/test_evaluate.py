@@ -10,6 +10,7 @@ import pytest
 import torch
 from unit.drafter_trainer.samples import HASH, TARGET, sample, toy_policy
 
+from drafter_trainer.config import GateConfig
 from drafter_trainer.gate.evaluate import (
     BUCKETS,
     PIECE_POSITIONS,
@@ -85,7 +86,11 @@ def test_a_measurement_in_pieces_is_that_of_all_positions() -> None:
     samples = [sample(30 + seed, seed) for seed in range(7)]
     nets = (rough_net(3), rough_net(4))
     job = GateJob(
-        nets, samples, {HASH: toy_policy().policy_head()}, steps=STEPS, window=512, temperature=1e-4
+        nets,
+        samples,
+        {HASH: toy_policy().policy_head()},
+        GateConfig(draft_steps=STEPS, temperature=1e-4),
+        512,
     )
     pieces = 0
     while not job.done:
@@ -119,7 +124,7 @@ def test_rows_of_two_policy_versions_are_measured_each_with_its_own_head() -> No
     for one in samples:
         row, head = pack([one], window=512), heads[one.lm_head_hash]
         alone.append(chain_survival(net, row, head, STEPS, temperature=1.0).numpy())
-    job = GateJob([net], samples, heads, steps=STEPS, window=512, temperature=1.0)
+    job = GateJob([net], samples, heads, GateConfig(draft_steps=STEPS), 512)
     while not job.done:
         job.advance()
     (got,) = job.measured().accepted

@@ -19,6 +19,7 @@ from unit.drafter_trainer.samples import (
     with_rejected,
 )
 
+from drafter_trainer.config import BufferConfig
 from drafter_trainer.rows.buffer import FeatureBuffer
 from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline.errors import DataLoss
@@ -30,10 +31,16 @@ HEADS = ("old", "mid", "new")
 
 
 def buffer(
-    *, samples: int = 100, byte_budget: int = 1 << 20, heldout: int = 64, **settings: Any
+    *,
+    samples: int = 100,
+    byte_budget: int = 1 << 20,
+    heldout: int = 64,
+    seed: int = 0,
+    **settings: Any,
 ) -> FeatureBuffer:
-    budgets = {"max_samples": samples, "byte_budget": byte_budget, "heldout_samples": heldout}
-    return FeatureBuffer(**{"heldout_every": EVERY, "seed": 0, **budgets, **settings})
+    budgets = {"samples": samples, "byte_budget": byte_budget, "heldout_samples": heldout}
+    config = {**BufferConfig().model_dump(), "heldout_every": EVERY, **budgets, **settings}
+    return FeatureBuffer(BufferConfig.model_construct(**config), seed)
 
 
 def steps_of(lengths: dict[int, Sequence[int]]) -> list[FeatureSample]:
@@ -63,7 +70,7 @@ def test_the_oldest_go_when_samples_or_bytes_exceed_the_budget() -> None:
         8,
         made[0].nbytes * 4,
     )
-    kept = {one.session for one in by_count.draw(10_000, recency=1, known={made[0].lm_head_hash})}
+    kept = {one.session for one in by_count.draw(10_000, known={made[0].lm_head_hash})}
     assert kept == set(trained[-5:])
 
 
@@ -89,13 +96,13 @@ def test_short_samples_of_past_steps_go_first_then_their_long_ones_and_this_step
 def test_draws_are_of_the_previous_steps_long_samples_until_this_step_delivers_as_many(
     arrived: tuple[int, ...], share: float
 ) -> None:
-    held = buffer()
+    # So small a weight leaves older heads to the draws of long samples alone.
+    held = buffer(recency=1e-9)
     for one in steps_of({0: (90, 95), 1: (10, 40, 12, 35), 2: (9, 8, 11, *arrived)}):
         held.add(one)
     drawn = Counter[str]()
     for _ in range(2_000):
-        # So small a weight leaves older heads to the draws of long samples alone.
-        samples = held.draw(30, recency=1e-9, known=HEADS)
+        samples = held.draw(30, known=HEADS)
         (head,) = {one.lm_head_hash for one in samples}
         drawn[head] += 1
         if head == "mid":
@@ -107,14 +114,12 @@ def test_draws_are_of_the_previous_steps_long_samples_until_this_step_delivers_a
 def test_where_the_previous_steps_long_samples_are_too_few_or_headless_draws_are_of_what_there_is() -> (
     None
 ):
-    held = buffer(long_share=1.0)
+    held = buffer(long_share=1.0, recency=1e-9)
     for one in steps_of({1: (10, 40, 12), 2: (9, 8, 11)}):
         held.add(one)
-    assert {one.step for one in held.draw(100, recency=0.5, known=["mid", "new"])} == {1}
-    assert {one.step for one in held.draw(100, recency=1e-9, known=["mid", "new"], at_least=3)} == {
-        2
-    }
-    assert {one.step for one in held.draw(100, recency=0.5, known=["new"])} == {2}
+    assert {one.step for one in held.draw(100, known=["mid", "new"])} == {1}
+    assert {one.step for one in held.draw(100, known=["mid", "new"], at_least=3)} == {2}
+    assert {one.step for one in held.draw(100, known=["new"])} == {2}
 
 
 def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_are_not_mixed_in() -> (
@@ -127,7 +132,7 @@ def test_late_samples_join_the_long_or_short_ones_of_their_step_and_older_steps_
         held.add(
             dataclasses.replace(one, lm_head_hash="one")
         )  # nothing but their step tells them apart
-    drawn = [one for _ in range(50) for one in held.draw(60, recency=1, known=["one"])]
+    drawn = [one for _ in range(50) for one in held.draw(60, known=["one"])]
     assert {one.positions + 2 for one in drawn} == {40, 12, 50}
     held.forget(lambda one: one.step == 1, "other")
     for number in range(2):
@@ -150,7 +155,7 @@ def test_windows_of_a_long_sample_come_from_all_over_it_and_are_those_of_the_see
         held = buffer(window=window, seed=min(seed, 1))
         held.add(long)
         for _ in range(400):
-            (one,) = held.draw(100, recency=1, known=[long.lm_head_hash])
+            (one,) = held.draw(100, known=[long.lm_head_hash])
             assert one.positions == window
             assert one.generated[2:].any(), "a stretch of the prompt alone teaches nothing"
             found.append(int(one.hidden[0, 0]))
@@ -188,7 +193,7 @@ def test_rejected_drafts_count_and_are_kept_when_asked_for(rejected: bool) -> No
     held.add(one)
     assert held.tokens == held.tokens_of([one.lm_head_hash]) == 18 + 6 * rejected
     assert (held.nbytes > plain.nbytes) is rejected
-    (drawn,) = held.draw(100, recency=1, known=[one.lm_head_hash])
+    (drawn,) = held.draw(100, known=[one.lm_head_hash])
     assert (drawn.branches is not None) is rejected
     held.forget(lambda _: False, "stale_head")
     assert (held.nbytes, held.tokens, held.dropped["stale_head"]) == (0, 0, 1)
@@ -212,13 +217,11 @@ def test_held_out_sessions_are_never_drawn_and_only_the_newest_version_judges() 
     )
     trained = set(sessions(6, heldout=False, every=EVERY))
     for _ in range(50):
-        assert {
-            one.session for one in held.draw(40, recency=0.7, known={sample(10, 0).lm_head_hash})
-        } <= trained
+        assert {one.session for one in held.draw(40, known={sample(10, 0).lm_head_hash})} <= trained
 
 
 def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:
-    held = buffer()
+    held = buffer(recency=0.5)
     names = iter(sessions(30, heldout=False, every=EVERY))
     for head, count in (("old", 10), ("mid", 10), ("new", 5)):
         for seed in range(count):
@@ -226,17 +229,13 @@ def test_heads_are_drawn_by_recency_and_size_and_one_at_a_time() -> None:
             held.add(sample(12, seed, session=next(names), version=version, head=head))
     drawn = Counter[str]()
     for _ in range(3_000):
-        (head,) = {
-            one.lm_head_hash for one in held.draw(20, recency=0.5, known={"old", "mid", "new"})
-        }
+        (head,) = {one.lm_head_hash for one in held.draw(20, known={"old", "mid", "new"})}
         drawn[head] += 1
     weights = {"old": 0.25 * 10, "mid": 0.5 * 10, "new": 1.0 * 5}
     for head, weight in weights.items():
         assert drawn[head] / 3_000 == pytest.approx(weight / sum(weights.values()), abs=0.03)
-    assert held.draw(20, recency=0.5, known={"unknown"}) == []
-    assert {
-        one.lm_head_hash for one in held.draw(20, recency=0.5, known={"mid", "new"}, at_least=6)
-    } == {"mid"}
+    assert held.draw(20, known={"unknown"}) == []
+    assert {one.lm_head_hash for one in held.draw(20, known={"mid", "new"}, at_least=6)} == {"mid"}
 
 
 def test_a_draw_is_worth_the_tokens_asked_for_without_repetition() -> None:
@@ -245,11 +244,11 @@ def test_a_draw_is_worth_the_tokens_asked_for_without_repetition() -> None:
         held.add(sample(8 + seed, seed, session=name))
     known = {sample(8, 0).lm_head_hash}
     for tokens in (1, 30, 100):
-        drawn = held.draw(tokens, recency=1, known=known)
+        drawn = held.draw(tokens, known=known)
         assert len({one.session for one in drawn}) == len(drawn)
         assert len(drawn) == 1 or sum(one.positions for one in drawn) <= tokens
-    assert len(held.draw(10_000, recency=1, known=known)) == 20
-    assert len(held.draw(1, recency=1, known=known, at_least=3)) == 3
+    assert len(held.draw(10_000, known=known)) == 20
+    assert len(held.draw(1, known=known, at_least=3)) == 3
 
 
 def test_stale_heads_are_dropped_and_counted() -> None:
