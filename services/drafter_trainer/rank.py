@@ -151,7 +151,7 @@ class Rank:
                 self.report()
             case m.Serving(_, drafter_version):
                 if self.rank == 0:
-                    self.trainer.on_serving(drafter_version)
+                    self.trainer.gate.on_serving(drafter_version)
             case _:
                 raise TypeError(f"a rank does not take {type(message).__name__}")
 

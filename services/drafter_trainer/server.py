@@ -106,7 +106,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         self._promoter.start_again(context)
         attached = False
         while True:
-            message = await (self._next(lease) if attached else self._first(lease))
+            message = await self._next(lease, attached=attached)
             match message:
                 case m.Attached(_, world_size):
                     attached, attach_s = True, time.monotonic() - lease.began
@@ -128,29 +128,28 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                     yield _detached(message)
                     return
 
-    async def _first(self, lease: Lease) -> m.Message | PushOutcome:
-        """News from before training has begun."""
-        try:
-            async with asyncio.timeout(lease.began + lease.deadline_s - time.monotonic()):
-                return await self._next(lease)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                "training has not begun in time", seen=f"{lease.deadline_s} s"
-            ) from error
+    async def _next(self, lease: Lease, *, attached: bool) -> m.Message | PushOutcome:
+        """The next news; a push that is done comes first.
 
-    async def _next(self, lease: Lease) -> m.Message | PushOutcome:
-        """The next news; a push that is done comes first. Raises what ended the activation."""
+        Raises what ended the activation, DeadlineExceeded when training has not begun in time.
+        """
+        left_s = None if attached else max(0.0, lease.began + lease.deadline_s - time.monotonic())
         news = asyncio.ensure_future(lease.news.get())
+        push = self._promoter.push
         try:
-            push = self._promoter.push
             await asyncio.wait(
-                {news, push} if push else {news}, return_when=asyncio.FIRST_COMPLETED
+                {news, push} if push else {news},
+                timeout=left_s,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if push is not None and push.done() and not news.done():
                 return self._promoter.take()
-        finally:
             if not news.done():
-                news.cancel()
+                raise DeadlineExceeded(
+                    "training has not begun in time", seen=f"{lease.deadline_s} s"
+                )
+        finally:
+            news.cancel()
         message = news.result()
         if isinstance(message, PacelineError):
             raise message

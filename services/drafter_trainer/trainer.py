@@ -198,10 +198,6 @@ class DrafterTrainer:
             record_decision(decision)
             self._link.send(decision)
 
-    def on_serving(self, version: int) -> None:
-        """The engines serve this drafter now."""
-        self.gate.on_serving(version)
-
     def _stopped(self, activation: Activation, reason: str) -> m.Stopped:
         return m.Stopped(
             epoch=activation.epoch,

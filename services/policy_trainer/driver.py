@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from paceline.errors import DeadlineExceeded, PacelineError
+from paceline.errors import DeadlineExceeded
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Save, Saved
 from paceline.ranks.watched import WatchedRanks
@@ -46,7 +46,6 @@ class PolicyDriver:
             start_deadline_s=config.start_deadline_s,
             on_start=self._started,
             on_message=self._take,
-            on_lost=self._lost,
         )
         self._turn = asyncio.Lock()
 
@@ -91,6 +90,3 @@ class PolicyDriver:
                 self.progress = dataclasses.replace(self.progress, checkpoint_version=news.version)
             case _:
                 pass
-
-    def _lost(self, error: PacelineError) -> None:
-        """Who waits for news is told by `watched`."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import DataLoss, PacelineError, Unavailable
+from paceline.errors import PacelineError, Unavailable
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
@@ -199,7 +199,7 @@ class RankZero:
             group: n for n, group in enumerate(dict.fromkeys(t.group_id for t in trajectories))
         }
         groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
-        rewards = [_reward(t.reward) for t in trajectories]
+        rewards = [t.reward or 0.0 for t in trajectories]  # none is unscored, see Batcher
         weights = [
             1.0 / t.branch_count for t in trajectories
         ]  # sessions are in the batch whole: they sum to 1 in each
@@ -232,9 +232,3 @@ def reward_spread(rewards: Sequence[float], weights: Sequence[float]) -> tuple[f
         return 0.0, 0.0
     mean = statistics.fmean(rewards, weights)
     return mean, math.sqrt(statistics.fmean([(reward - mean) ** 2 for reward in rewards], weights))
-
-
-def _reward(value: float | None) -> float:
-    if value is None:
-        raise DataLoss("a batch holds an unscored trajectory")
-    return value

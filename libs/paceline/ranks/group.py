@@ -70,11 +70,6 @@ class RankGroup:
         self._early: deque[tuple[int, bytes]] = deque()  # sent while others were not ready
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._world_size
-
-    @property
     def pids(self) -> list[int]:
         """Process ids, by rank; [] before start and after stop."""
         return [process.pid for process in self._processes]
@@ -254,9 +249,8 @@ class RankGroup:
 class RankLink:
     """Rank side: blocking, for one thread. Dies with its parent; leaves Ctrl-C to it."""
 
-    def __init__(self, address: str, rank: int, world_size: int) -> None:
+    def __init__(self, address: str, rank: int) -> None:
         self.rank = rank
-        self.world_size = world_size
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.IDENTITY, b"%d" % rank)
@@ -274,9 +268,7 @@ class RankLink:
             )
         die_with_parent()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        return cls(
-            os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        )
+        return cls(os.environ[SOCKET_VARIABLE], int(os.environ["RANK"]))
 
     def config(self, kind: type[C]) -> C:
         """The settings that the parent gave to RankGroup."""

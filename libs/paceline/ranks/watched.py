@@ -39,7 +39,7 @@ class WatchedRanks(Generic[M]):
         start_deadline_s: float,
         on_start: Callable[[], Awaitable[None]],
         on_message: Callable[[M], None],
-        on_lost: Callable[[PacelineError], None],
+        on_lost: Callable[[PacelineError], None] = lambda error: None,
     ) -> None:
         self._group, self._messages = group, messages
         self._start_deadline_s = start_deadline_s

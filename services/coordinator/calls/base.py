@@ -14,7 +14,7 @@ from coordinator.calls.groups import ClosedGroups
 from coordinator.calls.peers import Peers
 from coordinator.calls.tasks import TaskSource
 from coordinator.config import CoordinatorConfig
-from coordinator.machine.commands import Evaluate, StepCommand
+from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
@@ -66,7 +66,7 @@ class Calls:
         self,
         service: Service,
         what: str,
-        command: StepCommand | Evaluate,
+        command: StepCommand,
         *,
         deadline_s: float,
         event_of: Callable[[PacelineError], Event | None] = _no_event,

@@ -17,27 +17,19 @@ CHECKPOINT_DEADLINE_S = 300.0
 async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
     """Emits CheckpointsSaved with the paths; empty where nothing was trained."""
     policy, drafter = calls.peers.policy, calls.peers.drafter
-    context = calls.context(command)
-    paths = {"policy": "", "drafter": ""}
-    if command.step:
-        request: Any = SavePolicyCheckpointRequest(context=context)
-        save_policy = policy.SavePolicyCheckpoint
-        paths["policy"] = await _save(calls, command, Service.POLICY_TRAINER, save_policy, request)
-    if command.step and calls.config.drafter_enabled:
-        request = SaveDrafterCheckpointRequest(context=context)
+    asked: dict[Service, tuple[str, Any, Any]] = {
+        Service.POLICY_TRAINER: ("policy", policy.SavePolicyCheckpoint, SavePolicyCheckpointRequest)
+    }
+    if calls.config.drafter_enabled:
         save_drafter = drafter.SaveDrafterCheckpoint
-        paths["drafter"] = await _save(
-            calls, command, Service.DRAFTER_TRAINER, save_drafter, request
-        )
+        asked[Service.DRAFTER_TRAINER] = ("drafter", save_drafter, SaveDrafterCheckpointRequest)
+    paths = {"policy": "", "drafter": ""}
+    for service, (name, save_now, request) in asked.items() if command.step else ():
+        with (
+            calls.reported(service, "close", command, deadline_s=CHECKPOINT_DEADLINE_S),
+            rpc_errors(),
+        ):
+            context = calls.context(command)
+            answer = await save_now(request(context=context), timeout=CHECKPOINT_DEADLINE_S)
+        paths[name] = answer.path
     calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))
-
-
-async def _save(
-    calls: Calls, command: commands.SaveCheckpoints, service: Service, save: Any, request: Any
-) -> str:
-    with (
-        calls.reported(service, "close", command, deadline_s=CHECKPOINT_DEADLINE_S),
-        rpc_errors(),
-    ):
-        answer = await save(request, timeout=CHECKPOINT_DEADLINE_S)
-    return str(answer.path)

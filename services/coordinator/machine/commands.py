@@ -78,12 +78,10 @@ class AbortDrafter(StepCommand):
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluate(Command):
-    """Make an evaluation outside the timed step; answered by EvaluationDone."""
+class Evaluate(StepCommand):
+    """Make an evaluation after `step` finished steps; answered by EvaluationDone."""
 
     kind: Evaluation
-    step: int  # steps finished before it
-    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

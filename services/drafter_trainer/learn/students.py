@@ -5,7 +5,7 @@ All ranks hold the same students in the same order; rank 0 chooses and says whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,9 +83,6 @@ class Students(Sequence[Student]):
 
     def __getitem__(self, index: int) -> Student:  # type: ignore[override]
         return self._students[index]
-
-    def __iter__(self) -> Iterator[Student]:
-        return iter(self._students)
 
     @property
     def primary(self) -> Student:

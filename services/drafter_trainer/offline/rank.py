@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
         )
     target = read_config(config.model)
     net = make_net(config, target)  # before the data: a wrong option is told at once
-    encoder = _once(lambda: ModelText(config.model, target.eos_token_ids))
+    encoder = cache(lambda: ModelText(config.model, target.eos_token_ids))
     samples = read_samples(config.data, encoder, target.vocab_size, prompts=config.regenerate)
     config.out.mkdir(parents=True, exist_ok=True)
     lm = load_causal_lm(config.model, DTYPES[config.dtype])
@@ -101,7 +102,7 @@ def _answers(
     drawn = path.exists()
     dist.barrier()  # all ranks have looked
     if drawn:
-        return read_samples(path, _once(lambda: ModelText(config.model, ())), target.vocab_size)
+        return read_samples(path, cache(lambda: ModelText(config.model, ())), target.vocab_size)
     samples = answer_prompts(
         lm,
         prompts,
@@ -112,17 +113,6 @@ def _answers(
     if dist.get_rank() == 0:
         write_answers(path, samples)
     return samples
-
-
-def _once(make: Callable[[], ModelText]) -> Callable[[], ModelText]:
-    made: list[ModelText] = []
-
-    def get() -> ModelText:
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get
 
 
 def main() -> None:

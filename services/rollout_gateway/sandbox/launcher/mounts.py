@@ -17,14 +17,7 @@ BOX = "/box"
 _MAX_FILES = 10_000
 _FILES_OF_FULL_SIZE = 4  # the directory holds so many files of the largest size
 _ROOM_BYTES = 1 << 20  # and this for names and small files
-_KEPT_FLAGS = (
-    (os.ST_NOSUID, linux.MS_NOSUID),
-    (os.ST_NODEV, linux.MS_NODEV),
-    (os.ST_NOEXEC, linux.MS_NOEXEC),
-    (os.ST_NOATIME, linux.MS_NOATIME),
-    (os.ST_NODIRATIME, linux.MS_NODIRATIME),
-    (os.ST_RELATIME, linux.MS_RELATIME),
-)
+_KEPT_FLAGS = ("NOSUID", "NODEV", "NOEXEC", "NOATIME", "NODIRATIME", "RELATIME")
 
 
 def build(root: str, python: PythonFiles, file_bytes: int, input_bytes: int) -> None:
@@ -70,8 +63,8 @@ def _bind(path: str, target: str) -> None:
     # Flags of the host's mount are locked in a user namespace: a remount has to repeat them.
     there = os.statvfs(target).f_flag
     flags = linux.MS_NOSUID
-    for seen, kept in _KEPT_FLAGS:
-        flags |= kept if there & seen else 0
+    for name in _KEPT_FLAGS:
+        flags |= getattr(linux, f"MS_{name}") if there & getattr(os, f"ST_{name}") else 0
     linux.mount("none", target, "", linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | flags)
 
 

@@ -393,7 +393,7 @@ def test_evaluations_are_made_at_both_ends_and_at_their_interval() -> None:
     made: dict[int, list[Evaluation]] = {}
     while not isinstance(issued[-1], commands.FinishRun):
         match issued[-1]:
-            case commands.Evaluate(kind, finished, epoch):
+            case commands.Evaluate(finished, epoch, kind):
                 assert {slot.holder for slot in state.slots} == {Holder.ENGINE}
                 made.setdefault(finished, []).append(kind)
                 state, issued = step(state, events.EvaluationDone(1, epoch, kind, 0.5))
