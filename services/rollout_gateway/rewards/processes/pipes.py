@@ -80,12 +80,14 @@ class Rewards:
 
 Request = Load | ScoreEpisodes
 Answer = Done | Refused | Raised | Rewards
-MESSAGES = TaggedJson[Request | Answer](Load, ScoreEpisodes, Done, Refused, Raised, Rewards)
+REQUESTS = TaggedJson[Request](Load, ScoreEpisodes)
+ANSWERS = TaggedJson[Answer](Done, Refused, Raised, Rewards)
 
 
 def encode(message: Request | Answer) -> bytes:
     """One line. Raises InvalidInput for one over MAX_BYTES."""
-    line = MESSAGES.encode(message) + b"\n"
+    body = REQUESTS.encode(message) if isinstance(message, Request) else ANSWERS.encode(message)
+    line = body + b"\n"
     if len(line) > MAX_BYTES:
         raise InvalidInput(
             "an episode is too large for a child process",
@@ -95,21 +97,21 @@ def encode(message: Request | Answer) -> bytes:
     return line
 
 
-async def receive(reader: asyncio.StreamReader) -> Request | Answer:
-    """The next message.
+async def receive(reader: asyncio.StreamReader) -> Answer:
+    """The child's next answer.
 
-    Raises IncompleteReadError at the end of the stream, DataLoss for what is no message.
+    Raises IncompleteReadError at the end of the stream, DataLoss for what is no answer.
     """
     try:
-        return MESSAGES.decode(await reader.readuntil(b"\n"))
+        return ANSWERS.decode(await reader.readuntil(b"\n"))
     except asyncio.LimitOverrunError as error:
         raise DataLoss("a message is too long", allowed=MAX_BYTES) from error
 
 
-def read(file: BinaryIO) -> Request | Answer | None:
-    """The next message of a blocking file; None at its end. Raises DataLoss."""
+def read(file: BinaryIO) -> Request | None:
+    """The gateway's next request, from a blocking file; None at its end. Raises DataLoss."""
     line = file.readline(MAX_BYTES)
-    return MESSAGES.decode(line) if line.endswith(b"\n") else None
+    return REQUESTS.decode(line) if line.endswith(b"\n") else None
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -134,7 +136,7 @@ def serve(answer: Callable[[Request], Answer], requests: BinaryIO, answers: Bina
     An exception of `answer` is answered as Raised.
     """
     tell(answers, Done())
-    while isinstance(request := read(requests), Load | ScoreEpisodes):
+    while (request := read(requests)) is not None:
         try:
             given = answer(request)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a rule raises is the answer

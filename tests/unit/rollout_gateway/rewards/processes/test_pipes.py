@@ -22,8 +22,8 @@ TASKS = st.builds(EpisodeTask, TEXT, TEXT, TEXT, st.dictionaries(TEXT, TEXT, max
 EPISODES = st.builds(Episode, TASKS, TEXT, st.sampled_from(["stop", "length"]), MESSAGES)
 
 
-def received(data: bytes) -> pipes.Request | pipes.Answer:
-    async def read() -> pipes.Request | pipes.Answer:
+def received(data: bytes) -> pipes.Answer:
+    async def read() -> pipes.Answer:
         reader = asyncio.StreamReader(limit=1000)
         reader.feed_data(data)
         reader.feed_eof()
@@ -48,8 +48,12 @@ def test_episodes_come_through_a_pipe_whole(episodes: tuple[Episode, ...]) -> No
     ],
 )
 def test_answers_come_back_whole(answer: pipes.Answer) -> None:
-    line = pipes.encode(answer)
-    assert received(line) == pipes.read(io.BytesIO(line)) == answer
+    assert received(pipes.encode(answer)) == answer
+
+
+def test_a_child_cannot_ask() -> None:
+    with pytest.raises(DataLoss):
+        received(pipes.encode(pipes.Load("own:Rule")))
 
 
 @given(st.binary(max_size=64))
