@@ -140,7 +140,8 @@ class Trainer:
     def learn_at(self, lr: float) -> None:
         """Every student from now on."""
         for student in self.students:
-            student.learner._config = student.learner._config.model_copy(update={"lr": lr})
+            optimizer = student.learner.sharded.optimizer
+            optimizer._config = optimizer._config.model_copy(update={"lr": lr})
 
     def judged(self, *decisions: str) -> list[m.Judged]:
         """What the gate said, of those decisions only if some are named."""
@@ -253,13 +254,13 @@ def test_one_candidate_an_activation_is_promoted_and_commit_makes_it_the_measure
     assert after.serving == pytest.approx(promoted.candidate, abs=1e-9), (
         "the same net on the same held-out rows"
     )
-    trainer.trainer.on_serving(0)
+    trainer.trainer.gate.on_serving(0)
     rolled_back = trainer.trainer.gate.serving.net.state_dict()
     assert all(
         torch.equal(value, rolled_back[name])
         for name, value in EagleNet(TARGET, seed=1).state_dict().items()
     )
-    trainer.trainer.on_serving(9)
+    trainer.trainer.gate.on_serving(9)
     assert trainer.trainer.gate.serving.version == 0, (
         "a drafter that is not kept here is no measure"
     )
@@ -361,9 +362,9 @@ def test_a_drafter_that_was_taken_back_has_to_be_beaten_too(tmp_path: Path) -> N
     trainer.run(1, until="promoted")
     (promoted,) = trainer.judged("promoted")
     trainer.learn_at(1e-12)
-    trainer.trainer.on_serving(1)
+    trainer.trainer.gate.on_serving(1)
     assert trainer.trainer.gate.state()["taken_back_version"] == 0
-    trainer.trainer.on_serving(0)  # live acceptance fell
+    trainer.trainer.gate.on_serving(0)  # live acceptance fell
     assert trainer.trainer.gate.state()["taken_back_version"] == 1
     trainer.parent.sent.clear()
     trainer.run(2, max_steps=3)
