@@ -126,7 +126,7 @@ def test_any_trees_give_the_tokens_of_plain_decoding(
             for path, token in zip(paths[1:], tokens, strict=True)
             if token >= 0 and list(path) == answer[: len(path)]
         ]
-        assert taken == max(fits, default=0) + 1
+        assert taken == len(new) == max(fits, default=0) + 1
         said += new
     assert said == expected[: len(said)]
 

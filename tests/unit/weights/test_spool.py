@@ -163,8 +163,18 @@ def test_start_version_is_found_in_its_own_directory(tmp_path: Path) -> None:
     assert spool.path(P, 0) == tmp_path / "start"
     with pytest.raises(NotFound):
         spool.path(D, 0)
-    with pytest.raises(NotFound, match="seen: 7"):
+    spool.write(*version(P, 3))
+    spool.write(*version(D, 4))
+    with pytest.raises(NotFound, match=r"seen: 7; allowed: (\[3\]|3)"):
         spool.path(P, 7)
+
+
+def test_a_spoiled_manifest_is_data_loss(tmp_path: Path) -> None:
+    spool = Spool(tmp_path)
+    directory = spool.write(*version(P, 1))
+    (directory / "manifest.json").write_text('{"version": "one"}')
+    with pytest.raises(DataLoss, match="is not a manifest"):
+        spool.manifest(P, 1)
 
 
 def test_spoiled_versions_file_is_data_loss(tmp_path: Path) -> None:
