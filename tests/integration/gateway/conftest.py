@@ -9,12 +9,14 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from integration.gateway.conversations import teach
 
 from paceline.config import SecurityConfig
@@ -66,10 +68,8 @@ class Served:
 ServeGateway = Callable[..., AbstractAsyncContextManager[Served]]
 
 
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
+def tiny_model(directory: Path) -> Path:
     """The demo's tokenizer and an eight-wide model that only the scripted engine can serve."""
-    directory = tmp_path / "tiny-model"
     directory.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_TOKENIZER / name, directory)
@@ -78,9 +78,8 @@ def model_dir(tmp_path: Path) -> Path:
     return directory
 
 
-@pytest.fixture
-def script(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
-    """Settings of the scripted engine; a test may add to them before it serves."""
+def sums(model_dir: Path) -> dict[str, Any]:
+    """Settings of the scripted engine that answers two prompts."""
     codec = TextCodec(model_dir)
 
     def line(prompt: str, *responses: str) -> dict[str, Any]:
@@ -92,49 +91,71 @@ def script(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
     return {"script": [line("1+1=", "1+1=2 #2", "1+1=3 #3"), line("2+2=", "2+2=5 #5")]}
 
 
+@asynccontextmanager
+async def serving(model_dir: Path, script: dict[str, Any], **keys: Any) -> AsyncIterator[Served]:
+    """A gateway with these configuration keys; its files lie beside the model."""
+    path = model_dir.parent / "script.json"
+    path.write_text(json.dumps(script))
+    settings: dict[str, Any] = {
+        "model": str(model_dir),
+        "addresses": {"gateway": "127.0.0.1:0", "http": "127.0.0.1:0"},
+        "spool_dir": str(model_dir.parent / "spool"),
+        **keys,
+    }
+    settings["engine"] = {
+        "kind": "scripted",
+        "workers": 1,
+        "script": str(path),
+        **settings.get("engine", {}),
+    }
+    config = GatewayConfig.model_validate(settings)
+    async with running(config) as (grpc_port, http_port):
+        connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{http_port}", timeout=patient(20)
+        ) as http:
+            yield Served(
+                config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir)
+            )
+        await connection.close()
+
+
 @pytest.fixture
-def serve_gateway(tmp_path: Path, model_dir: Path, script: dict[str, Any]) -> ServeGateway:
+def model_dir(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "tiny-model")
+
+
+@pytest.fixture
+def script(model_dir: Path) -> dict[str, Any]:
+    """Settings of the scripted engine; a test may add to them before it serves."""
+    return sums(model_dir)
+
+
+@pytest.fixture
+def serve_gateway(model_dir: Path, script: dict[str, Any]) -> ServeGateway:
     """`async with serve_gateway(**config keys) as served`."""
-
-    @asynccontextmanager
-    async def serve(**keys: Any) -> AsyncIterator[Served]:
-        path = tmp_path / "script.json"
-        path.write_text(json.dumps(script))
-        settings: dict[str, Any] = {
-            "model": str(model_dir),
-            "addresses": {"gateway": "127.0.0.1:0", "http": "127.0.0.1:0"},
-            "spool_dir": str(tmp_path / "spool"),
-            **keys,
-        }
-        settings["engine"] = {
-            "kind": "scripted",
-            "workers": 1,
-            "script": str(path),
-            **settings.get("engine", {}),
-        }
-        config = GatewayConfig.model_validate(settings)
-        async with running(config) as (grpc_port, http_port):
-            connection = channel(f"127.0.0.1:{grpc_port}", SecurityConfig())
-            async with httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{http_port}", timeout=patient(20)
-            ) as http:
-                yield Served(
-                    config, connection, RolloutServiceStub(connection), http, TextCodec(model_dir)
-                )
-            await connection.close()
-
-    return serve
+    return partial(serving, model_dir, script)
 
 
 @pytest.fixture
-def conversations(
-    model_dir: Path, script: dict[str, Any], serve_gateway: ServeGateway
-) -> ServeGateway:
+def conversations(model_dir: Path, script: dict[str, Any]) -> ServeGateway:
     """`serve_gateway` over a model that holds conversations and calls tools (conversations.py)."""
     teach(model_dir, script)
 
     def serve(**keys: Any) -> AbstractAsyncContextManager[Served]:
-        engine = {"workers": 1, "max_sequence_tokens": 4096, **keys.pop("engine", {})}
-        return serve_gateway(engine=engine, **keys)
+        engine = {"max_sequence_tokens": 4096, **keys.pop("engine", {})}
+        return serving(model_dir, script, engine=engine, **keys)
 
     return serve
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """One gateway that holds conversations for all tests of a file with this mark:
+    `pytest.mark.asyncio(loop_scope="module")`.
+    """
+    model_dir = tiny_model(tmp_path_factory.mktemp("shared") / "tiny-model")
+    script = sums(model_dir)
+    teach(model_dir, script)
+    async with serving(model_dir, script, engine={"max_sequence_tokens": 4096}) as one:
+        yield one

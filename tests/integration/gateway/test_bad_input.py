@@ -12,6 +12,8 @@ import pytest
 
 from rollout_gateway.api.http.bodies import MAX_BODY_BYTES
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -70,9 +72,9 @@ async def still_well(served: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(
-    conversations: Any,
+    served: Any,
 ) -> None:
-    async with conversations() as served, still_well(served) as http:
+    async with still_well(served) as http:
         for path, good in GOOD.items():
             deep = b'{"messages":' + b"[" * 5000 + b"]" * 5000 + b"}"
             for raw in (
@@ -89,8 +91,8 @@ async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(
             assert told(path, await http.post(path, content=whole), 413)["message"]
 
 
-async def test_a_body_without_a_length_is_cut_off_at_the_limit(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_a_body_without_a_length_is_cut_off_at_the_limit(served: Any) -> None:
+    async with still_well(served) as http:
 
         async def endless() -> AsyncIterator[bytes]:
             yield b'{"model": "'
@@ -101,8 +103,8 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(conversations: An
             told(path, await http.post(path, content=endless()), 413)
 
 
-async def test_a_prompt_longer_than_the_model_reads_is_refused(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_a_prompt_longer_than_the_model_reads_is_refused(served: Any) -> None:
+    async with still_well(served) as http:
         long = "word " * 2000
         for path, body in {
             COMPLETIONS: {"prompt": long},
@@ -115,8 +117,8 @@ async def test_a_prompt_longer_than_the_model_reads_is_refused(conversations: An
                 assert "4095 tokens" in told(path, answer)["message"]
 
 
-async def test_sampling_out_of_range_is_told_by_field(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_sampling_out_of_range_is_told_by_field(served: Any) -> None:
+    async with still_well(served) as http:
         for path in SPEAKING:
             limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
             for wrong in (-1, 0, 2**31, 1.5, "many", [3]):
@@ -154,8 +156,8 @@ WRONG_MESSAGES: list[tuple[Any, str]] = [
 ]
 
 
-async def test_wrong_messages_are_told_by_path(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_wrong_messages_are_told_by_path(served: Any) -> None:
+    async with still_well(served) as http:
         for path, field in CHATTING.items():
             for wrong, where in WRONG_MESSAGES:
                 await refused(http, path, field + where, {field: wrong})
@@ -168,8 +170,8 @@ async def test_wrong_messages_are_told_by_path(conversations: Any) -> None:
             assert f"{field}[0].content" in told(path, answer)["message"]
 
 
-async def test_wrong_items_of_responses_are_told_by_path(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_wrong_items_of_responses_are_told_by_path(served: Any) -> None:
+    async with still_well(served) as http:
         call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         for field, body in [
             ("input[0]", {"input": [{"type": "web_search_call", "id": "x"}]}),
@@ -202,8 +204,8 @@ async def test_wrong_items_of_responses_are_told_by_path(conversations: Any) -> 
         assert told(RESPONSES, answer, 404)["param"] == "previous_response_id"
 
 
-async def test_wrong_blocks_of_anthropic_are_told_by_path(conversations: Any) -> None:
-    async with conversations() as served, still_well(served) as http:
+async def test_wrong_blocks_of_anthropic_are_told_by_path(served: Any) -> None:
+    async with still_well(served) as http:
         use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
         result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
         first = "messages[0].content[0]"
@@ -244,9 +246,9 @@ async def test_wrong_blocks_of_anthropic_are_told_by_path(conversations: Any) ->
         assert error["message"].startswith("max_tokens: Field required")
 
 
-async def test_json_inside_the_body_may_be_hostile(conversations: Any) -> None:
+async def test_json_inside_the_body_may_be_hostile(served: Any) -> None:
     deep = "[" * 50_000
-    async with conversations() as served, still_well(served) as http:
+    async with still_well(served) as http:
         call = {"id": "c", "function": {"name": "f", "arguments": deep}}
         history = [*HI, {"role": "assistant", "tool_calls": [call]}, *HI]
         for arguments in (deep, "{", '"\\ud800"', "1" * 5000, "NaN"):
@@ -273,24 +275,23 @@ async def test_json_inside_the_body_may_be_hostile(conversations: Any) -> None:
                 )
 
 
-async def test_unknown_fields_are_ignored(conversations: Any) -> None:
-    async with conversations() as served:
-        for path in SPEAKING:
-            answer = await served.http.post(
-                path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"}
-            )
-            assert answer.status_code == 200, (path, answer.text)
-        message = {
-            "role": "user",
-            "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
-        }
+async def test_unknown_fields_are_ignored(served: Any) -> None:
+    for path in SPEAKING:
         answer = await served.http.post(
-            MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]}
+            path, json={**GOOD[path], "no_such_field": {"x": [1]}, "user": "me"}
         )
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code == 200, (path, answer.text)
+    message = {
+        "role": "user",
+        "content": [{"type": "text", "text": "Hi", "cache_control": {"type": "ephemeral"}}],
+    }
+    answer = await served.http.post(
+        MESSAGES, json={"max_tokens": 3, "messages": [{**message, "x": 1}]}
+    )
+    assert answer.status_code == 200, answer.text
 
 
-async def test_null_counts_as_left_out(conversations: Any) -> None:
+async def test_null_counts_as_left_out(served: Any) -> None:
     open_ = (
         "temperature",
         "top_p",
@@ -302,66 +303,59 @@ async def test_null_counts_as_left_out(conversations: Any) -> None:
         "metadata",
         "n",
     )
-    async with conversations() as served:
-        for path in SPEAKING:
-            answer = await served.http.post(path, json={**GOOD[path], **dict.fromkeys(open_)})
-            assert answer.status_code == 200, (path, answer.text)
+    for path in SPEAKING:
+        answer = await served.http.post(path, json={**GOOD[path], **dict.fromkeys(open_)})
+        assert answer.status_code == 200, (path, answer.text)
 
 
-async def test_paths_and_methods_that_are_not_served_answer_in_shape(conversations: Any) -> None:
-    async with conversations() as served:
-        for path in ("/v1/nothing", "/v1/messages/batches"):
-            assert told(path, await served.http.get(path), 404)["type"] == "not_found_error"
-        for path in SPEAKING:
-            told(path, await served.http.get(path), 405)
-            told(path, await served.http.put(path, json={}), 405)
+async def test_paths_and_methods_that_are_not_served_answer_in_shape(served: Any) -> None:
+    for path in ("/v1/nothing", "/v1/messages/batches"):
+        assert told(path, await served.http.get(path), 404)["type"] == "not_found_error"
+    for path in SPEAKING:
+        told(path, await served.http.get(path), 405)
+        told(path, await served.http.put(path, json={}), 405)
 
 
 async def test_keys_open_their_own_session_only(
-    conversations: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_TOKEN", "secret")
-    async with conversations() as served:
-        http = served.http
-        token = {"authorization": "Bearer secret"}
-        one, other = [(await http.post(SESSIONS, json={}, headers=token)).json() for _ in range(2)]
-        key = {"authorization": f"Bearer {one['api_key']}"}
-        for path, good in GOOD.items():
-            for wrong in (
-                {},
-                {"authorization": "Bearer sk-pl-x"},
-                {"authorization": "Basic secret"},
-                {"x-api-key": "é"},
-            ):
-                headers = {name: value.encode() for name, value in wrong.items()}
-                told(path, await http.post(path, json=good, headers=headers), 401)
-        told(SESSIONS, await http.post(SESSIONS, json={}, headers=key), 403)
-        for path, method in {
-            "": "GET",
-            "/export": "GET",
-            "/reward": "POST",
-            "/complete": "POST",
-            "/abort": "POST",
-        }.items():
-            theirs = f"{SESSIONS}/{other['id']}{path}"
-            told(theirs, await http.request(method, theirs, headers=key, json={"value": 1}), 403)
-            unknown = f"{SESSIONS}/nobody{path}"
-            told(
-                unknown, await http.request(method, unknown, headers=token, json={"value": 1}), 404
-            )
-            current = f"{SESSIONS}/current{path}"
-            told(
-                current, await http.request(method, current, headers=token, json={"value": 1}), 400
-            )
-        assert (
-            await http.post(MESSAGES, json=GOOD[MESSAGES], headers={"x-api-key": one["api_key"]})
-        ).status_code == 200
-        assert (await http.post(f"{SESSIONS}/current/complete", headers=key)).status_code == 200
-        for path in SPEAKING:
-            error = told(path, await http.post(path, json=GOOD[path], headers=key), 409)
-            assert "unscored" in error["message"]
-        told(
-            SESSIONS,
-            await http.post(f"{SESSIONS}/{one['id']}/reward", json={"value": 1}, headers=token),
-            409,
-        )
+    http = served.http
+    token = {"authorization": "Bearer secret"}
+    one, other = [(await http.post(SESSIONS, json={}, headers=token)).json() for _ in range(2)]
+    key = {"authorization": f"Bearer {one['api_key']}"}
+    for path, good in GOOD.items():
+        for wrong in (
+            {},
+            {"authorization": "Bearer sk-pl-x"},
+            {"authorization": "Basic secret"},
+            {"x-api-key": "é"},
+        ):
+            headers = {name: value.encode() for name, value in wrong.items()}
+            told(path, await http.post(path, json=good, headers=headers), 401)
+    told(SESSIONS, await http.post(SESSIONS, json={}, headers=key), 403)
+    for path, method in {
+        "": "GET",
+        "/export": "GET",
+        "/reward": "POST",
+        "/complete": "POST",
+        "/abort": "POST",
+    }.items():
+        theirs = f"{SESSIONS}/{other['id']}{path}"
+        told(theirs, await http.request(method, theirs, headers=key, json={"value": 1}), 403)
+        unknown = f"{SESSIONS}/nobody{path}"
+        told(unknown, await http.request(method, unknown, headers=token, json={"value": 1}), 404)
+        current = f"{SESSIONS}/current{path}"
+        told(current, await http.request(method, current, headers=token, json={"value": 1}), 400)
+    assert (
+        await http.post(MESSAGES, json=GOOD[MESSAGES], headers={"x-api-key": one["api_key"]})
+    ).status_code == 200
+    assert (await http.post(f"{SESSIONS}/current/complete", headers=key)).status_code == 200
+    for path in SPEAKING:
+        error = told(path, await http.post(path, json=GOOD[path], headers=key), 409)
+        assert "unscored" in error["message"]
+    told(
+        SESSIONS,
+        await http.post(f"{SESSIONS}/{one['id']}/reward", json={"value": 1}, headers=token),
+        409,
+    )

@@ -99,7 +99,7 @@ async def test_bad_requests_name_what_is_wrong(serve_gateway: Any) -> None:
 
 
 async def test_tasks_are_shared_evenly_and_scored(serve_gateway: Any) -> None:
-    async with serve_gateway() as served:
+    async with serve_gateway(engine={"workers": 2}) as served:
         news = await run_tasks(served.stub, served.tasks_request(purpose=tpb.PURPOSE_EVAL))
         found = samples(news)
         for (task, index), sample in found.items():

@@ -11,9 +11,11 @@ import openai
 import pytest
 from integration.gateway.official_clients import ASK, FLAT_TOOLS, OSLO, TOOLS, clients, responded
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-async def test_openai_chat_answers_in_every_form(conversations: Any) -> None:
-    async with conversations() as served, clients(served, "any") as who:
+
+async def test_openai_chat_answers_in_every_form(served: Any) -> None:
+    async with clients(served, "any") as who:
         chat = who.openai.chat.completions
         said: Any = {"model": "any", "messages": [{"role": "user", "content": "throw"}]}
         two = await chat.create(**said, n=2, seed=0, logprobs=True, top_logprobs=2)
@@ -43,8 +45,8 @@ async def test_openai_chat_answers_in_every_form(conversations: Any) -> None:
         assert final.usage.completion_tokens == 6
 
 
-async def test_openai_completions_and_models(conversations: Any) -> None:
-    async with conversations() as served, clients(served, "any") as who:
+async def test_openai_completions_and_models(served: Any) -> None:
+    async with clients(served, "any") as who:
         prompt = "[user] throw<eos>\n[assistant] "
         whole = await who.openai.completions.create(
             model="any", prompt=prompt, seed=0, n=2, logprobs=1
@@ -61,10 +63,8 @@ async def test_openai_completions_and_models(conversations: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_openai_chat_with_tools_stays_one_line_of_turns(
-    conversations: Any, stream: bool
-) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_an_openai_chat_with_tools_stays_one_line_of_turns(served: Any, stream: bool) -> None:
+    async with clients(served) as who:
         messages: list[Any] = [
             {"role": "system", "content": "Help."},
             {"role": "user", "content": ASK},
@@ -97,8 +97,8 @@ async def test_an_openai_chat_with_tools_stays_one_line_of_turns(
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
 )
-async def test_openai_tool_choice_makes_the_model_call(conversations: Any, choice: Any) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_openai_tool_choice_makes_the_model_call(served: Any, choice: Any) -> None:
+    async with clients(served) as who:
         asked: Any = {
             "model": "any",
             "messages": [{"role": "user", "content": "Hi"}],
@@ -116,10 +116,8 @@ async def test_openai_tool_choice_makes_the_model_call(conversations: Any, choic
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_with_tools_stay_one_line_of_turns(
-    conversations: Any, stream: bool
-) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_responses_with_tools_stay_one_line_of_turns(served: Any, stream: bool) -> None:
+    async with clients(served) as who:
         asked: Any = {"tools": FLAT_TOOLS, "instructions": "Help.", "store": False}
         history: list[Any] = [{"role": "user", "content": ASK}]
         first = await responded(who, stream, input=history, **asked)
@@ -141,8 +139,8 @@ async def test_responses_with_tools_stay_one_line_of_turns(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_goes_on_from_a_stored_one(conversations: Any, stream: bool) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_a_response_goes_on_from_a_stored_one(served: Any, stream: bool) -> None:
+    async with clients(served) as who:
         asked: Any = {"tools": FLAT_TOOLS, "instructions": "Help."}
         first = await responded(who, stream, input=ASK, metadata={"step": "1"}, **asked)
         calls = [item for item in first.output if item.type == "function_call"]
@@ -181,8 +179,8 @@ async def test_a_response_goes_on_from_a_stored_one(conversations: Any, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_responses_tell_reasoning_limits_and_usage(conversations: Any, stream: bool) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_responses_tell_reasoning_limits_and_usage(served: Any, stream: bool) -> None:
+    async with clients(served) as who:
         history: list[Any] = [{"role": "user", "content": "think about it"}]
         thought = await responded(who, stream, input=history)
         reasoning, message = thought.output
@@ -217,8 +215,8 @@ async def test_responses_tell_reasoning_limits_and_usage(conversations: Any, str
         assert (await responded(who, stream, input="nothing")).output[0].content[0].text == ""
 
 
-async def test_events_of_a_response_come_in_the_documented_order(conversations: Any) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_events_of_a_response_come_in_the_documented_order(served: Any) -> None:
+    async with clients(served) as who:
         stream = await who.openai.responses.create(
             model="any", input=ASK, tools=FLAT_TOOLS, stream=True
         )

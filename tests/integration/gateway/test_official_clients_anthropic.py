@@ -19,15 +19,17 @@ from integration.gateway.official_clients import (
     messaged,
 )
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 FAULT = 190
 """The demo's token of the character ~."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_anthropic_conversation_with_tools_stays_one_line_of_turns(
-    conversations: Any, stream: bool
+    served: Any, stream: bool
 ) -> None:
-    async with conversations() as served, clients(served) as who:
+    async with clients(served) as who:
         asked: Any = {"tools": CLAUDE_TOOLS, "system": [{"type": "text", "text": "Help."}]}
         history: list[Any] = [{"role": "user", "content": ASK}]
         first = await messaged(who, stream, messages=history, **asked)
@@ -67,10 +69,8 @@ async def test_an_anthropic_conversation_with_tools_stays_one_line_of_turns(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropic_tells_thinking_limits_stops_and_usage(
-    conversations: Any, stream: bool
-) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_anthropic_tells_thinking_limits_stops_and_usage(served: Any, stream: bool) -> None:
+    async with clients(served) as who:
         history: list[Any] = [{"role": "user", "content": "think about it"}]
         thought = await messaged(who, stream, messages=history)
         assert [block.type for block in thought.content] == ["thinking", "text"]
@@ -98,10 +98,8 @@ async def test_anthropic_tells_thinking_limits_stops_and_usage(
 
 
 @pytest.mark.parametrize("joined", [True, False])
-async def test_an_anthropic_prefill_is_continued_and_recorded(
-    conversations: Any, joined: bool
-) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_an_anthropic_prefill_is_continued_and_recorded(served: Any, joined: bool) -> None:
+    async with clients(served) as who:
         history: list[Any] = [
             {"role": "user", "content": "count"},
             {"role": "assistant", "content": "one two"},
@@ -118,8 +116,8 @@ async def test_an_anthropic_prefill_is_continued_and_recorded(
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-async def test_anthropic_tool_choice_makes_the_model_call(conversations: Any, choice: Any) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_anthropic_tool_choice_makes_the_model_call(served: Any, choice: Any) -> None:
+    async with clients(served) as who:
         asked: Any = {"messages": [{"role": "user", "content": "Hi"}], "tools": CLAUDE_TOOLS}
         (use,) = (await messaged(who, False, **asked, tool_choice=choice)).content
         assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Bern"})
@@ -127,8 +125,8 @@ async def test_anthropic_tool_choice_makes_the_model_call(conversations: Any, ch
         assert free.content[0].type == "text"
 
 
-async def test_a_conversation_may_change_its_api_and_stay_one_line(conversations: Any) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_a_conversation_may_change_its_api_and_stay_one_line(served: Any) -> None:
+    async with clients(served) as who:
         asked: Any = {"input": ASK, "tools": FLAT_TOOLS, "instructions": "Help."}
         first = await who.openai.responses.create(model="any", **asked)
         calls: list[Any] = [item for item in first.output if item.type == "function_call"]
@@ -154,8 +152,8 @@ async def test_a_conversation_may_change_its_api_and_stay_one_line(conversations
         await who.line("stop", "stop")
 
 
-async def test_a_reward_may_name_a_response_or_a_message(conversations: Any) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_a_reward_may_name_a_response_or_a_message(served: Any) -> None:
+    async with clients(served) as who:
         response = await who.openai.responses.create(model="any", input="Hi")
         message = await messaged(who, False, messages=[{"role": "user", "content": "Hi"}])
         headers = {"authorization": f"Bearer {who.openai.api_key}"}
@@ -226,42 +224,39 @@ async def test_errors_become_the_clients_own(
                 await messaged(who, True, messages=hello)
 
 
-async def test_events_of_a_message_come_in_the_documented_order(conversations: Any) -> None:
-    async with conversations() as served:
-        body = {
-            "max_tokens": 200,
-            "stream": True,
-            "tools": CLAUDE_TOOLS,
-            "messages": [{"role": "user", "content": ASK}],
-        }
-        raw = (await served.http.post("/v1/messages", json=body)).text
-        frames = [frame.split("\n") for frame in raw.strip().split("\n\n")]
-        names = [lines[0].removeprefix("event: ") for lines in frames]
-        events = [json.loads(lines[1].removeprefix("data: ")) for lines in frames]
-        assert [event["type"] for event in events] == names
-        deltas = names.count("content_block_delta") - 2  # each call's arguments are one
-        text, call = (
-            ["content_block_start", *["content_block_delta"] * n, "content_block_stop"]
-            for n in (deltas, 1)
-        )
-        assert names == [
-            "message_start",
-            "ping",
-            *text,
-            *call,
-            *call,
-            "message_delta",
-            "message_stop",
-        ]
-        assert events[0]["message"]["usage"]["input_tokens"] > 0
-        assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+async def test_events_of_a_message_come_in_the_documented_order(served: Any) -> None:
+    body = {
+        "max_tokens": 200,
+        "stream": True,
+        "tools": CLAUDE_TOOLS,
+        "messages": [{"role": "user", "content": ASK}],
+    }
+    raw = (await served.http.post("/v1/messages", json=body)).text
+    frames = [frame.split("\n") for frame in raw.strip().split("\n\n")]
+    names = [lines[0].removeprefix("event: ") for lines in frames]
+    events = [json.loads(lines[1].removeprefix("data: ")) for lines in frames]
+    assert [event["type"] for event in events] == names
+    deltas = names.count("content_block_delta") - 2  # each call's arguments are one
+    text, call = (
+        ["content_block_start", *["content_block_delta"] * n, "content_block_stop"]
+        for n in (deltas, 1)
+    )
+    assert names == [
+        "message_start",
+        "ping",
+        *text,
+        *call,
+        *call,
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[0]["message"]["usage"]["input_tokens"] > 0
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
 
 
 @pytest.mark.parametrize("limit", [{"max_tokens": 3}, {"stop_sequences": [" thr"]}])
-async def test_an_answer_that_was_cut_is_gone_on_from(
-    conversations: Any, limit: dict[str, Any]
-) -> None:
-    async with conversations() as served, clients(served) as who:
+async def test_an_answer_that_was_cut_is_gone_on_from(served: Any, limit: dict[str, Any]) -> None:
+    async with clients(served) as who:
         history: list[Any] = [{"role": "user", "content": "count"}]
         cut = await messaged(who, False, messages=history, **limit)
         history += [
