@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
 from paceline.speculators.eagle.net import EagleNet
@@ -31,9 +30,6 @@ class EagleDrafter(LayerDrafter[EagleNet]):
 
     net = EagleNet
     _state: EagleState
-
-    def _config_of(self, net: EagleNet) -> ModelConfig:
-        return net.config
 
     def _fuse(self, net: EagleNet) -> None:
         device, hidden = self._device, self._config.hidden_size

@@ -33,13 +33,14 @@ from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.layer.parts import (
     Attention,
     ChainKeys,
+    LayerNet,
     RmsNorm,
     SwiGlu,
     reset_weights,
     rotary_angles,
 )
 from paceline.speculators.losses import eagle_loss
-from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
 
@@ -72,7 +73,7 @@ class EagleLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class EagleNet(DraftNet):
+class EagleNet(LayerNet):
     """The drafter's network: see DraftNet."""
 
     kind: ClassVar[SpeculatorKind] = KIND

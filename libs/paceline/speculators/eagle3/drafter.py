@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from paceline.models.config import ModelConfig
 from paceline.models.decoder import Block, LayerWeights, layer_forward
 from paceline.models.loading import fuse_layer
 from paceline.speculators.eagle3.net import Eagle3Net, over_tokens
@@ -39,12 +38,6 @@ class Eagle3Drafter(LayerDrafter[Eagle3Net]):
 
     net = Eagle3Net
     _state: Eagle3State
-
-    def _config_of(self, net: Eagle3Net) -> ModelConfig:
-        return net.config
-
-    def _columns_of(self, net: Eagle3Net) -> slice | list[int]:
-        return net.reads.columns(self._layers, self._target.config.hidden_size)
 
     def _fuse(self, net: Eagle3Net) -> None:
         tensors = {name: value.detach() for name, value in net.state_dict().items()}

@@ -41,13 +41,14 @@ from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.layer.parts import (
     Attention,
     ChainKeys,
+    LayerNet,
     RmsNorm,
     SwiGlu,
     reset_weights,
     rotary_angles,
 )
 from paceline.speculators.losses import DraftLoss, draft_losses, teacher_of
-from paceline.speculators.net import DraftNet, Objective
+from paceline.speculators.net import Objective
 from paceline.speculators.packed import PackedRow
 
 
@@ -109,7 +110,7 @@ class Eagle3Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Eagle3Net(DraftNet):
+class Eagle3Net(LayerNet):
     """The drafter's network: see DraftNet.
 
     Sharded as one part, since every step of a chain runs all of it.

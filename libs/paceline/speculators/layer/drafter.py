@@ -9,11 +9,11 @@ keeps the states.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,47 +21,31 @@ from torch import Tensor
 from paceline.errors import WeightsError
 from paceline.models.cache import StaticCache, cache_rows
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Block, DecoderWeights, Layout, make_block, tree_visible
-from paceline.models.loading import read_tensors
+from paceline.models.decoder import Block, Layout, make_block, tree_visible
 from paceline.models.rope import rotation_table
-from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.base import DraftBatch, Drafts, DraftShape, SpeculatorSetup
 from paceline.speculators.draft_tree import Beam, grow_tree
-from paceline.speculators.net import DraftNet
+from paceline.speculators.layer.parts import LayerNet
+from paceline.speculators.net_drafter import NetDrafter, logprobs
 
 LAG_ROWS = 8
 """A slot that lacks more rows than this catches up apart, so that the others do not compute its
 rows' padding.
 """
 
-Net = TypeVar("Net", bound=DraftNet)
+Net = TypeVar("Net", bound=LayerNet)
 
 
-class LayerDrafter(ABC, Generic[Net]):
-    """A speculator of one layer (see speculators/base.py for the methods).
-
-    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a
-    vocabulary of its own.
-    """
-
-    trainable = True
-    net: type[Net]
-    """What it drafts with."""
+class LayerDrafter(NetDrafter[Net]):
+    """A speculator of one layer (see speculators/base.py for the methods)."""
 
     def __init__(self, setup: SpeculatorSetup) -> None:
         """Raises what DraftNet.read and fresh raise, and DataLoss when the engine keeps no states
         to draft from.
         """
-        target = setup.target.config
-        if setup.directory:
-            net = self.net.read(setup.directory, target)
-        else:
-            net = self.net.fresh(target, self.net.Options(), setup.seed)
-        self._net = net
+        super().__init__(setup)
         self._layers = setup.layers
-        self._target = setup.target
-        self._dtype = setup.dtype
-        self._config = config = self._config_of(net)
-        self._device = setup.target.head.device
+        self._config = config = self._net.config
         self._cache = StaticCache(
             config,
             layers=1,
@@ -74,20 +58,9 @@ class LayerDrafter(ABC, Generic[Net]):
             self._device
         )
         self._valid = [0] * setup.slots
-        self._serve(net)
+        self._serve(self._net)
 
     # ---- what each drafter says of itself
-
-    @abstractmethod
-    def _config_of(self, net: Net) -> ModelConfig:
-        """Shape of its layer."""
-
-    def _columns_of(self, net: Net) -> slice | list[int]:
-        """Columns of kept states that it drafts from.
-
-        Raises DataLoss naming those that are not kept.
-        """
-        return net.capture.columns(self._layers, self._target.config.hidden_size)
 
     @abstractmethod
     def _fuse(self, net: Net) -> None:
@@ -107,20 +80,14 @@ class LayerDrafter(ABC, Generic[Net]):
     def _logits(self, features: Tensor) -> Tensor:
         """Logits [..., draft ids] of features [..., H]."""
 
-    def _token_ids(self, draft_ids: Tensor) -> Tensor:
-        """Token ids of draft ids, same shape."""
-        return draft_ids
-
-    def _over_tokens(self, logits: Tensor) -> Tensor:
-        """Logits [B, V] by token of logits [B, draft ids]; -inf for tokens it cannot draft."""
-        return logits
-
     # ---- weights
 
-    @property
-    def capture(self) -> CaptureSpec:
-        """See Speculator.capture."""
-        return self._net.capture
+    def _columns_of(self, net: Net) -> slice | list[int]:
+        """Columns of kept states that it drafts from.
+
+        Raises DataLoss naming those that are not kept.
+        """
+        return net.reads.columns(self._layers, self._target.config.hidden_size)
 
     def _serve(self, net: Net) -> None:
         net.bind(self._target.embed, self._target.head)
@@ -128,42 +95,19 @@ class LayerDrafter(ABC, Generic[Net]):
         self._fuse(net)
         self._net = net
 
-    def bind(self, target: DecoderWeights) -> None:
-        """Use embed_tokens and lm_head of this target."""
-        self._target = target
-        self._serve(self._net)
-
     def load_state(self, directory: Path) -> Net:
-        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
-
-        A directory without config.json is of the shape that serves.
+        """See NetDrafter.load_state. Keys and values of the old weights stay until rows are
+        rewritten.
         """
-        if not (directory / "config.json").is_file():
-            net = self._net.twin()
-            net.load_tensors(read_tensors(directory))
-            return net
-        net = self.net.read(directory, self._target.config)
+        net = super().load_state(directory)
         self._columns_of(net)
-        seen, serving = _attention(self._config_of(net)), _attention(self._config)
+        seen, serving = _attention(net.config), _attention(self._config)
         if seen != serving:
             message = f"drafter {directory}: its attention is not the serving one's"
             raise WeightsError(message, seen=seen, allowed=serving)
         return net
 
-    def commit_state(self, state: object) -> None:
-        """Serve what load_state returned; keys and values of the old weights stay until rows are
-        rewritten.
-        """
-        assert isinstance(state, self.net)
-        self._serve(state)
-
     # ---- slots
-
-    def ended(self, batch: DraftBatch) -> None:
-        """Learns from hidden states in its trainer, not from tokens."""
-
-    def flush(self) -> None:
-        """Keeps nothing of earlier sequences."""
 
     def free(self, slot: int) -> None:
         """Forget a slot."""
@@ -184,33 +128,16 @@ class LayerDrafter(ABC, Generic[Net]):
             n - 1 - self._valid[slot] for slot, n in zip(batch.slots, batch.lengths, strict=True)
         )
         features = self._feed(batch, batch.slots, batch.lengths, max(lacking, 1))
-        if shape.topk == 1:
-            return self._chain(batch, features, shape)
-        return self._tree(batch, features, shape)
-
-    def _chain(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
-        """The most likely token after each, or one drawn, from features [B, H] of the last true
-        row.
-        """
+        if shape.topk > 1:
+            return self._tree(batch, features, shape)
         blocks = self._chain_blocks(batch, shape.steps - 1)
-        tokens: list[Tensor] = []
-        scores: list[Tensor] = []
-        for step in range(shape.steps):
-            if step:
-                features = self._advance(tokens[-1], features, blocks[step - 1])
-            logits = self._logits(features)
-            if batch.sampler is None:
-                share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
-                token = self._token_ids(draft_ids)
-            else:
-                logits = self._over_tokens(logits)
-                token = batch.sampler(logits, step)
-                share = torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
-            tokens.append(token)
-            scores.append(share if not step else scores[-1] * share)
-            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
-                break
-        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+
+        def advance(step: int, tokens: Tensor) -> Tensor:
+            nonlocal features
+            features = self._advance(tokens, features, blocks[step - 1])
+            return self._logits(features)
+
+        return self._chain(batch, shape, self._logits(features), advance)
 
     def _tree(self, batch: DraftBatch, features: Tensor, shape: DraftShape) -> Drafts:
         """EAGLE-2's tree. A beam's rows stand in the cache behind those of the beams before it."""
@@ -232,13 +159,10 @@ class LayerDrafter(ABC, Generic[Net]):
             known = self._advance(tokens, known[rows, beam.sources].flatten(0, 1), block).view(
                 count, width, -1
             )
-            return self._logprobs(known)
+            return logprobs(self._logits(known))
 
-        drafts = grow_tree(self._logprobs(features), expand, shape)
+        drafts = grow_tree(logprobs(self._logits(features)), expand, shape)
         return replace(drafts, tokens=self._token_ids(drafts.tokens))
-
-    def _logprobs(self, features: Tensor) -> Tensor:
-        return torch.log_softmax(self._logits(features).float(), dim=-1)
 
     def _beam_block(self, batch: DraftBatch, bases: Tensor, beam: Beam, seen: Tensor) -> Block:
         """One row for each node of a beam; seen bool [B, k, W]: the drafted rows each node sees,

@@ -13,7 +13,21 @@ from torch.nn import functional
 
 from paceline.models.config import ModelConfig
 from paceline.models.rope import inverse_frequencies, rotate_halves
+from paceline.speculators.base import CaptureSpec
+from paceline.speculators.net import DraftNet
 from paceline.speculators.packed import packed_attention
+
+
+class LayerNet(DraftNet):
+    """A drafter's network of one decoder layer: see DraftNet."""
+
+    config: ModelConfig
+    """Shape of its layer."""
+
+    @property
+    def reads(self) -> CaptureSpec:
+        """The states it drafts from."""
+        return self.capture
 
 
 @dataclass(slots=True)

@@ -1,0 +1,120 @@
+"""Drafts with a network: holds what drafters of every network share, their weights and their
+chain.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.models.decoder import DecoderWeights
+from paceline.models.loading import read_tensors
+from paceline.speculators.base import CaptureSpec, DraftBatch, Drafts, DraftShape, SpeculatorSetup
+from paceline.speculators.net import DraftNet
+
+Net = TypeVar("Net", bound=DraftNet)
+
+
+class NetDrafter(ABC, Generic[Net]):
+    """A speculator with weights (see speculators/base.py for the methods).
+
+    Ids below are draft ids: rows of the drafter's head. They are token ids unless it has a
+    vocabulary of its own.
+    """
+
+    trainable = True
+    net: type[Net]
+    """What it drafts with."""
+
+    def __init__(self, setup: SpeculatorSetup) -> None:
+        """Raises what DraftNet.read and fresh raise."""
+        self._target = setup.target
+        self._device, self._dtype = setup.target.head.device, setup.dtype
+        target = setup.target.config
+        if setup.directory:
+            self._net = self.net.read(setup.directory, target)
+        else:
+            self._net = self.net.fresh(target, self.net.Options(), setup.seed)
+
+    @abstractmethod
+    def _serve(self, net: Net) -> None:
+        """Make the network's weights ready for inference and draft with them."""
+
+    def _token_ids(self, draft_ids: Tensor) -> Tensor:
+        """Token ids of draft ids, same shape."""
+        return draft_ids
+
+    def _over_tokens(self, logits: Tensor) -> Tensor:
+        """Logits [B, V] by token of logits [B, draft ids]; -inf for tokens it cannot draft."""
+        return logits
+
+    @property
+    def capture(self) -> CaptureSpec:
+        """See Speculator.capture."""
+        return self._net.capture
+
+    def bind(self, target: DecoderWeights) -> None:
+        """Use embed_tokens and lm_head of this target."""
+        self._target = target
+        self._serve(self._net)
+
+    def load_state(self, directory: Path) -> Net:
+        """A version's weights, checked. Raises WeightsError, DataLoss or InvalidInput.
+
+        A directory without config.json is of the shape that serves.
+        """
+        if (directory / "config.json").is_file():
+            return self.net.read(directory, self._target.config)
+        net = self._net.twin()
+        net.load_tensors(read_tensors(directory))
+        return net
+
+    def commit_state(self, state: object) -> None:
+        """Serve what load_state returned."""
+        assert isinstance(state, self.net)
+        self._serve(state)
+
+    def ended(self, batch: DraftBatch) -> None:
+        """Learns from hidden states in its trainer, not from tokens."""
+
+    def flush(self) -> None:
+        """Keeps nothing of earlier sequences."""
+
+    def _chain(
+        self,
+        batch: DraftBatch,
+        shape: DraftShape,
+        logits: Tensor,
+        advance: Callable[[int, Tensor], Tensor],
+    ) -> Drafts:
+        """The most likely token after each, or one drawn, from the logits of the first draft.
+
+        advance: (number of the draft, token ids [B] before it) -> its logits [B, draft ids].
+        """
+        tokens: list[Tensor] = []
+        scores: list[Tensor] = []
+        for step in range(shape.steps):
+            if step:
+                logits = advance(step, tokens[-1])
+            if batch.sampler is None:
+                share, draft_ids = torch.softmax(logits, dim=-1).max(dim=-1)
+                token = self._token_ids(draft_ids)
+            else:
+                logits = self._over_tokens(logits)
+                token = batch.sampler(logits, step)
+                share = torch.softmax(logits, dim=-1).gather(1, token[:, None])[:, 0]
+            tokens.append(token)
+            scores.append(share if not step else scores[-1] * share)
+            if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
+                break
+        return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
+
+
+def logprobs(logits: Tensor) -> Tensor:
+    """Log-probs of logits [..., draft ids], as a tree grows by them."""
+    return torch.log_softmax(logits.float(), dim=-1)
