@@ -23,6 +23,9 @@ when the same call is worth another try.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Self
+
 
 class PacelineError(Exception):
     """Base of all errors; `str()` is a whole sentence with the value seen and the values
@@ -47,6 +50,12 @@ class PacelineError(Exception):
         if reason is not None:
             self.reason = reason
         super().__init__(self._sentence())
+
+    def within(self, place: object) -> Self:
+        """The same error, saying first where it was met."""
+        return type(self)(
+            f"{place}: {self.message}", reason=self.reason, seen=self.seen, allowed=self.allowed
+        )
 
     def _sentence(self) -> str:
         parts = [self.message]
@@ -133,3 +142,13 @@ class InternalError(PacelineError):
     """Our own fault."""
 
     reason = "INTERNAL"
+
+
+def _below(cls: type[PacelineError]) -> Iterator[type[PacelineError]]:
+    for child in cls.__subclasses__():
+        yield child
+        yield from _below(child)
+
+
+FAMILIES = {cls.reason: cls for cls in _below(PacelineError)}
+"""Reason of a class -> the class: what an error comes back as on the other side of a wire."""

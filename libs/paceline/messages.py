@@ -68,11 +68,6 @@ def trajectory_to_proto(trajectory: Trajectory) -> pb.Trajectory:
     return to_message(trajectory, pb.Trajectory)
 
 
-def trajectory_from_proto(message: pb.Trajectory) -> Trajectory:
-    """Branch of a message."""
-    return from_message(Trajectory, message)
-
-
 def _hints(cls: type[Any]) -> dict[str, Any]:
     if cls not in _HINTS:
         hints = get_type_hints(cls)

@@ -197,18 +197,6 @@ def decode_safetensors(buffer: memoryview | bytes) -> dict[str, NamedTensor]:
     return tensors
 
 
-def decode_metadata(buffer: memoryview | bytes) -> dict[str, str]:
-    """The `__metadata__` map of a file; empty when it has none."""
-    metadata = _read_header(memoryview(buffer))[0].get("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise DataLoss(
-            "__metadata__ of a safetensors header maps text to text", seen=str(metadata)[:80]
-        )
-    return metadata
-
-
 def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
     """Parsed header and the position of the first tensor byte."""
     length = int.from_bytes(view[:_LENGTH_BYTES], "little")

@@ -93,7 +93,8 @@ class Echo:
             "Gather": grpc.stream_unary_rpc_method_handler(self.gather),
             "Converse": grpc.stream_stream_rpc_method_handler(self.converse),
         }
-        server.add_generic_handlers(grpc.method_handlers_generic_handler(NAME, methods), NAME)
+        handlers = grpc.method_handlers_generic_handler(NAME, methods)
+        server.add(lambda _, inner: inner.add_generic_rpc_handlers((handlers,)), self, NAME)
 
 
 Answer = Callable[..., Awaitable[bytes]]

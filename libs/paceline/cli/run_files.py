@@ -9,6 +9,7 @@ from pathlib import Path
 
 import paceline
 from paceline.config import SERVICE_SECTIONS, SHARED_SECTIONS
+from paceline.config.shared import RUN_ID
 from paceline.config.tables import Tree, merge, nested, read_tables, value_of, write_tables
 from paceline.errors import ConfigError, NotFound
 from paceline.local.ports import free_ports
@@ -28,8 +29,6 @@ _ENGINES: dict[str, Tree] = {
 
 One SGLang serves one speculator, so it has no n-gram arm beside EAGLE's: its default arms instead.
 """
-
-_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def prepare_run(options: DemoOptions) -> RunFiles:
 
 def _existing_run(out: Path, run_id: str) -> RunFiles:
     files = RunFiles(run_id, out / run_id)
-    if not _RUN_ID.fullmatch(run_id) or not files.config.is_file():
+    if not re.fullmatch(RUN_ID, run_id) or not files.config.is_file():
         found = (
             sorted(path.parent.name for path in out.glob("*/config.toml")) if out.is_dir() else []
         )

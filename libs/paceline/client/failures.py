@@ -6,7 +6,6 @@ Owns the table of HTTP statuses; not what is tried again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from paceline import errors
@@ -68,25 +67,12 @@ def _error(status: int, said: Any, body: bytes) -> PacelineError:
     reason = code.upper() if isinstance(code, str) and code else None
     if status == 401:
         reason = UNAUTHENTICATED
-    return _class(reason, _family(status))(detail["message"], reason=reason)
+    # The class whose own reason it is, which the gateway raised; for any other the status's.
+    kind = errors.FAMILIES.get(reason or "", _family(status))
+    return kind(detail["message"], reason=reason)
 
 
 def _family(status: int) -> type[PacelineError]:
     if status in _BY_STATUS:
         return _BY_STATUS[status]
     return InternalError if status >= 500 else InvalidInput
-
-
-def _class(reason: str | None, family: type[PacelineError]) -> type[PacelineError]:
-    """The class whose own reason it is, which the gateway raised; for any other reason the
-    status's.
-    """
-    return next((one for one in _tree(PacelineError) if one.reason == reason), family)
-
-
-def _tree(cls: type[PacelineError]) -> Iterator[type[PacelineError]]:
-    """Classes of paceline.errors below `cls`; other modules' own are not ours to raise."""
-    for child in cls.__subclasses__():
-        if child.__module__ == errors.__name__:
-            yield child
-            yield from _tree(child)

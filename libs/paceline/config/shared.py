@@ -11,6 +11,8 @@ from pydantic import Field
 
 from paceline.config.base import Config
 
+RUN_ID = r"[a-z0-9-]{1,64}"
+"""Pattern of a run's id."""
 SHARED_SECTIONS = ("run", "redis", "telemetry", "security", "addresses")
 SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
 
@@ -20,7 +22,7 @@ DEFAULT_REDIS_URL = "redis://127.0.0.1:7410/0"
 class RunConfig(Config):
     """Which run this is."""
 
-    id: str = Field(default="local", pattern=r"^[a-z0-9-]{1,64}$")
+    id: str = Field(default="local", pattern=f"^{RUN_ID}$")
     """Name of the run: prefix of its Redis keys, part of every message."""
     dir: str = "runs/local"
     """Directory of the run's files."""

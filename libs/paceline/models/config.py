@@ -98,9 +98,7 @@ def read_config(directory: Path) -> ModelConfig:
     try:
         return parse_config(raw)
     except InvalidInput as error:
-        raise InvalidInput(
-            f"{directory}: {error.message}", seen=error.seen, allowed=error.allowed
-        ) from error
+        raise error.within(directory) from error
 
 
 def check_model(directory: Path) -> None:
@@ -162,20 +160,20 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
             "architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES)
         )
     _reject_unsupported(raw)
-    heads = _integer(raw, "num_attention_heads")
-    attention_bias = _flag(raw, "attention_bias")
+    heads = read_count(raw, "num_attention_heads")
+    attention_bias = read_flag(raw, "attention_bias")
     return ModelConfig(
         family=family,
-        vocab_size=_integer(raw, "vocab_size"),
-        hidden_size=_integer(raw, "hidden_size"),
-        intermediate_size=_integer(raw, "intermediate_size"),
-        num_layers=_integer(raw, "num_hidden_layers"),
+        vocab_size=read_count(raw, "vocab_size"),
+        hidden_size=read_count(raw, "hidden_size"),
+        intermediate_size=read_count(raw, "intermediate_size"),
+        num_layers=read_count(raw, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=_integer(raw, "num_key_value_heads", heads),
-        head_dim=_integer(raw, "head_dim", _integer(raw, "hidden_size") // heads),
+        num_kv_heads=read_count(raw, "num_key_value_heads", heads),
+        head_dim=read_count(raw, "head_dim", read_count(raw, "hidden_size") // heads),
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
-        tie_word_embeddings=_flag(raw, "tie_word_embeddings"),
+        max_position_embeddings=read_count(raw, "max_position_embeddings", 2048),
+        tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
         qk_norm=family == "qwen3",
@@ -185,7 +183,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _reject_unsupported(raw: Mapping[str, Any]) -> None:
-    if _flag(raw, "mlp_bias"):
+    if read_flag(raw, "mlp_bias"):
         raise InvalidInput("mlp_bias is not supported", seen=True, allowed=False)
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
@@ -200,12 +198,15 @@ def _shown(value: object) -> object:
     return "(none)" if value is None else value
 
 
-def _integer(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def read_count(raw: Mapping[str, Any], key: str, default: int | None = None, least: int = 1) -> int:
+    """A whole number of a config.json. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if value is None and default is not None:
         return default
-    if type(value) is not int or value < 1:
-        raise InvalidInput(f"{key} must be a positive integer", seen=_shown(value), allowed=">= 1")
+    if type(value) is not int or value < least:
+        raise InvalidInput(
+            f"{key} must be a whole number", seen=_shown(value), allowed=f">= {least}"
+        )
     return value
 
 
@@ -218,7 +219,8 @@ def _number(raw: Mapping[str, Any], key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _flag(raw: Mapping[str, Any], key: str) -> bool:
+def read_flag(raw: Mapping[str, Any], key: str) -> bool:
+    """A switch of a config.json, off where it is not there. Raises InvalidInput naming the key."""
     value = raw.get(key)
     if value is not None and not isinstance(value, bool):
         raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
@@ -268,5 +270,5 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
         raise InvalidInput(
             "high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}"
         )
-    original = _integer(scaling, "original_max_position_embeddings")
+    original = read_count(scaling, "original_max_position_embeddings")
     return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 
+from paceline.config.shared import RUN_ID
 from paceline.errors import InvalidInput, StaleEpoch
 from paceline.v1.trajectory_pb2 import CommandContext
 
-_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 _RUNS_KEPT = 64
 
 
@@ -31,12 +31,12 @@ class EpochGuard:
         names no run.
         """
         run, epoch = context.run_id, context.epoch
-        if not _RUN_ID.fullmatch(run):
+        if not re.fullmatch(RUN_ID, run):
             raise InvalidInput(
                 "a command names its run",
                 reason="RUN_ID",
                 seen=repr(run),
-                allowed="[a-z0-9-]{1,64}",
+                allowed=RUN_ID,
             )
         highest = self._highest.get(run, 0)
         if epoch < highest:

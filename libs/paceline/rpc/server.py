@@ -64,13 +64,6 @@ class Server:
         add_fn(servicer, self._server)
         self._names.append(full_service_name)
 
-    def add_generic_handlers(
-        self, handlers: grpc.GenericRpcHandler, full_service_name: str
-    ) -> None:
-        """Add methods that bring their own (de)serializers, e.g. for raw bytes."""
-        self._server.add_generic_rpc_handlers((handlers,))
-        self._names.append(full_service_name)
-
     async def start(self) -> int:
         """Listen; returns the port. Services whose flag nobody set serve from now on.
 

@@ -45,24 +45,6 @@ _CODES: dict[type[PacelineError], grpc.StatusCode] = {
     errors.InternalError: grpc.StatusCode.INTERNAL,
     PacelineError: grpc.StatusCode.INTERNAL,
 }
-_FAMILIES: dict[str, type[PacelineError]] = {
-    cls.reason: cls
-    for cls in (
-        errors.InvalidInput,
-        errors.ConfigError,
-        errors.TrainabilityError,
-        errors.NotFound,
-        errors.FailedPrecondition,
-        errors.StaleEpoch,
-        errors.MissingCapability,
-        errors.WeightsError,
-        errors.ResourceExhausted,
-        errors.DataLoss,
-        errors.Unavailable,
-        errors.DeadlineExceeded,
-        errors.InternalError,
-    )
-}
 # What gRPC itself says, or a server that is not ours.
 _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
     **{code: cls for cls, code in _CODES.items() if cls is not PacelineError},
@@ -90,7 +72,7 @@ def status_of(error: PacelineError) -> Status:
         (
             cls.reason
             for cls in type(error).__mro__
-            if _FAMILIES.get(getattr(cls, "reason", "")) is cls
+            if errors.FAMILIES.get(getattr(cls, "reason", "")) is cls
         ),
         "",
     )
@@ -127,7 +109,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
     retry_after_s = None if retry is None else _seconds(retry.retry_delay)
     if info is not None and info.domain == DOMAIN:
         facts = info.metadata
-        family = _FAMILIES.get(
+        family = errors.FAMILIES.get(
             facts.get("family", ""), _FOREIGN.get(error.code(), errors.InternalError)
         )
         seen, allowed = facts.get("seen"), facts.get("allowed")

@@ -163,8 +163,7 @@ def kind_of_checkpoint(directory: Path, kinds: Iterable[SpeculatorKind]) -> Spec
     try:
         name = architecture(read_config_json(directory))
     except InvalidInput as error:
-        message = f"drafter {directory}: {error.message}"
-        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
+        raise error.within(f"drafter {directory}") from error
     for kind in kinds:
         if name in kind.architectures:
             return kind

@@ -182,8 +182,7 @@ class DraftNet(nn.Module, ABC):
             net = cls.parse(raw, target, options or cls.Options())
             net.load_tensors(read_tensors(directory))
         except (InvalidInput, WeightsError) as error:
-            message = f"drafter {directory}: {error.message}"
-            raise type(error)(message, seen=error.seen, allowed=error.allowed) from error
+            raise error.within(f"drafter {directory}") from error
         return net
 
 

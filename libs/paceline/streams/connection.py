@@ -20,15 +20,14 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from paceline.config.shared import DEFAULT_REDIS_URL, RUN_ID
 from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
 
-DEFAULT_URL = "redis://127.0.0.1:7410/0"
 OUTAGE_S = 10.0
 """Seconds a server may stay away before a call fails with Unavailable."""
 
 OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 _BACKOFF_CAP_S = 0.25
-_RUN_ID = re.compile(r"[a-z0-9-]{1,64}")
 
 
 def run_key(run_id: str, name: str) -> str:
@@ -36,8 +35,8 @@ def run_key(run_id: str, name: str) -> str:
 
     Raises InvalidInput.
     """
-    if not _RUN_ID.fullmatch(run_id):
-        raise InvalidInput("a run id cannot be part of a key", seen=run_id, allowed=_RUN_ID.pattern)
+    if not re.fullmatch(RUN_ID, run_id):
+        raise InvalidInput("a run id cannot be part of a key", seen=run_id, allowed=RUN_ID)
     return f"paceline:{{{run_id}}}:{name}"
 
 
@@ -49,7 +48,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
     URL that is none.
     """
     retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
-    chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_URL
+    chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_REDIS_URL
     try:
         client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
             chosen,
@@ -61,7 +60,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
             health_check_interval=0,
             max_connections=64,
             retry=Retry(ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries),
-            retry_on_error=[RedisConnectionError, RedisTimeoutError, OSError],
+            retry_on_error=[*OUTAGE_ERRORS],
         )
     except ValueError as error:
         raise ConfigError("not a Redis URL", seen=chosen, allowed="redis://host:port/db") from error

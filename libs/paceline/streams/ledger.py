@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import redis.asyncio
@@ -133,13 +134,7 @@ def _record(trajectory: Trajectory) -> dict[str, Any]:
         "tokens": len(trajectory.token_ids),
         "trained_tokens": trajectory.trained_tokens,
         "tokens_hash": tokens_hash(trajectory.token_ids),
-        "response_hash": tokens_hash(
-            [
-                token
-                for token, bit in zip(trajectory.token_ids, trajectory.loss_mask, strict=True)
-                if bit
-            ]
-        ),
+        "response_hash": tokens_hash([*compress(trajectory.token_ids, trajectory.loss_mask)]),
         "finish_reason": trajectory.finish_reason,
         "policy_versions": sorted({span.policy_version for span in trajectory.version_spans}),
         "at_s": time.time(),

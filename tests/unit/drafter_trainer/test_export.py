@@ -332,7 +332,7 @@ def test_arctics_lstm_is_a_pickle_of_unprefixed_names_with_all_tied_ones(
         ({"method": "sum_rnn"}, "method is not supported in an LSTM"),
         ({"input_hidden_dim": 64}, "input_hidden_dim of drafter"),
         ({"inner_dim": "64.32"}, "inner_dim must be one width"),
-        ({"n_predict": 0}, "n_predict is no whole number"),
+        ({"n_predict": 0}, "n_predict must be a whole number"),
         ({"vocab_size": 98}, "vocab_size of drafter"),
     ],
 )

@@ -141,8 +141,7 @@ def _inner(raw: Mapping[str, Any], target: ModelConfig) -> tuple[int, ...]:
     try:
         return eagle3_inner_layers(raw, target.num_layers)
     except ConfigError as error:
-        message = f"eagle_aux_hidden_state_layer_ids + 1: {error.message}"
-        raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
+        raise error.within("eagle_aux_hidden_state_layer_ids + 1") from error
 
 
 def frequent_tokens(counts: Tensor, size: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from paceline.config import Config
 from paceline.errors import InvalidInput
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, read_count, read_flag
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
@@ -37,8 +37,6 @@ from paceline.speculators.recurrent.net import (
     State,
     StepWeights,
     biased_norm,
-    read_count,
-    read_flag,
 )
 
 GATES = ("forget", "input", "output", "cell")
@@ -125,7 +123,7 @@ class LstmNet(RecurrentNet):
                 "inner_dim, proj_dim and emb_dim must be equal", seen=widths, allowed="one width"
             )
         return {
-            "n_predict": read_count(raw, "n_predict", 2),
+            "n_predict": read_count(raw, "n_predict", least=2),
             "inner_dim": widths["inner_dim"],
             "tie_lstm_embs": read_flag(raw, "tie_lstm_embs"),
             "scale_input": read_flag(raw, "scale_input"),

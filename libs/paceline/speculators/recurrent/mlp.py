@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, read_count, read_flag
 from paceline.speculators.kinds import SPECULATORS, SpeculatorKind
 from paceline.speculators.net import check_fit
 from paceline.speculators.recurrent.net import (
@@ -27,8 +27,6 @@ from paceline.speculators.recurrent.net import (
     State,
     StepWeights,
     biased_norm,
-    read_count,
-    read_flag,
 )
 
 KIND = SPECULATORS["mlp"]
@@ -91,8 +89,8 @@ class MlpNet(RecurrentNet):
         """See RecurrentNet.read_shape."""
         check_fit(raw, {"vocab_size": target.vocab_size, "emb_dim": target.hidden_size})
         return {
-            "n_predict": read_count(raw, "n_predict", 1),
-            "inner_dim": read_count(raw, "inner_dim", 0),
+            "n_predict": read_count(raw, "n_predict"),
+            "inner_dim": read_count(raw, "inner_dim", least=0),
             "tie_weights": read_flag(raw, "tie_weights"),
             "scale_input": read_flag(raw, "scale_input"),
         }

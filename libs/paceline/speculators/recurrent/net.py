@@ -265,23 +265,3 @@ class RecurrentNet(DraftNet):
                     allowed="equal",
                 )
         return own
-
-
-def read_count(raw: Mapping[str, Any], key: str, least: int) -> int:
-    """A whole number of a config.json. Raises InvalidInput naming the key."""
-    value = raw.get(key)
-    if type(value) is not int or value < least:
-        raise InvalidInput(
-            f"{key} is no whole number that works",
-            seen=raw.get(key, "(none)"),
-            allowed=f">= {least}",
-        )
-    return value
-
-
-def read_flag(raw: Mapping[str, Any], key: str) -> bool:
-    """A switch of a config.json, off when it is not there. Raises InvalidInput naming the key."""
-    value = raw.get(key, False)
-    if not isinstance(value, bool):
-        raise InvalidInput(f"{key} must be true or false", seen=value, allowed="true, false")
-    return value

@@ -46,11 +46,6 @@ MEMORY_TAGS = {
 TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
-_ERRORS = {
-    kind.reason: kind
-    for kind in vars(errors).values()
-    if isinstance(kind, type) and issubclass(kind, errors.PacelineError)
-}
 
 
 def pause_mode(mode: pb.PauseMode) -> PauseMode:
@@ -111,7 +106,7 @@ def error_from(failed: pb.CommandFailed, sender: str = "") -> errors.PacelineErr
     """The error a worker reports, of its own class; InternalError for a class that is not known
     here.
     """
-    kind = _ERRORS.get(failed.family, errors.InternalError)
+    kind = errors.FAMILIES.get(failed.family, errors.InternalError)
     return kind(f"{sender}{failed.message}", reason=failed.reason)
 
 

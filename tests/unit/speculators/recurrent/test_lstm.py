@@ -206,7 +206,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: Tensor |
         ("method", "sum_rnn"),
         ("method", None),
         ("tie_weights", False),
-        ("tie_lstm_embs", None),
+        ("tie_lstm_embs", "yes"),
         ("inner_dim", "12.24"),
         ("inner_dim", ""),
         ("proj_dim", "24"),
