@@ -66,27 +66,6 @@ def models() -> GatewayCall[tuple[str, ...]]:
     )
 
 
-def about(
-    task: str | None,
-    group: str | None,
-    group_size: int | None,
-    sample_index: int | None,
-    trainable: bool | None,
-    turn_discount: float | None,
-    timeout_s: float | None,
-) -> Json:
-    """What a new session is: the fields that are given."""
-    fields = {
-        "task_id": task,
-        "group_id": group,
-        "group_size": group_size,
-        "sample_index": sample_index,
-    }
-    return given(
-        {**fields, "trainable": trainable, "turn_discount": turn_discount, "timeout_s": timeout_s}
-    )
-
-
 def current(api_key: str) -> OpenedSession:
     """The session of a key, known by that alone. Raises InvalidInput."""
     if not check_header(api_key, "key"):
@@ -98,7 +77,7 @@ def open_session(about: Mapping[str, Any]) -> GatewayCall[OpenedSession]:
     """Asked again after a lost answer: a session that nobody knows has said nothing and ends by its
     time-out.
     """
-    return GatewayCall("POST", "/v1/sessions", _opened, body=about)
+    return GatewayCall("POST", "/v1/sessions", _opened, body=given(about))
 
 
 def claim(wait_s: float, timeout_s: float | None) -> GatewayCall[OpenedSession | None]:

@@ -84,9 +84,15 @@ class AsyncClient:
         one is opened; the first ends by that time-out, without turns and thus without anything to
         train.
         """
-        about = calls.about(
-            task, group, group_size, sample_index, trainable, turn_discount, timeout_s
-        )
+        about = {
+            "task_id": task,
+            "group_id": group,
+            "group_size": group_size,
+            "sample_index": sample_index,
+            "trainable": trainable,
+            "turn_discount": turn_discount,
+            "timeout_s": timeout_s,
+        }
         return self._session(await self._wire.ask(calls.open_session(about)))
 
     def attach(self, api_key: str) -> AsyncSession:
