@@ -11,7 +11,6 @@ from paceline.telemetry.context import (
 from paceline.telemetry.log import get_logger
 from paceline.telemetry.setup import (
     PROMETHEUS_TYPE,
-    TelemetrySettings,
     prometheus_page,
     setup,
     shutdown,
@@ -20,7 +19,6 @@ from paceline.telemetry.trace import link_current, mark_failed, span, tracer
 
 __all__ = [
     "PROMETHEUS_TYPE",
-    "TelemetrySettings",
     "current_trace_id",
     "extract",
     "extract_frame",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from paceline.config.shared import TelemetryConfig
 from paceline.errors import NotFound
 from paceline.telemetry.log import configure_log
 from paceline.telemetry.metrics import use_meter
@@ -22,26 +23,6 @@ PROMETHEUS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Media type of `prometheus_page`."""
 
 
-class TelemetrySettings(Protocol):
-    """What `setup` reads; paceline.config.TelemetryConfig fits."""
-
-    @property
-    def spans_dir(self) -> str:
-        """Directory of the span file, or empty."""
-
-    @property
-    def log_level(self) -> str:
-        """debug, info, warning or error."""
-
-    @property
-    def log_json(self) -> bool:
-        """JSON lines instead of console text."""
-
-    @property
-    def prometheus(self) -> bool:
-        """Keep metrics for `prometheus_page`."""
-
-
 class _Running:
     """Providers between `setup` and `shutdown`, and where metrics wait for `prometheus_page`."""
 
@@ -49,7 +30,7 @@ class _Running:
     registry: CollectorRegistry | None = None
 
 
-def setup(service: str, config: TelemetrySettings) -> None:
+def setup(service: str, config: TelemetryConfig) -> None:
     """Start logs, spans and metrics of this process; a second call ends the first one's providers.
 
     Spans go to `<spans_dir>/<service>-<pid>.jsonl` when a directory is set, and to
@@ -97,7 +78,7 @@ def prometheus_page() -> bytes:
     return generate_latest(_Running.registry)
 
 
-def _traces(service: str, config: TelemetrySettings, resource: Resource) -> TracerProvider:
+def _traces(service: str, config: TelemetryConfig, resource: Resource) -> TracerProvider:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
@@ -126,7 +107,7 @@ def _traces(service: str, config: TelemetrySettings, resource: Resource) -> Trac
     return provider
 
 
-def _metrics(config: TelemetrySettings, resource: Resource) -> MeterProvider:
+def _metrics(config: TelemetryConfig, resource: Resource) -> MeterProvider:
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 

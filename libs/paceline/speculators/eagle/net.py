@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.config import Config
-from paceline.models.config import ModelConfig
+from paceline.errors import InvalidInput
+from paceline.models.config import ARCHITECTURES as TARGETS
+from paceline.models.config import ModelConfig, architecture, parse_config
+from paceline.models.loading import layer_shapes
 from paceline.speculators.base import CaptureSpec
 from paceline.speculators.eagle.checkpoint import (
+    ARCHITECTURES,
     KIND,
-    check_eagle,
-    drafter_config,
-    eagle_config_json,
-    eagle_shapes,
-    strip_shared,
+    check_one_layer,
+    layer_config_json,
 )
 from paceline.speculators.kinds import SpeculatorKind
 from paceline.speculators.layer.parts import (
@@ -97,11 +98,21 @@ class EagleNet(LayerNet):
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any], target: ModelConfig, options: Config) -> Self:
-        """See DraftNet.parse; `fc_bias` is the checkpoint's."""
+        """See DraftNet.parse; `fc_bias` is the checkpoint's, and its layer may differ from the
+        target's in heads and widths.
+        """
         assert isinstance(options, EagleOptions)
-        check_eagle(raw, target)
+        name, allowed = architecture(raw), ARCHITECTURES[target.family]
+        if name != allowed:
+            raise InvalidInput(
+                "architectures is not the drafter of the target's family",
+                seen=name,
+                allowed=allowed,
+            )
+        check_one_layer(raw, target)
         options = options.model_copy(update={"fc_bias": bool(raw.get("fc_bias", False))})
-        return cls(drafter_config(raw, target), options)
+        like = next(name for name, family in TARGETS.items() if family == target.family)
+        return cls(parse_config({**raw, "architectures": [like]}), options)
 
     def twin(self) -> Self:
         """See DraftNet.twin."""
@@ -117,16 +128,25 @@ class EagleNet(LayerNet):
         return (self.layers[0],)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """See DraftNet.shapes."""
-        return eagle_shapes(self.config, self.options.fc_bias)
+        """See DraftNet.shapes; the names are those of SGLang's EAGLE loader."""
+        hidden = self.config.hidden_size
+        fc: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, 2 * hidden)}
+        if self.options.fc_bias:
+            fc["fc.bias"] = (hidden,)
+        return fc | layer_shapes(self.config, "layers.0.")
 
     def config_json(self) -> dict[str, Any]:
         """See DraftNet.config_json."""
-        return eagle_config_json(self.config, self.options.fc_bias)
+        described = layer_config_json(self.config, ARCHITECTURES[self.config.family])
+        return described | {"fc_bias": self.options.fc_bias}
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See DraftNet.own_tensors."""
-        return strip_shared(tensors)
+        """See DraftNet.own_tensors; "model." is what SGLang's loader puts before each name, so that
+        checkpoints saved from its own modules carry it.
+        """
+        named = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        shared = ("embed_tokens.weight", "lm_head.weight")
+        return {name: tensor for name, tensor in named.items() if name not in shared}
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, InvalidInput, WeightsError
 from paceline.models.config import ModelConfig, architecture, parse_config
 from paceline.models.inner_layers import INNER_STATES, eagle3_inner_layers
 from paceline.models.loading import layer_shapes
-from paceline.speculators.eagle.checkpoint import check_one_layer, layer_config_json
+from paceline.speculators.eagle.checkpoint import check_one_layer
 from paceline.speculators.kinds import SPECULATORS
 
 KIND = SPECULATORS["eagle3"]
@@ -65,34 +65,6 @@ def eagle3_shapes(config: ModelConfig, draft_vocab_size: int) -> dict[str, tuple
         "lm_head.weight": (draft_vocab_size, hidden),
         "d2t": (draft_vocab_size,),
         "t2d": (config.vocab_size,),
-    }
-
-
-def own_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names above: without the target's embed_tokens, and `layers.0.`, vLLM's name of the
-    layer, renamed.
-    """
-    return {
-        name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
-        for name, tensor in tensors.items()
-        if name != "embed_tokens.weight"
-    }
-
-
-def eagle3_config_json(
-    config: ModelConfig, inner: tuple[int, ...], draft_vocab_size: int, norm_before_residual: bool
-) -> dict[str, Any]:
-    """config.json of an EAGLE-3 checkpoint.
-
-    Its ids name the layer a state leaves: one less than the one it enters.
-    """
-    return layer_config_json(config, ARCHITECTURE) | {
-        "draft_vocab_size": draft_vocab_size,
-        "norm_before_residual": norm_before_residual,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [entered - 1 for entered in inner],
-            "use_aux_hidden_state": True,
-        },
     }
 
 

@@ -11,6 +11,7 @@ norm where the first reads fc's.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Self
 
@@ -25,15 +26,15 @@ from paceline.models.config import ModelConfig
 from paceline.models.inner_layers import INNER_STATES, inner_layers
 from paceline.models.loading import check_tensors
 from paceline.speculators.base import CaptureSpec
+from paceline.speculators.eagle.checkpoint import layer_config_json
 from paceline.speculators.eagle3.checkpoint import (
+    ARCHITECTURE,
     KIND,
     MAP_DTYPES,
     check_maps,
     drafter_shape,
-    eagle3_config_json,
     eagle3_shapes,
     frequent_tokens,
-    own_names,
     parse_eagle3,
     token_maps,
 )
@@ -216,14 +217,23 @@ class Eagle3Net(LayerNet):
         return eagle3_shapes(self.config, len(self.d2t))
 
     def config_json(self) -> dict[str, Any]:
-        """See DraftNet.config_json."""
-        return eagle3_config_json(
-            self.config, self.inner, len(self.d2t), self.options.norm_before_residual
-        )
+        """See DraftNet.config_json; ids name the layer a state leaves: one less than it enters."""
+        return layer_config_json(self.config, ARCHITECTURE) | {
+            "draft_vocab_size": len(self.d2t),
+            "norm_before_residual": self.options.norm_before_residual,
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [entered - 1 for entered in self.inner],
+                "use_aux_hidden_state": True,
+            },
+        }
 
     def own_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See DraftNet.own_tensors."""
-        return own_names(tensors)
+        """See DraftNet.own_tensors; `layers.0.` is vLLM's name of the layer."""
+        return {
+            re.sub(r"^layers\.0\.", "midlayer.", name): tensor
+            for name, tensor in tensors.items()
+            if name != "embed_tokens.weight"
+        }
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """See DraftNet.check; d2t and t2d must name the same tokens."""
