@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -194,8 +193,3 @@ class Child:
         self._on_event(
             ChildEvent(self.launch.name, kind, self._process.pid if self._process else 0, detail)
         )
-
-
-def python_module(module: str, *arguments: str) -> tuple[str, ...]:
-    """Command of `python -m module` with this interpreter."""
-    return (sys.executable, "-m", module, *arguments)

@@ -7,13 +7,14 @@ The run is over when the coordinator exits with status 0.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
-from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy, python_module
+from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, local_urls, role_url, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
@@ -189,7 +190,7 @@ def run_launches(
 
 
 def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
-    command = python_module(spec.module, *spec.arguments, *arguments)
+    command = (sys.executable, "-m", spec.module, *spec.arguments, *arguments)
     if not spec.address_key:
         return _redis_launch(spec, config, command)
     address = getattr(config.addresses, spec.address_key)

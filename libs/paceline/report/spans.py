@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _INDEXED = 400_000
 _SAMPLES = 20_000
 _TRACE_SPANS = 4_000
@@ -99,18 +101,6 @@ def read_report(directory: Path, trace_id: str = "") -> SpanReport:
     )
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Value below which `share` of the sorted values lie, linear between neighbours (NumPy's
-    default); NaN of none.
-    """
-    if not values:
-        return float("nan")
-    position = (len(values) - 1) * share
-    low = int(position)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (position - low)
-
-
 @dataclass(slots=True)
 class _Sample:
     """A uniform sample of at most _SAMPLES latencies; the seed is fixed so that a report can be
@@ -129,8 +119,7 @@ class _Sample:
             self.values[place] = value
 
     def edge(self, source: str, target: str, what: str, transport: str) -> Edge:
-        ordered = sorted(self.values)
-        p50, p95, p99 = (percentile(ordered, share) for share in (0.5, 0.95, 0.99))
+        p50, p95, p99 = np.quantile(self.values, (0.5, 0.95, 0.99)).tolist()
         return Edge(source, target, what, transport, self.count, p50, p95, p99)
 
 

@@ -10,18 +10,11 @@ import numpy as np
 import pytest
 
 from paceline.report import spans as spans_module
-from paceline.report.spans import SpanReport, percentile, read_report
+from paceline.report.spans import SpanReport, read_report
 
 
 def edge(report: SpanReport, transport: str) -> spans_module.Edge:
     return next(one for one in report.edges if one.transport == transport)
-
-
-def test_percentiles_equal_numpys() -> None:
-    values = sorted(np.random.default_rng(3).exponential(size=137).tolist())
-    for share in (0.0, 0.5, 0.95, 0.99, 1.0):
-        assert percentile(values, share) == pytest.approx(np.quantile(values, share))
-    assert np.isnan(percentile([], 0.5))
 
 
 def test_a_call_is_timed_as_its_caller_saw_it(spans: SpanReport) -> None:
