@@ -46,7 +46,8 @@ def generate(state: State) -> Decision:
 
 def share_done(state: State, event: ShareDone) -> Decision:
     """Releases the worker's slots; the drafter may get them while others generate."""
-    return lease_released(_release(state, event.worker))
+    state = _release(state, event.worker)
+    return lease_released(state)
 
 
 def tasks_finished(state: State, event: TasksFinished) -> Decision:
