@@ -101,7 +101,7 @@ class Chunk:
     matched_stop: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RoundSplit:
     """Where the seconds of rounds went; an engine whose kernels queue counts their wait where it
     waits.

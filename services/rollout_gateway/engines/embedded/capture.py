@@ -18,19 +18,29 @@ from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRows:
-    """Rows of R rejected drafts, parents before their children."""
+class CapturedRows:
+    """R hidden rows: states AT tokens."""
 
-    rows: Tensor
-    """int64 [R]: row of the round, ascending."""
+    owners: Tensor
+    """int64 [R]: row of the batch, ascending."""
     parents: Tensor
-    """int64 [R]: stamp of engines/worker/ring.py."""
+    """int64 [R]: stamp of engines/worker/ring.py; parents before their children."""
     positions: Tensor
     """int64 [R]"""
     token_ids: Tensor
     """int64 [R]"""
     hidden: Tensor
     """[R, W]"""
+
+
+def sequence_rows(
+    counts: Sequence[int], positions: Tensor, token_ids: Tensor, hidden: Tensor
+) -> CapturedRows:
+    """Of rows b of tokens [B, Q] and states [B, Q, W] the first counts[b], on the host."""
+    chosen = torch.arange(positions.shape[1]) < torch.tensor(counts)[:, None]
+    owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    columns = (column.cpu()[chosen] for column in (positions, token_ids, hidden))
+    return CapturedRows(owners, torch.zeros_like(owners), *columns)
 
 
 class Capture:
@@ -50,56 +60,31 @@ class Capture:
         """True when there is somewhere to write."""
         return self._sink is not None
 
-    def wanted(self, sequences: Sequence[RunningSequence]) -> bool:
-        """True when rows of one of these requests would be written."""
-        return self._sink is not None and any(one.request.capture for one in sequences)
+    def wanted(self, sequences: Sequence[RunningSequence], counts: Sequence[int]) -> list[int]:
+        """Of each request's `counts` rows those that are written: all or none."""
+        return [
+            count if self.possible and one.request.capture else 0
+            for one, count in zip(sequences, counts, strict=True)
+        ]
 
     def write(
-        self,
-        sequences: Sequence[RunningSequence],
-        counts: Sequence[int],
-        positions: Tensor,
-        token_ids: Tensor,
-        hidden: Tensor,
-        version: int,
-        drafts: DraftRows | None = None,
+        self, sequences: Sequence[RunningSequence], version: int, *parts: CapturedRows
     ) -> None:
-        """Rows 0 .. counts[b] - 1 of every row b whose request asks for capture, then those of
-        rejected drafts.
-
-        positions, token_ids int64 [B, Q]; hidden [B, Q, W]: the states AT the token of that
-        position.
-        """
+        """Rows of sequences, then those of rejected drafts."""
         if self._sink is None:
             return
-        wanted = [
-            count if s.request.capture else 0 for s, count in zip(sequences, counts, strict=True)
-        ]
-        if not any(wanted):
-            return
-        chosen = torch.arange(positions.shape[1]) < torch.tensor(wanted)[:, None]
-        owners = torch.arange(len(wanted)).repeat_interleave(torch.tensor(wanted))
-        columns = [
-            owners,
-            positions.cpu()[chosen],
-            token_ids.cpu()[chosen],
-            hidden.cpu()[chosen].to(self._dtype),
-        ]
-        parents = torch.zeros_like(owners)
-        if drafts is not None:
-            more = (drafts.rows, drafts.positions, drafts.token_ids, drafts.hidden.to(self._dtype))
-            columns = [
-                torch.cat((column, one.cpu())) for column, one in zip(columns, more, strict=True)
-            ]
-            parents = torch.cat((parents, drafts.parents.cpu()))
-        rows, places, tokens, states = columns
-        ids = np.array([s.request.request_id for s in sequences], dtype=np.uint64)
-        written = self._sink.write(
-            ids[rows.numpy()],
-            places.numpy().astype(np.uint32),
-            tokens.numpy().astype(np.uint32),
-            version,
-            states.contiguous().view(torch.uint8).numpy(),
-            parents.numpy().astype(np.uint32),
+        owners, parents, positions, token_ids = (
+            torch.cat([getattr(part, name).cpu() for part in parts]).numpy()
+            for name in ("owners", "parents", "positions", "token_ids")
         )
-        self.rows_dropped += len(rows) - written
+        states = torch.cat([part.hidden.cpu().to(self._dtype) for part in parts])
+        ids = np.array([one.request.request_id for one in sequences], dtype=np.uint64)
+        written = self._sink.write(
+            ids[owners],
+            positions.astype(np.uint32),
+            token_ids.astype(np.uint32),
+            version,
+            states.view(torch.uint8).numpy(),
+            parents.astype(np.uint32),
+        )
+        self.rows_dropped += len(owners) - written

@@ -8,8 +8,8 @@ ordinary round after its prompt is cached.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,18 +18,46 @@ from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
 from paceline.trajectory import SpeculationStats
-from rollout_gateway.engines.embedded.capture import Capture, DraftRows
+from rollout_gateway.engines.embedded.capture import Capture, CapturedRows, sequence_rows
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.rejected import rejected_drafts
 from rollout_gateway.engines.embedded.sampled import verify_drawn
 from rollout_gateway.engines.embedded.speculative import DraftPart, Speculation
+from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.nouns import RoundSplit
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import RunningSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """B rows whose last known tokens and drafts, N nodes in all, have been forwarded."""
+
+    rows: Sequence[RunningSequence]
+    slots: Tensor
+    """int64 [B]"""
+    roots: Tensor
+    """int64 [B]: positions of the last known tokens."""
+    nodes: Nodes
+    parts: Sequence[DraftPart]
+    block: Block
+    hidden: Tensor
+    """[N, W]"""
+    logits: Tensor
+    """[N, V]"""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [B, Q]: of the nodes."""
+        return self.nodes.positions(self.roots)
+
+    def place(self, flat: Tensor) -> Tensor:
+        """Of nodes of the flattened block, int64, their rows among the forwarded ones."""
+        return flat if self.block.padding is None else self.block.padding[flat]
 
 
 class Decoder:
@@ -42,6 +70,7 @@ class Decoder:
         store: SlotStore,
         capture: Capture,
         grammars: Grammars,
+        stopwatch: Stopwatch,
     ) -> None:
         self._weights = weights
         self._speculation = speculation
@@ -50,12 +79,10 @@ class Decoder:
         self._penalties = Penalties()
         self._grammars = grammars
         self._params: tuple[tuple[int, ...], DrawParams] | None = None
-        # One thread's CPU time is what a round costs even while other processes take the core away;
-        # with more threads only the wall clock sees how well they ran together.
-        self.clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+        self._stopwatch = stopwatch
+        self._rounds = self._nodes = 0
         self.tokens_emitted = 0
         self.stats = SpeculationStats()
-        self.split = RoundSplit()
 
     def round(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool
@@ -64,38 +91,32 @@ class Decoder:
 
         draining: nobody waits, so that the batch only shrinks.
         """
-        plan = self._speculation.choose(rows, draining=draining)
-        parts = self._speculation.parts(plan, slots, rows, self._store)
-        lengths = [sequence.length for sequence in rows]
-        began = self.clock()
-        places = torch.tensor((slots, lengths), device=self._store.token_ids.device)
-        cache_slots, roots = places[0], places[1] - 1
-        last = self._store.token_ids[cache_slots, roots][:, None]
+        stopwatch, speculation = self._stopwatch, self._speculation
+        plan = speculation.choose(rows, draining=draining)
+        parts = speculation.parts(plan, slots, rows, self._store)
+        stopwatch.start()
+        places = self._places(slots, rows)
         params = self._row_params(rows)
-        nodes, parts = self._speculation.draft(parts, last, params)
-        drafted = self.clock()
-        block, hidden = self._forward(slots, roots, max(lengths), nodes)
-        logits = head_logits(self._weights.policy, hidden)
-        forwarded = self.clock()
-        self._grammars.mask_(rows, nodes, logits)
-        adjusted = self._adjusted(rows, nodes, logits)
-        verdict = self._verify(logits, nodes, parts, nodes.positions(roots) + 1, params, adjusted)
-        trained = {row for part in parts if part.speculator.trainable for row in part.members}
-        taken = self._accept(rows, verdict, nodes, logits, block, trained)
-        verified = self.clock()
-        self._keep(slots, rows, roots, cache_slots, nodes, block, hidden, verdict, taken)
-        self._speculation.learn_drafts(parts, verdict)
-        ended = self.clock()
-        self._speculation.observe(plan, taken, ended - began)
-        self._speculation.learn_costs(
-            plan, len(hidden), verified - drafted, ended - verified + drafted - began
-        )
-        self.split.rounds += 1
-        self.split.nodes += len(hidden)
-        self.split.draft_s += drafted - began
-        self.split.forward_s += forwarded - drafted
-        self.split.sample_s += verified - forwarded
-        self.split.keep_s += ended - verified
+        nodes, parts = speculation.draft(parts, self._store.token_ids[places][:, None], params)
+        stopwatch.lap("draft")
+        one = self._forward(rows, slots, places, nodes, parts)
+        stopwatch.lap("forward")
+        self._grammars.mask_(rows, nodes, one.logits)
+        verdict = self._verify(one, params)
+        taken = self._accept(one, verdict)
+        stopwatch.lap("sample")
+        self._keep(one, verdict, taken)
+        speculation.learn_drafts(parts, verdict)
+        stopwatch.lap("keep")
+        speculation.learn_costs(plan, taken, len(one.hidden), stopwatch)
+        self._rounds += 1
+        self._nodes += len(one.hidden)
+
+    @property
+    def split(self) -> RoundSplit:
+        """Where the seconds of rounds went, and of what else the stopwatch has measured."""
+        seconds = {f"{name}_s": total for name, total in self._stopwatch.totals.items()}
+        return RoundSplit(self._rounds, self._nodes, **seconds)
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
         """Other rows run than in the round before: these have ended."""
@@ -103,30 +124,45 @@ class Decoder:
         self._penalties.drop(ended)
         self._grammars.drop(ended)
 
+    def _places(
+        self, slots: Sequence[int], rows: Sequence[RunningSequence]
+    ) -> tuple[Tensor, Tensor]:
+        """Slots and positions int64 [B] of the rows' last known tokens."""
+        roots = [sequence.length - 1 for sequence in rows]
+        places = torch.tensor((slots, roots), device=self._store.token_ids.device)
+        return places[0], places[1]
+
     def _forward(
-        self, slots: Sequence[int], roots: Tensor, longest: int, nodes: Nodes
-    ) -> tuple[Block, Tensor]:
-        """The round's block and the hidden states [N, W] of its nodes."""
-        policy, length = self._weights.policy, longest - 1 + nodes.width
+        self,
+        rows: Sequence[RunningSequence],
+        slots: Sequence[int],
+        places: tuple[Tensor, Tensor],
+        nodes: Nodes,
+        parts: Sequence[DraftPart],
+    ) -> Round:
+        policy, store, roots = self._weights.policy, self._store, places[1]
+        length = max(sequence.length for sequence in rows) - 1 + nodes.width
         block = make_block(
             policy.config,
             policy.rotation,
-            self._store.kv,
+            store.kv,
             cache_rows(slots),
             nodes.positions(roots),
             length,
             nodes.layout(roots, length),
         )
         token_ids = nodes.compute(nodes.tokens).clamp(min=0)
-        return block, forward_hidden(policy, self._store.kv, token_ids, block, self._store.inner)
+        hidden = forward_hidden(policy, store.kv, token_ids, block, store.inner)
+        return Round(rows, *places, nodes, parts, block, hidden, head_logits(policy, hidden))
 
-    def _adjusted(
-        self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor
-    ) -> Tensor | None:
+    def _adjusted(self, one: Round) -> Tensor | None:
         """Logits [N, V] after penalties and bias; None when no row asks for any."""
-        if not any(sequence.request.sampling.adjusted for sequence in rows):
+        if not any(sequence.request.sampling.adjusted for sequence in one.rows):
             return None
-        whole = self._penalties.adjust(rows, nodes.spread(logits), nodes.tokens, nodes.parents)
+        nodes = one.nodes
+        whole = self._penalties.adjust(
+            one.rows, nodes.spread(one.logits), nodes.tokens, nodes.parents
+        )
         return None if whole is None else nodes.compute(whole)
 
     def _row_params(self, rows: Sequence[RunningSequence]) -> DrawParams:
@@ -144,51 +180,36 @@ class Decoder:
             self._params = (key, params)
         return self._params[1]
 
-    def _verify(
-        self,
-        logits: Tensor,
-        nodes: Nodes,
-        parts: Sequence[DraftPart],
-        positions: Tensor,
-        params: DrawParams,
-        adjusted: Tensor | None,
-    ) -> Verdict:
+    def _verify(self, one: Round, params: DrawParams) -> Verdict:
         """By the rule the engine was built with; params: B rows."""
+        nodes, logits, positions = one.nodes, one.logits, one.positions + 1
+        adjusted = self._adjusted(one)
         if nodes.width > 1:
             owners = torch.arange(len(positions), device=positions.device)[:, None].expand(
                 -1, nodes.width
             )
             params = params.rows(nodes.compute(owners))
-        if self._speculation.rejection and parts:
-            probs = self._speculation.draft_probs(parts, nodes, logits.shape[-1])
+        if self._speculation.rejection and one.parts:
+            probs = self._speculation.draft_probs(one.parts, nodes, logits.shape[-1])
             return verify_drawn(logits, nodes, positions, params, probs, adjusted)
         return verify(logits, nodes, positions, params, adjusted)
 
-    def _accept(
-        self,
-        rows: Sequence[RunningSequence],
-        verdict: Verdict,
-        nodes: Nodes,
-        logits: Tensor,
-        block: Block,
-        trained: Set[int],
-    ) -> list[int]:
+    def _accept(self, one: Round, verdict: Verdict) -> list[int]:
         """Appends what each row emits; returns tokens taken per row (fewer than verified at a stop
         or limit).
         """
-        tokens, logprobs, gaps = (
-            verdict.tokens.tolist(),
-            verdict.logprobs.tolist(),
-            verdict.gaps.tolist(),
-        )
-        drafted, levels = nodes.drafted.tolist(), nodes.levels.tolist()
+        trained = {row for part in one.parts if part.speculator.trainable for row in part.members}
+        drafted, levels = one.nodes.drafted.tolist(), one.nodes.levels.tolist()
+        columns = (verdict.accepted, verdict.tokens, verdict.logprobs, verdict.gaps)
         version, taken = self._weights.versions.policy, []
-        for row, accepted in enumerate(verdict.accepted.tolist()):
-            sequence, end = rows[row], accepted + 1
-            count = sequence.take(tokens[row][:end], logprobs[row][:end], gaps[row][:end], version)
+        for row, (accepted, tokens, logprobs, gaps) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        ):
+            sequence, end = one.rows[row], accepted + 1
+            count = sequence.take(tokens[:end], logprobs[:end], gaps[:end], version)
             sequence.count(drafted[row], count, levels[row], trained=row in trained)
             if wanted := sequence.request.sampling.top_logprobs:
-                path = logits[_along(nodes, block, verdict)[row, :count]]
+                path = one.logits[_along(one, verdict)[row, :count]]
                 sequence.alternatives += top_alternatives(
                     path, sequence.request.sampling.temperature, wanted
                 )
@@ -210,75 +231,45 @@ class Decoder:
             len(pairs),
         )
 
-    def _keep(
-        self,
-        slots: Sequence[int],
-        rows: Sequence[RunningSequence],
-        roots: Tensor,
-        cache_slots: Tensor,
-        nodes: Nodes,
-        block: Block,
-        hidden: Tensor,
-        verdict: Verdict,
-        taken: Sequence[int],
-    ) -> None:
+    def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
         """Tokens, states and cache of the accepted path, as if they had come one by one; rows to
         the capture.
         """
-        store, length = self._store, verdict.tokens.shape[1]
-        cells = store.cells(cache_slots, roots, length)
-        along = _along(nodes, block, verdict)
-        states = hidden if verdict.path is None and nodes.kept is None else hidden[along.flatten()]
+        store, nodes, path, length = self._store, one.nodes, verdict.path, verdict.tokens.shape[1]
+        cells = store.cells(one.slots, one.roots, length)
+        along = _along(one, verdict)
+        whole = path is None and nodes.kept is None
+        states = one.hidden if whole else one.hidden[along.flatten()]
         store.keep_hidden(cells, states)
         store.keep_tokens(cells, verdict.tokens)
-        if verdict.path is not None:
-            store.keep_path(cache_slots, roots, verdict.path)
-        if self._capture.wanted(rows):
-            steps = torch.arange(length, device=roots.device)
-            inputs = nodes.tokens if verdict.path is None else nodes.tokens.gather(1, verdict.path)
-            self._capture.write(
-                rows,
-                taken,
-                roots[:, None] + steps,
-                inputs,
-                states.view(*along.shape, -1),
-                self._weights.versions.policy,
-                self._draft_rows(rows, roots, nodes, block, hidden, verdict, taken),
-            )
+        if path is not None:
+            store.keep_path(one.slots, one.roots, path)
+        if any(wanted := self._capture.wanted(one.rows, taken)):
+            positions = one.roots[:, None] + torch.arange(length, device=one.roots.device)
+            inputs = nodes.tokens if path is None else nodes.tokens.gather(1, path)
+            accepted = sequence_rows(wanted, positions, inputs, states.view(*along.shape, -1))
+            rejected = self._rejected_rows(one, verdict, wanted)
+            self._capture.write(one.rows, self._weights.versions.policy, accepted, *rejected)
 
-    def _draft_rows(
-        self,
-        rows: Sequence[RunningSequence],
-        roots: Tensor,
-        nodes: Nodes,
-        block: Block,
-        hidden: Tensor,
-        verdict: Verdict,
-        taken: Sequence[int],
-    ) -> DraftRows | None:
-        """Rows of rejected drafts of captured requests; None when they are not asked for or nothing
-        was drafted.
-        """
+    def _rejected_rows(
+        self, one: Round, verdict: Verdict, wanted: Sequence[int]
+    ) -> list[CapturedRows]:
+        """Rows of rejected drafts, where they are asked for and something was drafted."""
+        nodes = one.nodes
         if not self._capture.takes_rejected or nodes.width == 1:
-            return None
-        asked = [
-            count if one.request.capture else 0 for one, count in zip(rows, taken, strict=True)
-        ]
-        drafts = rejected_drafts(nodes, verdict, torch.tensor(asked, device=roots.device))
+            return []
+        drafts = rejected_drafts(nodes, verdict, torch.tensor(wanted, device=one.roots.device))
         self._capture.rejected_left_out += drafts.left_out
         at = (drafts.rows, drafts.nodes)
-        flat = drafts.rows * nodes.width + drafts.nodes
-        states = hidden[flat if block.padding is None else block.padding[flat]]
-        return DraftRows(
-            drafts.rows, drafts.parents, nodes.positions(roots)[at], nodes.tokens[at], states
-        )
+        states = one.hidden[one.place(drafts.rows * nodes.width + drafts.nodes)]
+        return [
+            CapturedRows(drafts.rows, drafts.parents, one.positions[at], nodes.tokens[at], states)
+        ]
 
 
-def _along(nodes: Nodes, block: Block, verdict: Verdict) -> Tensor:
+def _along(one: Round, verdict: Verdict) -> Tensor:
     """int64 [B, P]: for each node of the path its row among the forwarded ones."""
-    rows, width = nodes.tokens.shape
-    steps = (
-        torch.arange(width, device=nodes.tokens.device) if verdict.path is None else verdict.path
-    )
-    flat = torch.arange(rows, device=nodes.tokens.device)[:, None] * width + steps
-    return flat if block.padding is None else block.padding[flat]
+    rows, width = one.nodes.tokens.shape
+    device = one.nodes.tokens.device
+    steps = torch.arange(width, device=device) if verdict.path is None else verdict.path
+    return one.place(torch.arange(rows, device=device)[:, None] * width + steps)

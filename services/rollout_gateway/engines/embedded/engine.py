@@ -6,9 +6,7 @@ the decode round's in decode.py.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +22,7 @@ from rollout_gateway.engines.embedded.prefill import Prefill
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
 from rollout_gateway.engines.embedded.speculative import Speculation
+from rollout_gateway.engines.embedded.stopwatch import Stopwatch, compute_stopwatch
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.nouns import (
     Capability,
@@ -64,22 +63,22 @@ class EmbeddedEngine:
         self._capture = capture
         self._prefill = Prefill(scheduler, prefixes, store, weights, capture)
         self._grammars = grammars
-        self._decoder = Decoder(weights, speculation, store, capture, grammars)
+        self._stopwatch, self._busy = compute_stopwatch(), Stopwatch()
+        self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops
         self._paused = False
-        self._busy_s = 0.0
 
     # ---- the round
 
     @torch.inference_mode()
     def step(self) -> list[Chunk]:
         """One round; see Engine.step."""
-        started = time.perf_counter()
+        self._busy.start()
         self._admit()
-        prefilling = self._decoder.clock()
+        self._stopwatch.start()
         self._prefill.run()
-        self._decoder.split.prefill_s += self._decoder.clock() - prefilling
+        self._stopwatch.lap("prefill")
         ready = self._scheduler.ready()
         rows = [self._scheduler.running[slot] for slot in ready]
         self._grammars.advance(rows)
@@ -90,7 +89,7 @@ class EmbeddedEngine:
                 slots, [self._scheduler.running[slot] for slot in slots], draining=draining
             )
         news = self._emit(rows)
-        self._busy_s += time.perf_counter() - started
+        self._busy.lap("step")
         return news
 
     def _admit(self) -> None:
@@ -265,12 +264,12 @@ class EmbeddedEngine:
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             tokens_emitted=self._decoder.tokens_emitted,
-            busy_s=self._busy_s,
+            busy_s=self._busy.totals["step"],
             speculation=self._decoder.stats,
             arms=self._speculation.reports(),
             evidence=self._speculation.evidence(),
             rows_dropped=self._capture.rows_dropped,
             rejected_left_out=self._capture.rejected_left_out,
-            split=replace(self._decoder.split),
+            split=self._decoder.split,
             prefixes=self._prefixes.stats,
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import forward_hidden, make_block
-from rollout_gateway.engines.embedded.capture import Capture
+from rollout_gateway.engines.embedded.capture import Capture, sequence_rows
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.scheduler import Scheduler
@@ -83,9 +83,7 @@ class Prefill:
             )
         for sequence, count in zip(rows, counts, strict=True):
             sequence.cached += count
-        self._capture.write(
-            rows, counts, positions, token_ids, hidden, self._weights.versions.policy
-        )
+        self._write(rows, counts, positions, token_ids, hidden)
 
     def _reuse(self) -> None:
         """Sequences of which nothing is cached begin with a copy; rows of its tokens are captured
@@ -103,13 +101,17 @@ class Prefill:
         for slot in fresh:
             count = self._prefixes.reuse(slot, running[slot])
             if count:
-                token_ids, hidden = (
-                    self._store.token_ids[slot, None, :count],
-                    self._store.hidden[slot, None, :count],
-                )
-                positions = torch.arange(count)[None]
-                version = self._weights.versions.policy
-                self._capture.write([running[slot]], [count], positions, token_ids, hidden, version)
+                kept = (self._store.token_ids, self._store.hidden)
+                columns = (column[slot, None, :count] for column in kept)
+                self._write([running[slot]], [count], torch.arange(count)[None], *columns)
+
+    def _write(
+        self, rows: Sequence[RunningSequence], counts: Sequence[int], *columns: Tensor
+    ) -> None:
+        """Rows of the prompts that are captured; columns: see sequence_rows."""
+        if any(wanted := self._capture.wanted(rows, counts)):
+            written = sequence_rows(wanted, *columns)
+            self._capture.write(rows, self._weights.versions.policy, written)
 
     def _forward(
         self, slots: list[int], rows: Sequence[RunningSequence], counts: list[int]

@@ -12,7 +12,6 @@ tokens: a collision of hashes costs a hit, never a token.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.nouns import PrefixStats
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
@@ -158,7 +158,7 @@ class PrefixCache:
         self._retained = PrefixIndex(retained, capacity)
         self._by_use = dict.fromkeys(range(retained))  # retained slots, least recently used first
         self._prompt_tokens = self._reused_tokens = self._lookups = 0
-        self._lookup_s = self._copy_s = 0.0
+        self._stopwatch = Stopwatch()
 
     def offer(self, running: Sequence[RunningSequence]) -> None:
         """Prompts of running requests that are cached under the serving policy serve others from
@@ -175,16 +175,14 @@ class PrefixCache:
 
         The last token of a prompt is always computed: decoding begins with it.
         """
-        started = time.perf_counter()
-        tokens = np.array(sequence.request.prompt[:-1], dtype=np.int32)
-        source = self._find(tokens)
-        found = time.perf_counter()
+        self._stopwatch.start()
+        source = self._find(np.array(sequence.request.prompt[:-1], dtype=np.int32))
+        self._stopwatch.lap("lookup")
         self._lookups += 1
-        self._lookup_s += found - started
         if source is None:
             return 0
         self._store.copy(source.slot, slot, 0, source.length)
-        self._copy_s += time.perf_counter() - found
+        self._stopwatch.lap("copy")
         sequence.cached = source.length
         sequence.copied += source.length
         return source.length
@@ -209,7 +207,7 @@ class PrefixCache:
         self.withdraw(slot)
         if not self.enabled or sequence.stale or sequence.cached < self._shortest:
             return
-        started = time.perf_counter()
+        self._stopwatch.start()
         tokens = np.array(
             (*sequence.request.prompt, *sequence.tokens)[: sequence.cached], dtype=np.int32
         )
@@ -219,7 +217,7 @@ class PrefixCache:
             self._store.copy(slot, self._first_retained + place, 0, len(tokens))
             self._retained.add(place, tokens, keys)
             self._use(place)
-        self._copy_s += time.perf_counter() - started
+        self._stopwatch.lap("copy")
 
     def _place(self, tokens: TokenArray, keys: Sequence[int]) -> int | None:
         """An empty slot for a sequence; None when all of it is retained already."""
@@ -252,6 +250,11 @@ class PrefixCache:
     @property
     def stats(self) -> PrefixStats:
         """Counters since start."""
+        seconds = self._stopwatch.totals
         return PrefixStats(
-            self._prompt_tokens, self._reused_tokens, self._lookups, self._lookup_s, self._copy_s
+            self._prompt_tokens,
+            self._reused_tokens,
+            self._lookups,
+            seconds["lookup"],
+            seconds["copy"],
         )

@@ -6,12 +6,11 @@ Owns the made-up requests, not the engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Sequence
 
 from rollout_gateway.bandits import CostSample
 from rollout_gateway.engines.base import Engine
+from rollout_gateway.engines.embedded.stopwatch import compute_stopwatch
 from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.sampling import Sampling
 
@@ -31,7 +30,6 @@ def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[Cos
     A round here holds what surrounds draft and verification, too; the bandit corrects it by rounds
     that count.
     """
-    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     sizes = sorted({min(size, max_batch) for size in SIZES})
     samples: list[CostSample] = []
     began = time.perf_counter()
@@ -40,14 +38,13 @@ def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[Cos
             if time.perf_counter() - began > PROFILE_S:
                 break
             engine.force_arm(arm)
-            samples += [
-                CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size, clock)
-            ]
+            samples += [CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size)]
     engine.force_arm("")
     return samples
 
 
-def _rounds(engine: Engine, size: int, clock: Callable[[], float]) -> list[float]:
+def _rounds(engine: Engine, size: int) -> list[float]:
+    stopwatch = compute_stopwatch()
     room = engine.info.max_sequence_tokens
     length = min(PROMPT_TOKENS, room - 1)
     for number in range(size):
@@ -60,12 +57,13 @@ def _rounds(engine: Engine, size: int, clock: Callable[[], float]) -> list[float
     timed: list[float] = []
     before = 0
     while engine.has_work and len(timed) < WARM_UPS + ROUNDS:
-        started = clock()
+        stopwatch.start()
         engine.step()
-        seconds, load = clock() - started, engine.load
+        stopwatch.lap("step")
+        load = engine.load
         # Only rounds in which every request decodes and none has ended are rounds of this size.
         if load.running == size and load.tokens_emitted - before >= size:
-            timed.append(seconds)
+            timed.append(stopwatch.seconds)
         before = load.tokens_emitted
     engine.abort(None)
     return timed[WARM_UPS:]

@@ -27,6 +27,7 @@ from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.nodes import Nodes, arrange, merge_drafts
 from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.embedded.verify import Verdict
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
@@ -190,22 +191,23 @@ class Speculation:
                     part.arm.speculator, part.drafts, [reached[row] for row in part.members]
                 )
 
-    def learn_costs(self, plan: RoundPlan, nodes: int, forward_s: float, other_s: float) -> None:
-        """Seconds of a round's forward over `nodes` tokens, and of all else in the round."""
-        if self.budget is not None:
-            self.budget.cost.learn(nodes, forward_s)
-            if plan.single:
-                self.budget.spend(plan.single, other_s)
+    def learn_costs(
+        self, plan: RoundPlan, taken: Sequence[int], nodes: int, stopwatch: Stopwatch
+    ) -> None:
+        """Tokens of each row of a round and its seconds, for the bandit; those of the forward over
+        `nodes` tokens and its draws, and of all else, for the budget.
 
-    def observe(self, plan: RoundPlan, taken: Sequence[int], seconds: float) -> None:
-        """Tell the bandit of a round: tokens of each row.
-
-        One with several arms teaches nothing about any.
+        A round with several arms teaches nothing about any.
         """
+        laps = stopwatch.laps
         if plan.single:
             self._bandit.observe(
-                RoundOutcome(plan.single, plan.situation, taken, seconds, plan.explored)
+                RoundOutcome(plan.single, plan.situation, taken, stopwatch.seconds, plan.explored)
             )
+        if self.budget is not None:
+            self.budget.cost.learn(nodes, laps["forward"] + laps["sample"])
+            if plan.single:
+                self.budget.spend(plan.single, laps["draft"] + laps["keep"])
 
     def serve_drafter(self, version: DrafterVersion) -> None:
         """Draft with a new version from the next round on; the bandit tries the arms of its kind
