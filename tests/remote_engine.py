@@ -4,7 +4,6 @@ process too.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,8 @@ import zmq
 
 from paceline import errors
 from paceline.local.patience import patient
-from paceline.messages import stats_from_proto, versions_from_proto
+from paceline.local.processes import child_environment
+from paceline.messages import from_message, stats_from_proto, to_message, versions_from_proto
 from paceline.trajectory import SpeculationStats, Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -34,6 +34,7 @@ from rollout_gateway.engines.nouns import (
     PauseMode,
     PrefixStats,
     Request,
+    RoundSplit,
 )
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.engines.worker.ring import RowRing
@@ -68,10 +69,9 @@ class WorkerClient:
         self._socket.bind(address)
         self.log_path = folder / "log"
         environment = {
-            **os.environ,
+            **child_environment(),
             SPEC_VARIABLE: str(folder / "spec.json"),
             SOCKET_VARIABLE: address,
-            "PACELINE_WORKER_PARENT": str(os.getpid()),
             "OMP_NUM_THREADS": "1",
         }
         with self.log_path.open("wb") as log:
@@ -332,7 +332,7 @@ class RemoteEngine:
     def merge_evidence(self, evidence: Evidence) -> None:
         self._refresh()
         message = pb.MergeEvidence(
-            versions=self._health.versions, evidence=wire.evidence_to(evidence)
+            versions=self._health.versions, evidence=to_message(evidence, pb.BanditEvidence)
         )
         self._client.send(merge_evidence=message)
 
@@ -369,8 +369,8 @@ class RemoteEngine:
             ),
             health.rows_dropped,
             rejected_left_out=health.rejected_left_out,
-            split=wire.split_from(health.split) - wire.split_from(before.split),
-            evidence=wire.evidence_from(health.evidence),
+            split=from_message(RoundSplit, health.split) - from_message(RoundSplit, before.split),
+            evidence=from_message(Evidence, health.evidence),
             prefixes=PrefixStats(
                 *(
                     getattr(health.prefixes, counter.name) - getattr(before.prefixes, counter.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from remote_engine import chunk_from
 
 from paceline.messages import (
+    from_message,
     stats_from_proto,
     stats_to_proto,
+    to_message,
     versions_from_proto,
     versions_to_proto,
 )
@@ -127,7 +130,7 @@ def test_speculation_counters_come_back(stats: SpeculationStats) -> None:
 
 @given(every_field(Evidence))
 def test_evidence_comes_back(evidence: Evidence) -> None:
-    assert wire.evidence_from(wire.evidence_to(evidence)) == evidence
+    assert from_message(Evidence, to_message(evidence, pb.BanditEvidence)) == evidence
 
 
 @given(every_field(VersionSet))
@@ -140,8 +143,8 @@ def test_health_says_every_field_of_the_load(load: EngineLoad, versions: Version
     health = wire.health_to(load, versions)
     assert versions_from_proto(health.versions) == versions
     assert stats_from_proto(health.speculation) == load.speculation
-    assert wire.evidence_from(health.evidence) == load.evidence
-    assert wire.split_from(health.split) == load.split
+    assert from_message(Evidence, health.evidence) == load.evidence
+    assert from_message(RoundSplit, health.split) == load.split
     assert by_name(health.prefixes, PrefixStats) == load.prefixes
     assert tuple(by_name(one, ArmReport) for one in health.arms) == load.arms
     structures = {"speculation", "evidence", "split", "prefixes", "arms"}
@@ -149,12 +152,10 @@ def test_health_says_every_field_of_the_load(load: EngineLoad, versions: Version
         assert getattr(health, name) == getattr(load, name), name
 
 
-@given(every_field(EngineInfo, rows=every_field(RowLayout)), U32, U32, every_field(VersionSet))
-def test_ready_says_every_fact(
-    info: EngineInfo, index: int, pid: int, versions: VersionSet
-) -> None:
-    ready = wire.ready_to(info, index, pid, versions, "hash")
-    assert (ready.worker_index, ready.pid, ready.lm_head_hash) == (index, pid, "hash")
+@given(every_field(EngineInfo, rows=every_field(RowLayout)), U32, every_field(VersionSet))
+def test_ready_says_every_fact(info: EngineInfo, index: int, versions: VersionSet) -> None:
+    ready = wire.ready_to(info, index, versions, "hash")
+    assert (ready.worker_index, ready.pid, ready.lm_head_hash) == (index, os.getpid(), "hash")
     assert versions_from_proto(ready.versions) == versions
     again = EngineInfo(
         ready.vocab_size,
@@ -170,7 +171,7 @@ def test_ready_says_every_fact(
 
 @given(every_field(RoundSplit))
 def test_a_round_split_comes_back(split: RoundSplit) -> None:
-    assert wire.split_from(wire.split_to(split)) == split
+    assert from_message(RoundSplit, to_message(split, pb.RoundSplit)) == split
 
 
 def by_name(message: Any, kind: type[Any]) -> Any:

@@ -149,10 +149,10 @@ class RoundCosts:
         """
         for arm, cost in round_costs.items():
             found = read_arm(arm)
-            if found is None or found.topk != 1 or cost <= 0:
+            if found is None or found.shape.topk != 1 or cost <= 0:
                 continue
-            if 1 <= found.steps <= self._config.draft_steps:
-                self._measured.setdefault(found.speculator, {})[found.steps] = cost
+            if 1 <= found.shape.steps <= self._config.draft_steps:
+                self._measured.setdefault(found.speculator, {})[found.shape.steps] = cost
 
     def table(self, kinds: Collection[str]) -> tuple[dict[str, dict[int, float]], bool]:
         """Costs of every kind by number of drafts, and whether they are measured.

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline.messages import versions_from_proto, versions_to_proto
+from paceline.messages import from_message, to_message, versions_from_proto, versions_to_proto
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
-from rollout_gateway.bandits.evidence import combine
-from rollout_gateway.engines.worker import wire
+from rollout_gateway.bandits.evidence import Evidence, combine
 from rollout_gateway.workers.process import WorkerProcess
 
 
@@ -45,12 +44,12 @@ class EvidenceExchange:
 
     def _tell(self, peer: WorkerProcess, versions: VersionSet, *, without: int | None) -> None:
         others = [
-            wire.evidence_from(health.evidence)
+            from_message(Evidence, health.evidence)
             for index, health in self._said.items()
             if index != without and versions_from_proto(health.versions) == versions
         ]
         if others:
-            evidence = wire.evidence_to(combine(others))
+            evidence = to_message(combine(others), pb.BanditEvidence)
             message = pb.MergeEvidence(versions=versions_to_proto(versions), evidence=evidence)
             peer.send(pb.WorkerCommand(merge_evidence=message))
 

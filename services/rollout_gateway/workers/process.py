@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.local.processes import child_environment
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.engines import find_engine
@@ -67,10 +67,9 @@ class WorkerProcess:
         self._socket.bind(address)
         threads = str(self._spec.threads)
         environment = {
-            **os.environ,
+            **child_environment(),
             SPEC_VARIABLE: str(spec_path),
             SOCKET_VARIABLE: address,
-            "PACELINE_WORKER_PARENT": str(os.getpid()),
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OPENBLAS_NUM_THREADS": threads,

@@ -42,8 +42,8 @@ def family_and_steps(arm: str, *, shared: bool = True) -> tuple[str, int]:
             seen=arm,
             allowed="off or <speculator>:<steps>_<topk>_<n>",
         )
-    family = f"{found.speculator}:1" if shared and found.topk == 1 else arm
-    return family, found.steps
+    family = f"{found.speculator}:1" if shared and found.shape.topk == 1 else arm
+    return family, found.shape.steps
 
 
 def lay_out(

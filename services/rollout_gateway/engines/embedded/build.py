@@ -42,7 +42,7 @@ def build_embedded(spec: EmbeddedSpec, sink: RowSink | None = None) -> Engine:
     torch.set_num_threads(spec.threads)
     model_dir = Path(spec.model_dir)
     config = read_config(model_dir)
-    admission = Admission(config, model_dir, spec.max_sequence_tokens)
+    admission = Admission.of_model(config, model_dir, spec.max_sequence_tokens)
     inner = row_layout(model_dir, (spec.drafter, *spec.more_drafters), spec.capture_inner).inner
     kinds = engine_kinds(spec)
     arms = engine_arms(spec, kinds)

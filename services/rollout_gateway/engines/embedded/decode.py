@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.models.cache import cache_rows
 from paceline.models.decoder import Block, forward_hidden, head_logits, make_block
 from paceline.models.sampling import DrawParams, top_alternatives
-from paceline.trajectory import SpeculationStats
 from rollout_gateway.engines.embedded.capture import Capture, CapturedRows, sequence_rows
 from rollout_gateway.engines.embedded.grammars import Grammars
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -29,6 +28,7 @@ from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.embedded.verify import Verdict, verify
 from rollout_gateway.engines.embedded.weights import EngineWeights
 from rollout_gateway.engines.nouns import RoundSplit
+from rollout_gateway.engines.requests.draws import DrawTable
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
@@ -78,11 +78,10 @@ class Decoder:
         self._capture = capture
         self._penalties = Penalties()
         self._grammars = grammars
-        self._params: tuple[tuple[int, ...], DrawParams] | None = None
+        self._draws = DrawTable()
         self._stopwatch = stopwatch
         self._rounds = self._nodes = 0
         self.tokens_emitted = 0
-        self.stats = SpeculationStats()
 
     def round(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], *, draining: bool
@@ -96,7 +95,8 @@ class Decoder:
         parts = speculation.parts(plan, slots, rows, self._store)
         stopwatch.start()
         places = self._places(slots, rows)
-        params = self._row_params(rows)
+        sampling = [sequence.request.sampling for sequence in rows]
+        params = self._draws.params(tuple(map(id, rows)), sampling, places[0].device)
         nodes, parts = speculation.draft(parts, self._store.token_ids[places][:, None], params)
         stopwatch.lap("draft")
         one = self._forward(rows, slots, places, nodes, parts)
@@ -120,7 +120,7 @@ class Decoder:
 
     def changed(self, ended: Sequence[RunningSequence]) -> None:
         """Other rows run than in the round before: these have ended."""
-        self._params = None
+        self._draws = DrawTable()
         self._penalties.drop(ended)
         self._grammars.drop(ended)
 
@@ -165,21 +165,6 @@ class Decoder:
         )
         return None if whole is None else nodes.compute(whole)
 
-    def _row_params(self, rows: Sequence[RunningSequence]) -> DrawParams:
-        key = tuple(id(sequence) for sequence in rows)
-        if self._params is None or self._params[0] != key:
-            sampling = [sequence.request.sampling for sequence in rows]
-            params = DrawParams.of(
-                [one.seed for one in sampling],
-                [one.temperature for one in sampling],
-                top_k=[one.top_k for one in sampling],
-                top_p=[one.top_p for one in sampling],
-                min_p=[one.min_p for one in sampling],
-                device=self._store.token_ids.device,
-            )
-            self._params = (key, params)
-        return self._params[1]
-
     def _verify(self, one: Round, params: DrawParams) -> Verdict:
         """By the rule the engine was built with; params: B rows."""
         nodes, logits, positions = one.nodes, one.logits, one.positions + 1
@@ -214,22 +199,8 @@ class Decoder:
                     path, sequence.request.sampling.temperature, wanted
                 )
             taken.append(count)
-        self._count(drafted, taken)
-        return taken
-
-    def _count(self, drafted: Sequence[int], taken: Sequence[int]) -> None:
-        pairs = [
-            (proposed, count) for proposed, count in zip(drafted, taken, strict=True) if proposed
-        ]
-        tokens = sum(count for _, count in pairs)
         self.tokens_emitted += sum(taken)
-        self.stats += SpeculationStats(
-            len(taken),
-            sum(proposed for proposed, _ in pairs),
-            tokens - len(pairs),
-            tokens,
-            len(pairs),
-        )
+        return taken
 
     def _keep(self, one: Round, verdict: Verdict, taken: Sequence[int]) -> None:
         """Tokens, states and cache of the accepted path, as if they had come one by one; rows to

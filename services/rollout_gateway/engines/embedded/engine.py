@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from paceline.errors import FailedPrecondition
-from paceline.trajectory import Target, VersionSet
+from paceline.trajectory import SpeculationStats, Target, VersionSet
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.decode import Decoder
@@ -67,6 +67,7 @@ class EmbeddedEngine:
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops
+        self._ended = SpeculationStats()
         self._paused = False
 
     # ---- the round
@@ -113,6 +114,7 @@ class EmbeddedEngine:
         rows = [self._scheduler.running[slot] for slot in slots]
         self._speculation.ended(slots, rows, self._store)
         self._decoder.changed(ended)
+        self._ended = sum((sequence.speculation for sequence in ended), self._ended)
         for slot, sequence in zip(slots, rows, strict=True):
             self._prefixes.retain(slot, sequence)
         moves, freed = self._scheduler.remove(ended)
@@ -202,7 +204,7 @@ class EmbeddedEngine:
 
     def merge_evidence(self, evidence: Evidence) -> None:
         """See Engine.merge_evidence."""
-        self._speculation.merge(evidence)
+        self._speculation.bandit.merge(evidence)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """See Engine.release_memory."""
@@ -260,14 +262,17 @@ class EmbeddedEngine:
     @property
     def load(self) -> EngineLoad:
         """See Engine.load."""
+        bandit = self._speculation.bandit
         return EngineLoad(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             tokens_emitted=self._decoder.tokens_emitted,
             busy_s=self._busy.totals["step"],
-            speculation=self._decoder.stats,
-            arms=self._speculation.reports(),
-            evidence=self._speculation.evidence(),
+            speculation=sum(
+                (sequence.speculation for sequence in self._scheduler.running), self._ended
+            ),
+            arms=tuple(bandit.reports()),
+            evidence=bandit.snapshot(),
             rows_dropped=self._capture.rows_dropped,
             rejected_left_out=self._capture.rejected_left_out,
             split=self._decoder.split,

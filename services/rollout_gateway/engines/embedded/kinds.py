@@ -19,7 +19,7 @@ from paceline.speculators.kinds import (
     kind_of_checkpoint,
 )
 from paceline.speculators.loading import net_of
-from rollout_gateway.engines.embedded.arms import Arm, parse_arm
+from rollout_gateway.engines.embedded.arms import Arm, embedded_arm
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 
@@ -96,4 +96,4 @@ def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
     chains_only = spec.verification == "rejection"
     wanted = (OFF, *(name for name in names if name != OFF))
-    return {name: parse_arm(name, tuple(speculators), chains_only=chains_only) for name in wanted}
+    return {name: embedded_arm(name, speculators, chains_only=chains_only) for name in wanted}

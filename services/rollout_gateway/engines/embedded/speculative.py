@@ -18,8 +18,7 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators.base import DraftBatch, Drafts, Speculator
 from paceline.trajectory import Target
-from rollout_gateway.bandits import CostSample, RoundOutcome, RowFacts, Situation, build_bandit
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from rollout_gateway.bandits import CostSample, RoundOutcome, Situation, build_bandit
 from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
@@ -29,6 +28,7 @@ from rollout_gateway.engines.embedded.sampled import ChainSampler, draft_probs
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.embedded.verify import Verdict
+from rollout_gateway.engines.requests.arms import check_arm, situation_of
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -71,7 +71,7 @@ class Speculation:
         # a shorter is not.
         settings = spec.bandit.model_copy(update={"share_positions": not spec.verify_budget})
         self._build_bandit = lambda: build_bandit(settings, tuple(arms), spec.seed)
-        self._bandit = self._build_bandit()
+        self.bandit = self._build_bandit()
         self._most_rows = spec.speculate_rows or spec.max_batch
         self.rejection = spec.verification == "rejection"
         # Drafts that were drawn may not be left out afterwards: that would bias what is emitted.
@@ -86,8 +86,7 @@ class Speculation:
 
     def check_arm(self, name: str) -> None:
         """Raises InvalidInput for an arm that is not served, now or at all; empty is fine."""
-        if name and name not in self.arms:
-            raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
+        check_arm(name, self.arms)
         if name and name not in self.served:
             message = "no drafter of this arm's kind is committed; it rests"
             raise InvalidInput(message, seen=name, allowed=", ".join(self.served))
@@ -100,8 +99,7 @@ class Speculation:
         asked and nothing is drafted; from one round to the next, either way, since nothing is lost
         by drafting or not.
         """
-        facts = [RowFacts(one.request.request_id, len(one.tokens), one.token_limit) for one in rows]
-        situation = Situation(facts, max(one.length for one in rows), draining)
+        situation = situation_of(rows, draining=draining)
         if self.forced:
             arm = self.forced if self.forced in self.served else OFF
             return RoundPlan({arm: list(range(len(rows)))}, situation)
@@ -116,7 +114,7 @@ class Speculation:
         if len(rows) > self._most_rows:
             arms.setdefault(OFF, []).extend(free)
             return RoundPlan(arms, situation)
-        choice = self._bandit.choose_among(situation, self.served)
+        choice = self.bandit.choose_among(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
         return RoundPlan(arms, situation, choice.explored)
 
@@ -201,7 +199,7 @@ class Speculation:
         """
         laps = stopwatch.laps
         if plan.single:
-            self._bandit.observe(
+            self.bandit.observe(
                 RoundOutcome(plan.single, plan.situation, taken, stopwatch.seconds, plan.explored)
             )
         if self.budget is not None:
@@ -217,21 +215,17 @@ class Speculation:
         self.served = self._served()
         if self.budget is not None:
             self.budget.forget(version.kind)
-        self._bandit.forget(
+        self.bandit.forget(
             {arm.name for arm in self.arms.values() if arm.speculator == version.kind},
             Target.DRAFTER,
         )
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Begin with a bandit that knows these costs and nothing of the rounds that gave them."""
-        self._bandit = self._build_bandit()
-        self._bandit.prime(costs)
+        self.bandit = self._build_bandit()
+        self.bandit.prime(costs)
         self.drafters.flush()
         self.measuring = False
-
-    def reports(self) -> tuple[ArmReport, ...]:
-        """Statistics of the arms."""
-        return tuple(self._bandit.reports())
 
     def ended(
         self, slots: Sequence[int], rows: Sequence[RunningSequence], store: SlotStore
@@ -239,18 +233,10 @@ class Speculation:
         """These sequences are complete; speculators that learn from text read them."""
         self.drafters.ended(_draft_batch(slots, rows, store))
 
-    def evidence(self) -> Evidence:
-        """What the bandit has learned, for other engines."""
-        return self._bandit.snapshot()
-
-    def merge(self, evidence: Evidence) -> None:
-        """What other engines have learned."""
-        self._bandit.merge(evidence)
-
     def bind(self, target: DecoderWeights) -> None:
         """Draft for new target weights; the bandit looks again how much they accept."""
         self.drafters.bind(target)
-        self._bandit.forget(
+        self.bandit.forget(
             {arm.name for arm in self.arms.values() if arm.speculator}, Target.POLICY
         )
 

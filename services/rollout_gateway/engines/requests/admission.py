@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -16,18 +17,33 @@ from rollout_gateway.engines.sampling import check_prompt, check_sampling
 class Admission:
     """Turns requests into sequences."""
 
-    def __init__(self, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> None:
-        self.max_sequence_tokens = min(max_sequence_tokens, config.max_position_embeddings)
-        self._config = config
-        self._tokenizer_path = model_dir / "tokenizer.json"
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        tokenizer: Path,
+        max_sequence_tokens: int,
+    ) -> None:
+        """tokenizer: a tokenizer.json, which stop strings need."""
+        self.max_sequence_tokens = max_sequence_tokens
+        self._vocab_size = vocab_size
+        self._eos = eos_token_ids
+        self._tokenizer_path = tokenizer
         self._tokenizer: Tokenizer | None = None
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, model_dir: Path, max_sequence_tokens: int) -> Admission:
+        """To a model; no sequence is longer than its context."""
+        longest = min(max_sequence_tokens, config.max_position_embeddings)
+        tokenizer = model_dir / "tokenizer.json"
+        return cls(config.vocab_size, config.eos_token_ids, tokenizer, longest)
 
     def sequence(self, request: Request) -> RunningSequence:
         """A sequence that waits. Raises InvalidInput naming the value that cannot work."""
         prompt, sampling = request.prompt, request.sampling
-        check_prompt(prompt, self._config.vocab_size, self.max_sequence_tokens)
-        check_sampling(sampling, self._config.vocab_size)
-        eos = () if sampling.ignore_eos else self._config.eos_token_ids
+        check_prompt(prompt, self._vocab_size, self.max_sequence_tokens)
+        check_sampling(sampling, self._vocab_size)
+        eos = () if sampling.ignore_eos else self._eos
         return RunningSequence(
             request=request,
             stop_ids=frozenset((*eos, *sampling.stop_token_ids)),

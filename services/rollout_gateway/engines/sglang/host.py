@@ -10,24 +10,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import zmq
-
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.ports import free_ports
 from paceline.speculators.kinds import SGLANG
-from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.engines.sglang import VERSIONS
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 from rollout_gateway.engines.sglang.spec import SGLangSpec
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.process import die_with_parent
+from rollout_gateway.engines.worker.peer import Peer
+from rollout_gateway.engines.worker.process import begin
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, SPEC_VARIABLE, WorkerSpec
 
 CPU_KERNELS = Path(__file__).parents[2] / "testing" / "cpu_kernels"
@@ -195,25 +191,9 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
     engine.shutdown()
 
 
-def fail(error: PacelineError) -> int:
-    """Tell the gateway why there is no engine."""
-    context = zmq.Context()
-    peer = context.socket(zmq.DEALER)
-    peer.setsockopt(zmq.LINGER, 2000)
-    peer.connect(os.environ[SOCKET_VARIABLE])
-    failed = wire.failed_to(error)
-    peer.send(pb.WorkerEvent(failed=failed).SerializeToString())
-    peer.close()
-    context.term()
-    return 2
-
-
 def main() -> int:
     """Process entry; 0 after Shutdown, 2 for wrong settings."""
-    die_with_parent(int(os.environ.get("PACELINE_WORKER_PARENT", "0")))
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the gateway decides when workers end
-    worker = WorkerSpec.read(Path(os.environ[SPEC_VARIABLE]))
+    worker = begin()
     spec = SGLangSpec.model_validate(worker.engine)
     if not restarted(spec):
         return 1  # never reached: the process has been replaced
@@ -221,7 +201,10 @@ def main() -> int:
         try:
             launch(worker, Path(folder))
         except PacelineError as error:
-            return fail(error)
+            peer = Peer(os.environ[SOCKET_VARIABLE])
+            peer.fail(error)
+            peer.close()
+            return 2
     return 0
 
 

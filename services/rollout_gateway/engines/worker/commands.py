@@ -4,69 +4,99 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import assert_never
 
-from paceline.errors import InvalidInput, PacelineError
-from paceline.messages import versions_from_proto
+from paceline.errors import InternalError, InvalidInput, PacelineError
+from paceline.messages import from_message, versions_from_proto
 from paceline.v1 import engine_pb2 as pb
+from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import CommandedEngine
-from rollout_gateway.engines.nouns import Chunk, Finish
+from rollout_gateway.engines.nouns import Chunk, Finish, MemoryTag
 from rollout_gateway.engines.worker import wire
 
 Emit = Callable[[Sequence[Chunk]], object]
 """Takes chunks that leave with the next TokensEmitted."""
 
 
-def carry_out(
+def answer(
+    engine: CommandedEngine,
+    command: pb.WorkerCommand,
+    emit: Emit,
+    caught: type[Exception] = PacelineError,
+) -> pb.WorkerEvent | None:
+    """Carries out a command; returns its answer, also to one that failed.
+
+    None for commands that have no answer or no number. After Shutdown the caller ends its loop.
+    """
+    try:
+        event = _carry_out(engine, command, emit)
+    except caught as error:
+        if not isinstance(error, PacelineError):
+            error = InternalError(f"{type(error).__name__}: {error}")
+        event = pb.WorkerEvent(failed=wire.failed_to(error))
+    if event is None or not command.command_id:
+        return None
+    event.command_id = command.command_id
+    return event
+
+
+def _carry_out(
     engine: CommandedEngine, command: pb.WorkerCommand, emit: Emit
 ) -> pb.WorkerEvent | None:
-    """Does what a command says; returns its answer, None for commands that have none.
-
-    Raises what the engine raises. After Shutdown the caller ends its loop.
-    """
     match command.WhichOneof("command"):
         case "enqueue":
             for message in command.enqueue.requests:
                 emit(_enqueue(engine, message))
-            return None
         case "abort":
             emit(engine.abort(frozenset(command.abort.request_ids) or None))
-            return None
+        case "merge_evidence":
+            merged = command.merge_evidence
+            if versions_from_proto(merged.versions) == engine.versions:
+                engine.merge_evidence(from_message(Evidence, merged.evidence))
+        case "get_health":
+            return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
+        case None:
+            raise InvalidInput("a command without content", seen=command.command_id)
+        case _:
+            emit(_change(engine, command))
+            return pb.WorkerEvent(done=pb.CommandDone())
+    return None
+
+
+def _change(engine: CommandedEngine, command: pb.WorkerCommand) -> Sequence[Chunk]:
+    """What is answered once it is done; returns chunks of requests that it ended."""
+    match command.WhichOneof("command"):
         case "pause":
-            emit(engine.pause(wire.pause_mode(command.pause.mode)))
+            return engine.pause(wire.noun_of(wire.PAUSE_MODES, command.pause.mode))
         case "continue":
             engine.resume()
         case "prepare_weights":
             prepare = command.prepare_weights
-            engine.prepare_weights(wire.target(prepare.target), prepare.version, Path(prepare.path))
+            target = wire.noun_of(wire.TARGETS, prepare.target)
+            engine.prepare_weights(target, prepare.version, Path(prepare.path))
         case "commit_weights":
             commit = command.commit_weights
-            mode = wire.pause_mode(commit.mode)
-            emit(engine.commit_weights(versions_from_proto(commit.versions), mode))
+            mode = wire.noun_of(wire.PAUSE_MODES, commit.mode)
+            return engine.commit_weights(versions_from_proto(commit.versions), mode)
         case "abort_weights":
             given_up = command.abort_weights
-            engine.abort_weights(wire.target(given_up.target), given_up.version)
+            engine.abort_weights(wire.noun_of(wire.TARGETS, given_up.target), given_up.version)
         case "set_speculation":
             engine.force_arm(command.set_speculation.forced_arm)
         case "release_memory":
-            engine.release_memory(wire.memory_tags(command.release_memory.tags))
+            engine.release_memory(_tags(command.release_memory.tags))
         case "resume_memory":
-            engine.resume_memory(wire.memory_tags(command.resume_memory.tags))
+            engine.resume_memory(_tags(command.resume_memory.tags))
         case "flush_cache":
             engine.flush_cache()
-        case "merge_evidence":
-            if versions_from_proto(command.merge_evidence.versions) == engine.versions:
-                engine.merge_evidence(wire.evidence_from(command.merge_evidence.evidence))
-            return None
-        case "get_health":
-            return pb.WorkerEvent(health=wire.health_to(engine.load, engine.versions))
         case "shutdown":
-            emit(engine.abort(None))
-        case None:
-            raise InvalidInput("a command without content", seen=command.command_id)
+            return engine.abort(None)
         case unknown:
-            assert_never(unknown)
-    return pb.WorkerEvent(done=pb.CommandDone())
+            raise InvalidInput("an engine does not know this command", seen=unknown)
+    return ()
+
+
+def _tags(values: Sequence[pb.MemoryTag]) -> list[MemoryTag]:
+    return [wire.noun_of(wire.MEMORY_TAGS, value) for value in values]
 
 
 def _enqueue(engine: CommandedEngine, message: pb.EngineRequest) -> Sequence[Chunk]:

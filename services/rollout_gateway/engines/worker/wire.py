@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeVar
 
 from paceline import errors
 from paceline.errors import InvalidInput
-from paceline.messages import from_message, stats_to_proto, to_message, versions_to_proto
+from paceline.messages import shared_fields, stats_to_proto, to_message, versions_to_proto
 from paceline.trajectory import Target, VersionSet, VersionSpan
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
 from rollout_gateway.engines.nouns import (
     Chunk,
     EngineInfo,
@@ -20,81 +21,49 @@ from rollout_gateway.engines.nouns import (
     Finish,
     MemoryTag,
     PauseMode,
-    PrefixStats,
     Request,
-    RoundSplit,
     RowLayout,
 )
 from rollout_gateway.engines.sampling import UNSEEDED, Sampling
 
-FINISH = {
-    Finish.STOP: tpb.FINISH_REASON_STOP,
-    Finish.LENGTH: tpb.FINISH_REASON_LENGTH,
-    Finish.ABORT: tpb.FINISH_REASON_ABORT,
-    Finish.ERROR: tpb.FINISH_REASON_ERROR,
+E = TypeVar("E", bound=Enum)
+
+
+def _numbers(kind: type[E], wire_enum: Any, prefix: str) -> dict[Any, E]:
+    """Values of a wire enum that an engine takes, with their nouns."""
+    return {wire_enum.Value(f"{prefix}_{noun.name}"): noun for noun in kind}
+
+
+FINISH: dict[Finish, Any] = {
+    noun: tpb.FinishReason.Value(f"FINISH_REASON_{noun.name}") for noun in Finish
 }
-PAUSE_MODES = {
-    pb.PAUSE_MODE_IN_PLACE: PauseMode.IN_PLACE,
-    pb.PAUSE_MODE_RETRACT: PauseMode.RETRACT,
-    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
-}
-MEMORY_TAGS = {
-    pb.MEMORY_TAG_WEIGHTS: MemoryTag.WEIGHTS,
-    pb.MEMORY_TAG_KV_CACHE: MemoryTag.KV_CACHE,
-    pb.MEMORY_TAG_CUDA_GRAPH: MemoryTag.CUDA_GRAPH,
-}
-TARGETS = {pb.WEIGHT_TARGET_POLICY: Target.POLICY, pb.WEIGHT_TARGET_DRAFTER: Target.DRAFTER}
+PAUSE_MODES = _numbers(PauseMode, pb.PauseMode, "PAUSE_MODE")
+MEMORY_TAGS = _numbers(MemoryTag, pb.MemoryTag, "MEMORY_TAG")
+TARGETS = _numbers(Target, pb.WeightTarget, "WEIGHT_TARGET")
 
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 
 
-def pause_mode(mode: pb.PauseMode) -> PauseMode:
-    """Raises InvalidInput for unknown modes."""
-    if mode not in PAUSE_MODES:
-        raise InvalidInput(
-            "unknown pause mode", seen=int(mode), allowed=[str(known) for known in PauseMode]
-        )
-    return PAUSE_MODES[mode]
-
-
-def target(value: pb.WeightTarget) -> Target:
-    """Raises InvalidInput for targets an engine does not serve."""
-    if value not in TARGETS:
-        raise InvalidInput(
-            "an engine does not serve this target",
-            seen=int(value),
-            allowed=[str(t) for t in Target],
-        )
-    return TARGETS[value]
-
-
-def memory_tags(values: Sequence[pb.MemoryTag]) -> tuple[MemoryTag, ...]:
-    """Raises InvalidInput for unknown tags."""
-    unknown = [int(value) for value in values if value not in MEMORY_TAGS]
-    if unknown:
-        raise InvalidInput(
-            "unknown memory tag", seen=unknown, allowed=[str(tag) for tag in MemoryTag]
-        )
-    return tuple(MEMORY_TAGS[value] for value in values)
+def noun_of(nouns: Mapping[Any, E], value: int) -> E:
+    """The noun of an enum's value. Raises InvalidInput for one that no engine takes."""
+    if value not in nouns:
+        allowed = [str(noun) for noun in nouns.values()]
+        raise InvalidInput("no engine takes this value", seen=int(value), allowed=allowed)
+    return nouns[value]
 
 
 def ready_to(
-    info: EngineInfo, worker_index: int, pid: int, versions: VersionSet, head_hash: str
+    info: EngineInfo, worker_index: int, versions: VersionSet, head_hash: str
 ) -> pb.WorkerReady:
     return pb.WorkerReady(
         worker_index=worker_index,
-        pid=pid,
+        pid=os.getpid(),
         versions=versions_to_proto(versions),
-        vocab_size=info.vocab_size,
-        hidden_size=info.hidden_size,
-        max_sequence_tokens=info.max_sequence_tokens,
-        arms=info.arms,
-        capabilities=sorted(info.capabilities),
         lm_head_hash=head_hash,
         row_width=info.rows.width,
         row_layers=info.rows.layers,
         row_convention=info.rows.convention,
-        device_tflops=info.device_tflops,
+        **shared_fields(info, pb.WorkerReady) | {"capabilities": sorted(info.capabilities)},
     )
 
 
@@ -181,10 +150,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
         request_id=chunk.request_id,
         token_ids=chunk.token_ids,
         behavior_logprobs=chunk.behavior_logprobs,
-        version_spans=[
-            tpb.VersionSpan(start=s.start, end=s.end, policy_version=s.policy_version)
-            for s in chunk.version_spans
-        ],
+        version_spans=[to_message(span, tpb.VersionSpan) for span in chunk.version_spans],
         top_logprobs=[
             pb.TopLogprobs(token_ids=[t for t, _ in row], logprobs=[p for _, p in row])
             for row in chunk.top_logprobs
@@ -201,42 +167,7 @@ def chunk_to(chunk: Chunk) -> pb.TokenChunk:
     return message
 
 
-def arm_to(report: ArmReport) -> pb.ArmStats:
-    return to_message(report, pb.ArmStats)
-
-
-def evidence_to(evidence: Evidence) -> pb.BanditEvidence:
-    return to_message(evidence, pb.BanditEvidence)
-
-
-def evidence_from(message: pb.BanditEvidence) -> Evidence:
-    return from_message(Evidence, message)
-
-
-def split_to(split: RoundSplit) -> pb.RoundSplit:
-    return to_message(split, pb.RoundSplit)
-
-
-def split_from(message: pb.RoundSplit) -> RoundSplit:
-    return from_message(RoundSplit, message)
-
-
-def prefixes_to(stats: PrefixStats) -> pb.PrefixStats:
-    return to_message(stats, pb.PrefixStats)
-
-
 def health_to(load: EngineLoad, versions: VersionSet) -> pb.WorkerHealth:
-    return pb.WorkerHealth(
-        running=load.running,
-        waiting=load.waiting,
-        versions=versions_to_proto(versions),
-        tokens_emitted=load.tokens_emitted,
-        busy_s=load.busy_s,
-        speculation=stats_to_proto(load.speculation),
-        arms=[arm_to(report) for report in load.arms],
-        rows_dropped=load.rows_dropped,
-        rejected_left_out=load.rejected_left_out,
-        evidence=evidence_to(load.evidence),
-        prefixes=prefixes_to(load.prefixes),
-        split=split_to(load.split),
-    )
+    health = to_message(load, pb.WorkerHealth)
+    health.versions.CopyFrom(versions_to_proto(versions))
+    return health

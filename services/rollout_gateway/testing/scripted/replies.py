@@ -39,7 +39,8 @@ class Script:
     Raises ConfigError when replies have no tokenizer, InvalidInput for foreign tokens.
     """
 
-    def __init__(self, spec: ScriptedSpec, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, spec: ScriptedSpec) -> None:
+        tokenizer = Tokenizer.from_file(spec.tokenizer) if spec.tokenizer else None
         if spec.replies and tokenizer is None:
             raise ConfigError(
                 "replies need the setting `tokenizer`",

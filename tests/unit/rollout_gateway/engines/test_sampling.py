@@ -57,7 +57,7 @@ def asked(name: str, value: float) -> Request:
 
 
 def at_an_engine_with_a_model(name: str, value: float) -> None:
-    Admission(read_config(DEMO), DEMO, 64).sequence(asked(name, value))
+    Admission.of_model(read_config(DEMO), DEMO, 64).sequence(asked(name, value))
 
 
 def at_the_scripted_engine(name: str, value: float) -> None:
@@ -101,7 +101,7 @@ def test_every_door_refuses_the_same_bias(bias: dict[int, float]) -> None:
         check_request(READY, [5], Sampling(1, 1, logit_bias=tuple(bias.items())))
     request = Request(1, (5,), Sampling(1, 1, logit_bias=tuple(bias.items())))
     for enqueue in (
-        Admission(read_config(DEMO), DEMO, 64).sequence,
+        Admission.of_model(read_config(DEMO), DEMO, 64).sequence,
         build_scripted(ScriptedSpec(vocab_size=320)).enqueue,
     ):
         with pytest.raises(InvalidInput, match="logit_bias"):

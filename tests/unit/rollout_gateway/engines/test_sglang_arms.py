@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from paceline.arm_names import OFF, ROOT, TreeSize
 from paceline.errors import ConfigError, InvalidInput
 from paceline.trajectory import Target
 from rollout_gateway.bandits import BanditSettings
@@ -17,12 +18,8 @@ from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.arms import (
-    OFF,
-    ROOT,
     ArmChooser,
-    TreeSize,
     first_nodes,
-    parse_arm,
     parse_arms,
     taken_tokens,
 )
@@ -41,7 +38,7 @@ def tracked(forced_arm: str = "", drafter: int = 0) -> Tracked:
 
 
 def pulls(chooser: ArmChooser) -> dict[str, int]:
-    return {report.arm: report.pulls for report in chooser.reports()}
+    return {report.arm: report.pulls for report in chooser.bandit.reports()}
 
 
 def play(chooser: ArmChooser, rounds: int, *rows: Tracked | None, drafter: int = 0) -> list[str]:
@@ -58,12 +55,13 @@ def play(chooser: ArmChooser, rounds: int, *rows: Tracked | None, drafter: int =
 
 
 def test_an_arm_is_speculator_steps_topk_and_nodes() -> None:
-    arm = parse_arm("eagle3:8_4_48")
+    arm = parse_arms(("off", "eagle3:8_4_48"))["eagle3:8_4_48"]
     assert (arm.speculator, arm.shape, arm.drafted) == ("eagle3", TreeSize(8, 4, 48), 47)
 
 
 def test_off_is_the_root_alone() -> None:
-    assert (parse_arm(OFF).shape, parse_arm(OFF).drafted) == (ROOT, 0)
+    arm = parse_arms((OFF,))[OFF]
+    assert (arm.shape, arm.drafted) == (ROOT, 0)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_off_is_the_root_alone() -> None:
 )
 def test_what_sglang_cannot_run_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_arm(name)
+        parse_arms(("off", name))
     assert refused.value.seen == name
     assert refused.value.allowed
 
@@ -204,7 +202,7 @@ def test_a_new_drafter_leaves_what_is_known_of_off() -> None:
     play(chooser, 60, tracked())
     chooser.forget(Target.DRAFTER)
     chooser.choose("", [tracked(drafter=1)], 1)
-    rates = {report.arm: report.mean_tokens_per_s for report in chooser.reports()}
+    rates = {report.arm: report.mean_tokens_per_s for report in chooser.bandit.reports()}
     assert rates["off"] > 0
     assert rates["eagle:3_1_4"] == rates["eagle:4_3_12"] == 0
 

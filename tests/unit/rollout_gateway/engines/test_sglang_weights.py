@@ -43,7 +43,7 @@ def test_what_would_kill_sglang_or_be_ignored_is_refused_by_name(
     with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
         weights.prepare(target, 1, tmp_path)
     with pytest.raises(WeightsError, match="not prepared"):
-        weights.changes(VersionSet(1, 1, 1))
+        weights.prepared.changes(VersionSet(1, 1, 1))
 
 
 def test_a_drafter_never_carries_what_it_shares_with_the_target(
@@ -53,4 +53,4 @@ def test_a_drafter_never_carries_what_it_shares_with_the_target(
     shared = {name: torch.zeros(320, 128) for name in ("embed_tokens.weight", "lm_head.weight")}
     save_file({**tensors, **shared}, tmp_path / "model.safetensors")
     weights.prepare(Target.DRAFTER, 4, tmp_path)
-    assert weights.changes(VersionSet(1, 0, 4))[Target.DRAFTER].keys() == tensors.keys()
+    assert weights.prepared.changes(VersionSet(1, 0, 4))[Target.DRAFTER].keys() == tensors.keys()

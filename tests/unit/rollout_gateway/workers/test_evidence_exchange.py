@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.messages import from_message, to_message
 from paceline.trajectory import VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.bandits.evidence import AcceptanceEvidence, CostEvidence, Evidence, combine
-from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.evidence_exchange import EvidenceExchange
 
 numbers = st.floats(0, 1e6, allow_nan=False)
@@ -64,7 +64,9 @@ class Worker:
 def health(trials: float, seq: int = 3) -> pb.WorkerHealth:
     known = AcceptanceEvidence("eagle:1", 1, (trials / 2,), (trials,))
     versions = tpb.VersionSet(seq=seq, policy=seq, drafter=1)
-    return pb.WorkerHealth(versions=versions, evidence=wire.evidence_to(Evidence((known,))))
+    return pb.WorkerHealth(
+        versions=versions, evidence=to_message(Evidence((known,)), pb.BanditEvidence)
+    )
 
 
 def test_each_worker_hears_the_sum_of_the_others() -> None:
@@ -115,8 +117,10 @@ def test_bandits_that_do_not_share_cause_no_messages() -> None:
 
 @given(evidences)
 def test_evidence_survives_the_wire(evidence: Evidence) -> None:
-    message = pb.BanditEvidence.FromString(wire.evidence_to(evidence).SerializeToString())
-    assert wire.evidence_from(message) == evidence
+    message = pb.BanditEvidence.FromString(
+        to_message(evidence, pb.BanditEvidence).SerializeToString()
+    )
+    assert from_message(Evidence, message) == evidence
 
 
 @given(st.lists(evidences, max_size=4))

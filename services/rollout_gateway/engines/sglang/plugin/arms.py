@@ -17,92 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.arm_names import OFF, read_arm
-from paceline.errors import ConfigError, InvalidInput
-from paceline.speculators.kinds import SGLANG, SPECULATORS
+from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
+from paceline.errors import ConfigError
+from paceline.speculators.kinds import SGLANG
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings, RoundOutcome, RowFacts, Situation, build_bandit
+from rollout_gateway.bandits import BanditSettings, RoundOutcome, Situation, build_bandit
 from rollout_gateway.bandits.base import group_of
-from rollout_gateway.bandits.evidence import ArmReport, Evidence
+from rollout_gateway.engines.requests.arms import check_arm, situation_of
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
 
-@dataclass(frozen=True, slots=True)
-class TreeSize:
-    """A draft tree as SGLang counts it."""
-
-    steps: int  # levels below the root
-    topk: int  # children per node that drafting keeps
-    draft_tokens: int  # nodes verified, the root included
-
-    @property
-    def capacity(self) -> int:
-        """Most nodes a tree of these steps and topk can have, the root included."""
-        return 1 + self.topk + max(self.steps - 1, 0) * self.topk**2
-
-
-ROOT = TreeSize(steps=0, topk=1, draft_tokens=1)
-"""The shape of `off`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SGLangArm:
-    """One way to draft."""
-
-    name: str
-    speculator: str  # empty: off
-    shape: TreeSize
-
-    @property
-    def trained(self) -> bool:
-        """Whether its drafter has weights."""
-        return bool(self.speculator) and SPECULATORS[self.speculator].trained
-
-    @property
-    def drafted(self) -> int:
-        """Tokens proposed to each row of a round."""
-        return self.shape.draft_tokens - 1
-
-
-def parse_arm(name: str) -> SGLangArm:
-    """An arm from its name. Raises ConfigError for what SGLang cannot run."""
-    if name == OFF:
-        return SGLangArm(OFF, "", ROOT)
-    found = read_arm(name)
-    if found is None or found.speculator not in SGLANG:
-        allowed = f"{OFF} or <{' | '.join(SGLANG)}>:<steps>_<topk>_<draft tokens>"
-        raise ConfigError("not an arm of SGLang", seen=name, allowed=allowed)
-    shape = TreeSize(found.steps, found.topk, found.draft_tokens)
-    if shape.steps < 1 or shape.topk < 1:
-        raise ConfigError(
-            "an arm that drafts needs a step and a child",
-            seen=name,
-            allowed="steps and topk from 1 on",
-        )
-    if shape.topk == 1 and shape.draft_tokens != shape.steps + 1:
-        raise ConfigError(
-            "a chain has as many nodes as steps and root",
-            seen=name,
-            allowed=f"{shape.steps + 1} tokens",
-        )
-    if shape.topk != 1 and not SGLANG[found.speculator].trees:
-        # SGLang's n-gram tree has no width: nodes alone bound it, so its depth is at most draft
-        # tokens - 1.
-        raise ConfigError(
-            f"an {found.speculator} arm is a number of tokens",
-            seen=name,
-            allowed="topk 1, steps + 1 draft tokens",
-        )
-    if not 2 <= shape.draft_tokens <= shape.capacity:
-        raise ConfigError(
-            "no tree has so many nodes", seen=name, allowed=f"2 to {shape.capacity} draft tokens"
-        )
-    return SGLangArm(name, found.speculator, shape)
-
-
-def parse_arms(names: Sequence[str]) -> dict[str, SGLangArm]:
+def parse_arms(names: Sequence[str]) -> dict[str, ArmName]:
     """Arms by name. Raises ConfigError when one SGLang process cannot serve them together."""
-    arms = {name: parse_arm(name) for name in names}
+    served = {name: support.trees for name, support in SGLANG.items()}
+    arms = {name: parse_arm(name, served) for name in names}
     if not names or names[0] != OFF or len(arms) != len(names):
         raise ConfigError(
             "arms begin with off and none comes twice", seen=", ".join(names), allowed=f"{OFF}, ..."
@@ -121,7 +49,7 @@ def parse_arms(names: Sequence[str]) -> dict[str, SGLangArm]:
 class ChosenArm:
     """The arm of a round."""
 
-    arm: SGLangArm
+    arm: ArmName
     explored: bool
     teaches: bool  # false: the bandit is not told how the round went
     era: int  # drafters that had served when it was chosen
@@ -134,7 +62,7 @@ class ArmChooser:
     def __init__(self, names: Sequence[str], bandit: BanditSettings, seed: int) -> None:
         self.arms = parse_arms(names)
         self.forced = ""
-        self._bandit = build_bandit(bandit, tuple(names), seed)
+        self.bandit = build_bandit(bandit, tuple(names), seed)
         self._groups = bandit.groups
         self._warm: set[tuple[str, int]] = set()
         self._era = 0  # drafters that have served
@@ -150,14 +78,9 @@ class ArmChooser:
             max(shape.draft_tokens for shape in shapes),
         )
 
-    def check(self, name: str) -> None:
-        """Raises InvalidInput for an arm that is not served; empty is fine."""
-        if name and name not in self.arms:
-            raise InvalidInput("unknown arm", seen=name, allowed=", ".join(self.arms))
-
     def force(self, name: str) -> None:
         """One arm for all requests; "" gives the choice back to the bandit. Raises InvalidInput."""
-        self.check(name)
+        check_arm(name, self.arms)
         self.forced = name
 
     def choose(
@@ -177,13 +100,14 @@ class ArmChooser:
         """
         fresh = all(one is None or one.drafter_version == drafter for one in tracked)
         if fresh and self._learned_era < self._era:
-            self._bandit.forget(self._drafting, Target.DRAFTER)
+            self.bandit.forget(self._drafting, Target.DRAFTER)
             self._learned_era = self._era
-        situation = situation_of(tracked, draining=draining)
+        sequences = [one.sequence if one is not None else None for one in tracked]
+        situation = situation_of(sequences, draining=draining)
         name = forced or asked_arm(tracked)
         if name:
             return ChosenArm(self.arms[name], False, fresh, self._era, situation)
-        choice = self._bandit.choose(situation)
+        choice = self.bandit.choose(situation)
         return ChosenArm(self.arms[choice.arm], choice.explored, fresh, self._era, situation)
 
     def observe(self, plan: ChosenArm, taken: Sequence[int], seconds: float) -> None:
@@ -199,7 +123,7 @@ class ArmChooser:
         if key not in self._warm:
             self._warm.add(key)
             return
-        self._bandit.observe(
+        self.bandit.observe(
             RoundOutcome(plan.arm.name, plan.situation, taken, seconds, plan.explored)
         )
 
@@ -211,38 +135,11 @@ class ArmChooser:
         if changed is Target.DRAFTER:
             self._era += 1
         else:
-            self._bandit.forget(self._drafting, Target.POLICY)
+            self.bandit.forget(self._drafting, Target.POLICY)
 
     @property
     def _drafting(self) -> set[str]:
         return {arm.name for arm in self.arms.values() if arm.speculator}
-
-    def evidence(self) -> Evidence:
-        """What the bandit has learned, for other engines."""
-        return self._bandit.snapshot()
-
-    def merge(self, evidence: Evidence) -> None:
-        """What other engines have learned."""
-        self._bandit.merge(evidence)
-
-    def reports(self) -> tuple[ArmReport, ...]:
-        """Statistics of the arms."""
-        return tuple(self._bandit.reports())
-
-
-def situation_of(tracked: Sequence[Tracked | None], *, draining: bool) -> Situation:
-    """What the bandit is told of a batch.
-
-    A request that is not ours (SGLang's own warm-up) has no facts: id -1.
-    """
-    rows = [
-        RowFacts(one.request.request_id, len(one.sequence.tokens), one.sequence.token_limit)
-        if one is not None
-        else RowFacts(-1, 0, 1)
-        for one in tracked
-    ]
-    context = max((one.sequence.length for one in tracked if one is not None), default=1)
-    return Situation(rows, context, draining)
 
 
 def asked_arm(tracked: Sequence[Tracked | None]) -> str:

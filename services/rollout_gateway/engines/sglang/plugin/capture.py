@@ -9,7 +9,7 @@ owns neither the ring nor which requests are captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,12 +19,11 @@ from paceline.errors import ConfigError
 from paceline.models.inner_layers import INNER_STATES
 from paceline.models.loading import DTYPES
 from paceline.telemetry import get_logger
-from paceline.trajectory import VersionSet
-from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
-from rollout_gateway.engines.sglang.plugin.tracked import Tracked
-from rollout_gateway.engines.sglang.spec import SGLangSpec
+
+if TYPE_CHECKING:
+    from rollout_gateway.engines.sglang.plugin.process import Plugin
 
 _TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
 # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
@@ -33,39 +32,10 @@ _ROWS = "paceline_rows"
 log = get_logger(__name__)
 
 
-class CapturingPlugin(Protocol):
-    """What the hooks here need of plugin/process.py's Plugin."""
-
-    slot_rows: SlotRows | None
-    rows_invalid: int  # rows whose stamps did not fit, so they were not written
-
-    @property
-    def spec(self) -> SGLangSpec: ...
-    @property
-    def scheduler(self) -> Any: ...
-    @property
-    def rank(self) -> int:
-        """Tensor-parallel rank; hidden rows are the same in all of them, so rank 0 alone keeps
-        them.
-        """
-        ...
-
-    @property
-    def versions(self) -> VersionSet: ...
-    @property
-    def ring(self) -> RowSink | None: ...
-    @property
-    def rows(self) -> RowLayout | None:
-        """What is captured, the same in every rank; None: nothing is, ever."""
-        ...
-
-    def tracked(self, rid: str) -> Tracked | None: ...
-
-
 # ---- what is captured
 
 
-def start(plugin: CapturingPlugin) -> None:
+def start(plugin: Plugin) -> None:
     """Set up the rows of rank 0 once the scheduler has its KV pool.
 
     Raises ConfigError when the model captures other layers than declared, or has no room for the
@@ -97,7 +67,7 @@ def start(plugin: CapturingPlugin) -> None:
 # ---- rows in
 
 
-def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
+def full_rows(plugin: Plugin, original: Callable[[], Any]) -> Any:
     """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever
     requests ask for.
 
@@ -110,7 +80,7 @@ def full_rows(plugin: CapturingPlugin, original: Callable[[], Any]) -> Any:
     return CaptureHiddenMode.FULL
 
 
-def model_loaded(plugin: CapturingPlugin, result: None, runner: Any) -> None:
+def model_loaded(plugin: Plugin, result: None, runner: Any) -> None:
     """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates
     with.
     """
@@ -121,7 +91,7 @@ def model_loaded(plugin: CapturingPlugin, result: None, runner: Any) -> None:
 
 
 def add_last(
-    plugin: CapturingPlugin,
+    plugin: Plugin,
     original: Callable[..., Any],
     processor: Any,
     input_ids: Any,
@@ -151,7 +121,7 @@ def add_last(
 
 
 def forwarded(
-    plugin: CapturingPlugin,
+    plugin: Plugin,
     original: Callable[..., Any],
     runner: Any,
     forward_batch: Any,
@@ -183,7 +153,7 @@ def forwarded(
 
 
 def verified(
-    plugin: CapturingPlugin,
+    plugin: Plugin,
     verify_input: Any,
     batch: Any,
     logits_output: Any,
@@ -233,7 +203,7 @@ def _rows_of(logits_output: Any) -> Tensor | None:
 # ---- rows out
 
 
-def released(plugin: CapturingPlugin, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def released(plugin: Plugin, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are
     still its own.
 
@@ -257,14 +227,14 @@ def released(plugin: CapturingPlugin, req: Any, tree_cache: Any, is_insert: bool
     drain(plugin)
 
 
-def drain(plugin: CapturingPlugin) -> None:
+def drain(plugin: Plugin) -> None:
     """Write what has arrived on the host to the ring. Never waits; call it between rounds."""
     stored = plugin.slot_rows
     while stored is not None and stored.leaving and stored.leaving[0].gathered.done:
         _write(plugin, stored.leaving.popleft())
 
 
-def on_their_way(plugin: CapturingPlugin, request_id: int) -> bool:
+def on_their_way(plugin: Plugin, request_id: int) -> bool:
     """True while rows of this request are not in the ring yet: its last chunk must not be told
     before.
     """
@@ -273,7 +243,7 @@ def on_their_way(plugin: CapturingPlugin, request_id: int) -> bool:
     )
 
 
-def _write(plugin: CapturingPlugin, leaving: Leaving) -> None:
+def _write(plugin: Plugin, leaving: Leaving) -> None:
     """Valid rows to the ring, one call per policy version; the others are counted."""
     hidden, valid, versions = leaving.gathered.result()
     plugin.rows_invalid += len(valid) - int(valid.sum())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import FailedPrecondition, PacelineError
+from paceline.errors import FailedPrecondition
 from paceline.trajectory import Target, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.bandits.evidence import Evidence
@@ -23,10 +23,10 @@ from rollout_gateway.engines.nouns import (
     Request,
     missing,
 )
+from rollout_gateway.engines.requests.arms import check_arm
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
-from rollout_gateway.engines.worker import wire
-from rollout_gateway.engines.worker.commands import carry_out
+from rollout_gateway.engines.worker.commands import answer
 
 if TYPE_CHECKING:
     from rollout_gateway.engines.sglang.plugin.process import Plugin
@@ -38,14 +38,11 @@ def obey(plugin: Plugin, payload: bytes) -> None:
     A refusal is answered; what SGLang itself raises ends the process.
     """
     command = pb.WorkerCommand.FromString(payload)
-    event: pb.WorkerEvent | None
-    try:
-        event = carry_out(SchedulerEngine(plugin), command, plugin.tell)
-    except PacelineError as error:
-        event = pb.WorkerEvent(failed=wire.failed_to(error))
-    if event is not None and command.command_id and plugin.peer is not None:
-        event.command_id = command.command_id
-        plugin.peer.send(event)
+    engine = SchedulerEngine(plugin)
+    if plugin.peer is not None:
+        plugin.peer.obey(engine, command)
+    else:
+        answer(engine, command, plugin.tell)
     if command.HasField("shutdown"):
         plugin.scheduler.gracefully_exit = True
 
@@ -66,7 +63,7 @@ class SchedulerEngine:
 
     def enqueue(self, request: Request) -> None:
         plugin = self._plugin
-        plugin.arms.check(request.forced_arm)
+        check_arm(request.forced_arm, plugin.arms.arms)
         if request.capture and Capability.CAPTURE not in plugin.info.capabilities:
             raise missing("sglang", Capability.CAPTURE)
         if request.sampling.json_schema:
@@ -114,7 +111,7 @@ class SchedulerEngine:
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
         """The mode concerns a change of the policy."""
         plugin = self._plugin
-        changes = plugin.weights.changes(versions)
+        changes = plugin.weights.prepared.changes(versions)
         retract = Target.POLICY in changes and mode is PauseMode.RETRACT
         retract |= Target.DRAFTER in changes and plugin.spec.drafter_swap == "retract"
         if Target.POLICY in changes and mode is PauseMode.ABORT:
@@ -134,13 +131,13 @@ class SchedulerEngine:
         return []
 
     def abort_weights(self, target: Target, version: int) -> None:
-        self._plugin.weights.forget(target, version)
+        self._plugin.weights.prepared.forget(target, version)
 
     def force_arm(self, arm: str) -> None:
         self._plugin.arms.force(arm)
 
     def merge_evidence(self, evidence: Evidence) -> None:
-        self._plugin.arms.merge(evidence)
+        self._plugin.arms.bandit.merge(evidence)
 
     def release_memory(self, tags: Sequence[MemoryTag]) -> None:
         """Nothing runs: SGLang would fail otherwise."""

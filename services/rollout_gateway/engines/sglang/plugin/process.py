@@ -27,19 +27,23 @@ from rollout_gateway.engines.nouns import (
 )
 from rollout_gateway.engines.requests.admission import Admission
 from rollout_gateway.engines.requests.device_peak import square_product_tflops
+from rollout_gateway.engines.requests.draws import DrawTable
 from rollout_gateway.engines.requests.penalties import Penalties
 from rollout_gateway.engines.sglang.plugin import capture, check_hooks
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
-from rollout_gateway.engines.sglang.plugin.peer import Peer
-from rollout_gateway.engines.sglang.plugin.sampling import DrawTable, PendingDraws, foreign_sampling
+from rollout_gateway.engines.sglang.plugin.sampling import PendingDraws, foreign_sampling
 from rollout_gateway.engines.sglang.plugin.slot_rows import SlotRows
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 from rollout_gateway.engines.sglang.plugin.weights import PluginWeights
 from rollout_gateway.engines.sglang.rows import row_layout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 from rollout_gateway.engines.worker import wire
+from rollout_gateway.engines.worker.peer import Peer
 from rollout_gateway.engines.worker.ring import RowRing
 from rollout_gateway.engines.worker.spec import SOCKET_VARIABLE, WorkerSpec
+
+IDLE_MS = 1000
+"""A sleeping scheduler looks at its parent and at its other sockets at least this often."""
 
 
 class Plugin:
@@ -79,7 +83,7 @@ class Plugin:
     @property
     def versions(self) -> VersionSet:
         """Serving set."""
-        return self.weights.versions if hasattr(self, "weights") else VersionSet()
+        return self.weights.prepared.serving if hasattr(self, "weights") else VersionSet()
 
     def start(self, scheduler: Any) -> None:
         """The model is loaded and the event loop is about to begin: say that we serve."""
@@ -94,7 +98,7 @@ class Plugin:
         self.weights = PluginWeights(self.spec)
         config = read_config(Path(self.spec.model_dir))
         longest = min(self.spec.max_sequence_tokens, scheduler.max_req_input_len)
-        self.admission = Admission(config, Path(self.spec.model_dir), longest)
+        self.admission = Admission.of_model(config, Path(self.spec.model_dir), longest)
         capture.start(self)
         self.info = EngineInfo(
             config.vocab_size,
@@ -108,7 +112,10 @@ class Plugin:
         )
         if self.rank == 0:
             self.peer = Peer(os.environ[SOCKET_VARIABLE], self.ring)
-            self.peer.send(pb.WorkerEvent(ready=self._ready()))
+            ready = wire.ready_to(
+                self.info, self.worker.worker_index, self.versions, self.weights.head_hash
+            )
+            self.peer.send(pb.WorkerEvent(ready=ready))
 
     def _capabilities(self) -> frozenset[Capability]:
         capabilities = {
@@ -118,11 +125,6 @@ class Plugin:
             Capability.RELEASE_MEMORY: self.spec.memory_saver and self.scheduler.device == "cuda",
         }
         return frozenset(one for one, present in capabilities.items() if present)
-
-    def _ready(self) -> pb.WorkerReady:
-        return wire.ready_to(
-            self.info, self.worker.worker_index, os.getpid(), self.versions, self.weights.head_hash
-        )
 
     # ---- draws
 
@@ -144,8 +146,11 @@ class Plugin:
             one.request.sampling if one is not None else foreign_sampling(req)
             for one, req in zip(tracked, reqs, strict=True)
         ]
+        nodes = token_ids.shape[1]
         params = self._table.params(
-            [req.rid for req in reqs], sampling, token_ids.shape[1], logits.device
+            (*(req.rid for req in reqs), nodes),
+            [one for one in sampling for _ in range(nodes)],
+            logits.device,
         )
         adjusted = self._adjusted(tracked, logits, positions, token_ids, parents)
         return draw(logits, positions.long(), params, adjusted), tracked
@@ -227,9 +232,12 @@ class Plugin:
         capture.drain(self)
         self.peer.flush(self.may_leave)
         if self._idle and not self.peer.chunks:
-            self.peer.sleep(sockets)
+            self.peer.waits(IDLE_MS, sockets)
         self._busy_since = None if self._idle else time.perf_counter()
-        return self.peer.receive()
+        commands: list[bytes] = []
+        while self.peer.waits(0):
+            commands.append(self.peer.receive())
+        return commands
 
     @property
     def _idle(self) -> bool:
@@ -256,8 +264,8 @@ class Plugin:
             tokens_emitted=self._tokens_emitted,
             busy_s=self._busy_s,
             speculation=stats,
-            arms=self.arms.reports(),
-            evidence=self.arms.evidence(),
+            arms=tuple(self.arms.bandit.reports()),
+            evidence=self.arms.bandit.snapshot(),
             rows_dropped=dropped + (self.ring.rows_dropped if self.ring else 0),
             prefixes=PrefixStats(self._prompt_tokens, self._reused_tokens),
         )

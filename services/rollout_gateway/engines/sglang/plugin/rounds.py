@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 
+from paceline.arm_names import ArmName
+from paceline.speculators.kinds import SPECULATORS
 from rollout_gateway.engines.sglang.plugin.arms import (
     ChosenArm,
-    SGLangArm,
     first_nodes,
     taken_tokens,
 )
@@ -183,8 +184,13 @@ def row_advanced(
         if arm is None:
             tracked.sequence.count(0, taken)
         else:
-            tracked.sequence.count(arm.drafted, taken, arm.shape.steps, trained=arm.trained)
+            tracked.sequence.count(arm.drafted, taken, arm.shape.steps, trained=_trained(arm))
     original(processor, req, batch, result, row, logits_output)
+
+
+def _trained(arm: ArmName) -> bool:
+    """Whether its drafter has weights."""
+    return bool(arm.speculator) and SPECULATORS[arm.speculator].trained
 
 
 def _plan(plugin: Any, batch: Any) -> ChosenArm:
@@ -212,7 +218,7 @@ def _run(plan: ChosenArm, original: Any, worker: Any, batch: Any, *args: Any, **
     return result
 
 
-def _narrow(draft_input: Any, arm: SGLangArm) -> None:
+def _narrow(draft_input: Any, arm: ArmName) -> None:
     """Of the proposals a round begins with, [B, launch topk] by falling probability, those the arm
     keeps.
     """

@@ -14,8 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.arm_names import ArmName, TreeSize
 from paceline.errors import ConfigError
-from rollout_gateway.engines.sglang.plugin.arms import ArmChooser, SGLangArm, TreeSize
+from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
 
 Slot = tuple[Any, str]
 """An object and the name of one of its attributes."""
@@ -48,7 +49,7 @@ class Runtimes:
         self._arms = arms
 
     @contextmanager
-    def serving(self, arm: SGLangArm) -> Iterator[None]:
+    def serving(self, arm: ArmName) -> Iterator[None]:
         """The arm's values inside, those of the launch after."""
         self._arms[arm.name].put()
         try:

@@ -10,14 +10,13 @@ exact whatever it holds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.models.sampling import Draw, DrawParams, top_alternatives
+from paceline.models.sampling import Draw, top_alternatives
 from rollout_gateway.engines.requests.tree_paths import follow
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
@@ -75,32 +74,6 @@ def foreign_sampling(req: Any) -> Sampling:
     if top_k == 1:  # SGLang's spelling of temperature 0
         return Sampling(seed, 1, temperature=0.0)
     return Sampling(seed, 1, params.temperature, params.top_p, top_k, params.min_p)
-
-
-class DrawTable:
-    """Draw parameters of the running batch, remembered while the batch stays the same."""
-
-    def __init__(self) -> None:
-        self._key: tuple[Any, ...] = ()
-        self._params: DrawParams | None = None
-
-    def params(
-        self, rids: Sequence[str], sampling: Sequence[Sampling], nodes: int, device: torch.device
-    ) -> DrawParams:
-        """Rows of every request `nodes` times over."""
-        key = (*rids, nodes)
-        if self._params is None or key != self._key:
-            rows = [one for one in sampling for _ in range(nodes)]
-            self._params = DrawParams.of(
-                [one.seed for one in rows],
-                [one.temperature for one in rows],
-                top_k=[one.top_k for one in rows],
-                top_p=[one.top_p for one in rows],
-                min_p=[one.min_p for one in rows],
-                device=device,
-            )
-            self._key = key
-        return self._params
 
 
 @dataclass(slots=True)

@@ -21,9 +21,9 @@ from paceline.errors import WeightsError
 from paceline.models.loading import check_tensors, hash_head, read_tensors, weight_files
 from paceline.trajectory import Target, VersionSet
 from rollout_gateway.engines.nouns import Capability, missing
+from rollout_gateway.engines.requests.versions import PreparedVersions
 from rollout_gateway.engines.sglang.spec import SGLangSpec
 
-PREPARED_AT_MOST = 2
 VOCABULARY = ("d2t", "t2d")
 """Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""
 HEAD_NAMES = (
@@ -47,7 +47,6 @@ class PluginWeights:
     """Serving set and prepared versions of one rank."""
 
     def __init__(self, spec: SGLangSpec) -> None:
-        self.versions = VersionSet()
         self._shared = spec.shared_with_target
         policy = Path(spec.model_dir)
         self._shapes = {Target.POLICY: checkpoint_shapes(policy)}
@@ -58,10 +57,7 @@ class PluginWeights:
                 name: shape for name, shape in shapes.items() if name not in left_out
             }
             self._vocabulary = read_some(Path(spec.drafter_dir), VOCABULARY)
-        self._prepared: dict[Target, dict[int, dict[str, Tensor]]] = {
-            Target.POLICY: {},
-            Target.DRAFTER: {},
-        }
+        self.prepared: PreparedVersions[dict[str, Tensor]] = PreparedVersions()
         self.head_hash = hash_head(head_of(read_some(policy, HEAD_NAMES)))
 
     @property
@@ -93,10 +89,7 @@ class PluginWeights:
         elif "lm_head.weight" not in expected:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
         check_tensors(tensors, expected)
-        prepared = self._prepared[target]
-        prepared[version] = tensors
-        while len(prepared) > PREPARED_AT_MOST:
-            prepared.pop(next(iter(prepared)))
+        self.prepared.put(target, version, tensors)
 
     def _check_vocabulary(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises WeightsError when a drafter's tokens are other ones; a drafter that names none
@@ -111,53 +104,16 @@ class PluginWeights:
                     allowed="the same",
                 )
 
-    def forget(self, target: Target, version: int) -> None:
-        """Drop a prepared version, if there is one."""
-        self._prepared[target].pop(version, None)
-
-    def changes(self, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
-        """What a commit would load.
-
-        Raises WeightsError when a part is not prepared or the set is older.
+    def commit(self, updater: Any, versions: VersionSet) -> None:
+        """Load the changed parts through SGLang's updater; raises what PreparedVersions.changes
+        does.
         """
-        if versions.seq < self.versions.seq:
-            raise WeightsError(
-                "an older set may not follow a newer one",
-                seen=versions.seq,
-                allowed=self.versions.seq,
-            )
-        parts = (
-            (Target.POLICY, versions.policy, self.versions.policy),
-            (Target.DRAFTER, versions.drafter, self.versions.drafter),
-        )
-        found: dict[Target, dict[str, Tensor]] = {}
-        for target, version, serving in parts:
-            prepared = self._prepared[target]
-            if version in prepared:
-                found[target] = prepared[version]
-            elif version != serving:
-                raise WeightsError(
-                    f"this {target} version is not prepared",
-                    seen=version,
-                    allowed=sorted({serving, *prepared}),
-                    reason="WEIGHTS_NOT_PREPARED",
-                )
-        return found
-
-    def commit(self, updater: Any, versions: VersionSet) -> dict[Target, dict[str, Tensor]]:
-        """Load the changed parts through SGLang's updater; returns them.
-
-        See `changes` for what it raises.
-        """
-        changes = self.changes(versions)
+        changes = self.prepared.changes(versions)
         for target, tensors in changes.items():
             load(updater, _SELECTORS[target], tensors)
         if Target.POLICY in changes:
             self.head_hash = hash_head(head_of(changes[Target.POLICY]))
-        self.versions = versions
-        self.forget(Target.POLICY, versions.policy)
-        self.forget(Target.DRAFTER, versions.drafter)
-        return changes
+        self.prepared.serve(versions)
 
 
 def load(updater: Any, selector: str, tensors: Mapping[str, Tensor]) -> None:
