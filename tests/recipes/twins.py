@@ -31,8 +31,8 @@ from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
 
 
 class LastArm(EpsilonGreedy):
-    def choose_among(self, situation, names):
-        return ArmChoice(names[-1], explored=False)
+    def choose(self, situation, names=()):
+        return ArmChoice((names or self._names)[-1], explored=False)
 """
 
 ENVIRONMENT = """

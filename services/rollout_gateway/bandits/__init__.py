@@ -10,7 +10,6 @@ from rollout_gateway.bandits.base import (
     CostSample,
     RoundOutcome,
     RowFacts,
-    SelectiveBandit,
     Situation,
 )
 from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
@@ -21,7 +20,7 @@ from rollout_gateway.bandits.ucb import UCB1
 from rollout_gateway.bandits.watchdog import AcceptanceWatchdog
 
 COST_MODEL = "cost_model"
-BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandit]] = {
+BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], Bandit]] = {
     "epsilon_greedy": EpsilonGreedy,
     "ucb": UCB1,
     "thompson": Thompson,
@@ -30,7 +29,7 @@ BANDITS: dict[str, Callable[[BanditSettings, Sequence[str], int], SelectiveBandi
 }
 
 
-def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> SelectiveBandit:
+def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Bandit:
     """The bandit that settings name, in the table or by import path, under the watchdog unless it
     is switched off.
 

@@ -79,6 +79,11 @@ class RoundOutcome:
         return sum(self.taken)
 
     @property
+    def rate(self) -> float:
+        """Tokens per second; 0 for a round that took no time."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
     def accept_length(self) -> float:
         """Mean tokens per row."""
         return self.tokens / len(self.taken)
@@ -110,8 +115,8 @@ class Bandit(Protocol):
         """
         ...
 
-    def choose(self, situation: Situation) -> ArmChoice:
-        """The arm of the next round."""
+    def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
+        """The arm of the next round, one of `names` in the order of all arms; (): of all."""
         ...
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -140,14 +145,6 @@ class Bandit(Protocol):
         """What the rounds of all other engines have shown; takes the place of what was merged
         before.
         """
-        ...
-
-
-class SelectiveBandit(Bandit, Protocol):
-    """A bandit that may be held to some of its arms; every kind in the table is one."""
-
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The arm of the next round, one of `names`: at least one, in the order of all arms."""
         ...
 
 

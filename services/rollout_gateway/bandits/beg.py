@@ -14,13 +14,13 @@ acceptance length over all groups in the place of the round's own.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from statistics import median
 
 from paceline.arm_names import speculator_of
 from paceline.errors import ConfigError
 from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation, group_of
-from rollout_gateway.bandits.window import GroupWindow, PlayedRound, WindowedBandit
+from rollout_gateway.bandits.window import ArmWindow, WindowedBandit
 
 
 def draft_tokens_of(arm: str) -> int:
@@ -56,53 +56,27 @@ def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[s
     }
 
 
-class MedianWindow(GroupWindow):
-    """A window that knows the median rate of each arm's rounds."""
-
-    def __init__(self, names: Sequence[str], window: int) -> None:
-        super().__init__(names, window)
-        self._sorted: dict[str, list[float]] = {name: [] for name in names}
-
-    def median(self, name: str) -> float:
-        """Median tokens per second of the arm's rounds; infinite while there is none."""
-        rates = self._sorted[name]
-        if not rates:
-            return float("inf")
-        return (rates[(len(rates) - 1) // 2] + rates[len(rates) // 2]) / 2
-
-    def add(self, one: PlayedRound) -> PlayedRound | None:
-        """Remember a round; the one that left the window for it."""
-        insort(self._sorted[one.arm], one.rate)
-        old = super().add(one)
-        if old is not None:
-            rates = self._sorted[old.arm]
-            del rates[bisect_left(rates, old.rate)]
-        return old
-
-    def forget(self, names: Set[str]) -> None:
-        """Drop the rounds of these arms."""
-        super().forget(names)
-        for name in names & self._sorted.keys():
-            self._sorted[name].clear()
+def median_rate(arm: ArmWindow) -> float:
+    """Median tokens per second of the arm's rounds; infinite while there is none."""
+    return median(arm.rates) if arm.rates else float("inf")
 
 
-class BucketedEpsilonGreedy(WindowedBandit[MedianWindow]):
+class BucketedEpsilonGreedy(WindowedBandit):
     """The table's bucket for the batch size, and epsilon-greedy within it."""
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
-        super().__init__(settings, arms, seed, MedianWindow)
+        super().__init__(settings, arms, seed)
         self._buckets = bucket_arms(arms, settings.groups)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The arm of the next round, one of `names`."""
+    def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         bucket = self._bucket(situation.batch_size, names)
         if len(bucket) == 1:
             return ArmChoice(bucket[0], explored=False)
         if self._random.random() < self._settings.epsilon:
             return ArmChoice(self._random.choice(bucket), explored=True)
-        group = self._group(situation.batch_size)
-        chosen = max(bucket, key=group.median)
-        return ArmChoice(chosen, explored=not group.arms[chosen].rounds)
+        arms = self._group(situation).arms
+        chosen = max(bucket, key=lambda name: median_rate(arms[name]))
+        return ArmChoice(chosen, explored=not arms[chosen].rounds)
 
     def _bucket(self, batch_size: int, names: Sequence[str]) -> Sequence[str]:
         arms = self._buckets[group_of(self._settings.groups, batch_size)]

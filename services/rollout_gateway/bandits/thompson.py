@@ -25,8 +25,15 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollout_gateway.bandits.base import ArmChoice, BanditSettings, Situation
-from rollout_gateway.bandits.window import GroupWindow, PlayedRound, WindowedBandit
+from paceline.trajectory import Target
+from rollout_gateway.bandits.base import (
+    ArmChoice,
+    BanditSettings,
+    RoundOutcome,
+    Situation,
+    group_of,
+)
+from rollout_gateway.bandits.window import WindowedBandit
 
 KAPPA0 = 1.0  # rounds that the prior's mean is worth
 ALPHA0 = 2.0  # the prior's s2 has an expectation for more than 1
@@ -72,59 +79,63 @@ class RateEvidence:
         return Posterior(mu, kappa, ALPHA0 + self.weight / 2, beta0 + (self.deviations + pull) / 2)
 
 
-class EvidenceWindow(GroupWindow):
-    """A window, for the reports, and the discounted evidence of its arms."""
+class GroupEvidence:
+    """Discounted rounds of the arms of one group."""
 
     def __init__(self, names: Sequence[str], window: int) -> None:
-        super().__init__(names, window)
-        self.evidence = {name: RateEvidence() for name in names}
+        self.arms = {name: RateEvidence() for name in names}
         self._discount = 1.0 - 1.0 / window
 
-    def add(self, one: PlayedRound) -> PlayedRound | None:
-        """Remember a round; the one that left the window for it."""
-        for known in self.evidence.values():
+    def add(self, arm: str, rate: float) -> None:
+        """Learn of a round; what is known of all arms fades."""
+        for known in self.arms.values():
             known.fade(self._discount)
-        self.evidence[one.arm].add(one.rate)
-        return super().add(one)
-
-    def forget(self, names: Set[str]) -> None:
-        """Drop the rounds of these arms."""
-        super().forget(names)
-        for name in names & self.evidence.keys():
-            self.evidence[name] = RateEvidence()
+        self.arms[arm].add(rate)
 
     @property
     def mean_rate(self) -> float:
         """Mean rate of all arms together, by weight; 0 while there is none."""
-        weight = sum(known.weight for known in self.evidence.values())
-        total = sum(known.weight * known.mean for known in self.evidence.values())
+        weight = sum(known.weight for known in self.arms.values())
+        total = sum(known.weight * known.mean for known in self.arms.values())
         return total / weight if weight > 0 else 0.0
 
 
-class Thompson(WindowedBandit[EvidenceWindow]):
+class Thompson(WindowedBandit):
     """Draws a mean rate from each arm's posterior in the batch's group and takes the arm of the
     highest draw.
     """
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
-        super().__init__(settings, arms, seed, EvidenceWindow)
+        super().__init__(settings, arms, seed)
+        self._evidence = {one: GroupEvidence(arms, settings.window) for one in settings.groups}
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The arm of the next round, one of `names`; it explores when it is not the one believed
-        best.
-        """
-        if len(names) == 1:
-            return ArmChoice(names[0], explored=False)
-        group = self._group(situation.batch_size)
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Remember a round."""
+        super().observe(outcome)
+        self._known(outcome.situation).add(outcome.arm, outcome.rate)
+
+    def forget(self, arms: Set[str], changed: Target) -> None:
+        """A new drafter: nothing is known of its arms."""
+        super().forget(arms, changed)
+        if changed is Target.DRAFTER:
+            for known in self._evidence.values():
+                known.arms |= {name: RateEvidence() for name in arms & known.arms.keys()}
+
+    def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
+        """It explores when it is not the one believed best."""
+        known = self._known(situation)
         for name in names:
-            if not group.evidence[name].weight:
+            if not known.arms[name].weight:
                 return ArmChoice(name, explored=True)
-        prior_mean = group.mean_rate
-        beliefs = {name: group.evidence[name].posterior(prior_mean) for name in names}
+        prior_mean = known.mean_rate
+        beliefs = {name: known.arms[name].posterior(prior_mean) for name in names}
         chosen = max(names, key=lambda name: self._draw(beliefs[name]))
         return ArmChoice(
             chosen, explored=beliefs[chosen].mu < max(belief.mu for belief in beliefs.values())
         )
+
+    def _known(self, situation: Situation) -> GroupEvidence:
+        return self._evidence[group_of(self._settings.groups, situation.batch_size)]
 
     def _draw(self, belief: Posterior) -> float:
         variance = belief.beta / self._random.gammavariate(belief.alpha, 1.0)

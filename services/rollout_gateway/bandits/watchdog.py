@@ -33,10 +33,10 @@ from paceline.telemetry import get_logger
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
     ArmChoice,
+    Bandit,
     BanditSettings,
     CostSample,
     RoundOutcome,
-    SelectiveBandit,
     Situation,
     group_of,
 )
@@ -95,21 +95,26 @@ class Pulse:
         return share >= 0.5 or (1.0 - share) ** self.streak <= 0.5**self.limit
 
 
+@dataclass(slots=True)
+class WatchedDrafter:
+    """What a group knows of one drafter."""
+
+    pulse: Pulse
+    rests_until: int = 0  # round of the group; while it is dead
+    deaths_at_once: int = 0  # trials in a row that showed no life
+
+
 class AcceptanceWatchdog:
     """A bandit that keeps another one from the arms of dead drafters."""
 
-    def __init__(
-        self, inner: SelectiveBandit, settings: BanditSettings, arms: Sequence[str]
-    ) -> None:
+    def __init__(self, inner: Bandit, settings: BanditSettings, arms: Sequence[str]) -> None:
         self._inner = inner
         self._groups = settings.groups
         self._limit = settings.watchdog_rounds
         self._names = tuple(arms)
         self._window = settings.window
-        self._pulses: dict[tuple[int, str], Pulse] = {}
         self._rounds = dict.fromkeys(settings.groups, 0)
-        self._rests_until: dict[tuple[int, str], int] = {}  # round of the group
-        self._deaths_at_once: dict[tuple[int, str], int] = {}  # trials in a row that showed no life
+        self._drafters: dict[tuple[int, str], WatchedDrafter] = {}
         self._alive = dict.fromkeys(settings.groups, self._names)
         self._warned: set[str] = set()
         self._deaths: Counter[tuple[int, str]] = Counter()  # since the start
@@ -118,30 +123,26 @@ class AcceptanceWatchdog:
         """For the inner bandit."""
         self._inner.prime(costs)
 
-    def choose(self, situation: Situation) -> ArmChoice:
-        """The inner bandit's choice among the arms whose drafters live."""
-        return self.choose_among(situation, self._names)
-
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The same among `names`, all of them when none lives."""
+    def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
+        """The inner bandit's choice among the arms whose drafters live, or all when none does."""
         alive = self._alive[group_of(self._groups, situation.batch_size)]
-        if len(names) < len(self._names):
+        if names:
             alive = tuple(name for name in names if name in alive) or tuple(names)
-        return self._inner.choose_among(situation, alive)
+        return self._inner.choose(situation, alive)
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Tell the inner bandit of a round, and look for signs of life."""
         self._inner.observe(outcome)
-        speculator, group = (
-            speculator_of(outcome.arm),
-            group_of(self._groups, outcome.situation.batch_size),
-        )
+        speculator = speculator_of(outcome.arm)
+        group = group_of(self._groups, outcome.situation.batch_size)
         self._rounds[group] += 1
         self._wake(group)
         if speculator:
-            pulse = self._pulses.setdefault((group, speculator), Pulse(self._limit))
-            if pulse.beat(outcome.accept_length):
-                self._retire(group, speculator, pulse)
+            drafter = self._drafters.setdefault(
+                (group, speculator), WatchedDrafter(Pulse(self._limit))
+            )
+            if drafter.pulse.beat(outcome.accept_length):
+                self._retire(group, speculator, drafter)
 
     def forget(self, arms: Set[str], changed: Target) -> None:
         """New drafters live until they prove dead again; a new policy revives nobody."""
@@ -149,12 +150,8 @@ class AcceptanceWatchdog:
         if changed is not Target.DRAFTER:
             return
         revived = {speculator_of(arm) for arm in arms}
-        self._pulses = {key: pulse for key, pulse in self._pulses.items() if key[1] not in revived}
-        self._rests_until = {
-            key: until for key, until in self._rests_until.items() if key[1] not in revived
-        }
-        self._deaths_at_once = {
-            key: count for key, count in self._deaths_at_once.items() if key[1] not in revived
+        self._drafters = {
+            key: drafter for key, drafter in self._drafters.items() if key[1] not in revived
         }
         self._warned -= revived
         for group in self._groups:
@@ -180,23 +177,20 @@ class AcceptanceWatchdog:
     def _wake(self, group: int) -> None:
         """Drafters whose rest is over are tried again."""
         rested = [
-            key
-            for key, until in self._rests_until.items()
-            if key[0] == group and self._rounds[group] > until
+            drafter
+            for (where, _), drafter in self._drafters.items()
+            if where == group and 0 < drafter.rests_until < self._rounds[group]
         ]
-        for key in rested:
-            del self._rests_until[key], self._pulses[key]
+        for drafter in rested:
+            drafter.pulse, drafter.rests_until = Pulse(self._limit), 0
         if rested:
             self._admit(group)
 
-    def _retire(self, group: int, speculator: str, pulse: Pulse) -> None:
-        again = (
-            self._deaths_at_once.get((group, speculator), 0) + 1
-            if pulse.rounds == self._limit
-            else 1
-        )
-        self._deaths_at_once[group, speculator] = again
-        self._rests_until[group, speculator] = self._rounds[group] + self._window * min(
+    def _retire(self, group: int, speculator: str, drafter: WatchedDrafter) -> None:
+        pulse = drafter.pulse
+        again = drafter.deaths_at_once + 1 if pulse.rounds == self._limit else 1
+        drafter.deaths_at_once = again
+        drafter.rests_until = self._rounds[group] + self._window * min(
             2 ** (again - 1), LONGEST_REST
         )
         self._admit(group)
@@ -214,8 +208,8 @@ class AcceptanceWatchdog:
     def _admit(self, group: int) -> None:
         dead = {
             speculator
-            for (where, speculator), pulse in self._pulses.items()
-            if where == group and pulse.dead
+            for (where, speculator), drafter in self._drafters.items()
+            if where == group and drafter.pulse.dead
         }
         self._alive[group] = (
             tuple(name for name in self._names if speculator_of(name) not in dead) or self._names

@@ -6,11 +6,10 @@ Owns no rule of choice.
 from __future__ import annotations
 
 import random
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from paceline.trajectory import Target
 from rollout_gateway.bandits.base import (
@@ -31,110 +30,106 @@ class PlayedRound(NamedTuple):
     tokens: int
     seconds: float
     accept_length: float
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second; 0 for a round that took no time."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+    rate: float
 
 
 @dataclass(slots=True)
 class ArmWindow:
-    """Sums over the rounds of one arm that the window holds, and counts since the start."""
+    """The rounds of one arm that the window holds, and counts since the start."""
 
-    rounds: int = 0
+    rates: deque[float] = field(default_factory=deque)  # of each round, oldest first
     tokens: int = 0
     seconds: float = 0.0
-    rates: float = 0.0  # of each round, summed
     accepted: float = 0.0
     pulls: int = 0
     explorations: int = 0
 
-    def add(self, one: PlayedRound, sign: int) -> None:
-        """Count a round in (1) or out (-1)."""
-        self.rounds += sign
+    def add(self, one: PlayedRound) -> None:
+        """Count a round in."""
+        self.rates.append(one.rate)
+        self._count(one, 1)
+
+    def drop(self, one: PlayedRound) -> None:
+        """Count the oldest round out."""
+        self.rates.popleft()
+        self._count(one, -1)
+
+    def _count(self, one: PlayedRound, sign: int) -> None:
         self.tokens += sign * one.tokens
         self.seconds += sign * one.seconds
-        self.rates += sign * one.rate
         self.accepted += sign * one.accept_length
+
+    @property
+    def rounds(self) -> int:
+        """How many."""
+        return len(self.rates)
 
     @property
     def rate(self) -> float:
         """Tokens per second over the window: of all its rounds as one."""
-        return self.tokens / self.seconds if self.rounds and self.seconds > 0 else 0.0
-
-    @property
-    def mean_rate(self) -> float:
-        """Mean over the window of each round's tokens per second."""
-        return self.rates / self.rounds if self.rounds else 0.0
+        return self.tokens / self.seconds if self.rates and self.seconds > 0 else 0.0
 
 
 class GroupWindow:
     """The last `window` rounds of one batch-size group, whichever arms they used.
 
     The window spans the rounds of all arms together, so that what was learned of an arm long ago
-    leaves it even when the arm is hardly used, and the arm is tried again. A kind that needs more
-    than sums overrides `add` and `forget`.
+    leaves it even when the arm is hardly used, and the arm is tried again.
     """
 
     def __init__(self, names: Sequence[str], window: int) -> None:
         self.arms = {name: ArmWindow() for name in names}
-        self.rounds: deque[PlayedRound] = deque()
+        self._rounds: deque[PlayedRound] = deque()
         self._window = window
 
-    def add(self, one: PlayedRound) -> PlayedRound | None:
-        """Remember a round; the one that left the window for it."""
-        self.rounds.append(one)
-        self.arms[one.arm].add(one, 1)
-        if len(self.rounds) <= self._window:
-            return None
-        old = self.rounds.popleft()
-        self.arms[old.arm].add(old, -1)
-        return old
+    def add(self, one: PlayedRound) -> None:
+        """Remember a round."""
+        self._rounds.append(one)
+        self.arms[one.arm].add(one)
+        if len(self._rounds) > self._window:
+            old = self._rounds.popleft()
+            self.arms[old.arm].drop(old)
 
     def forget(self, names: Set[str]) -> None:
         """Drop the rounds of these arms."""
-        for one in self.rounds:
+        for one in self._rounds:
             if one.arm in names:
-                self.arms[one.arm].add(one, -1)
-        self.rounds = deque(one for one in self.rounds if one.arm not in names)
+                self.arms[one.arm].drop(one)
+        self._rounds = deque(one for one in self._rounds if one.arm not in names)
 
 
-G = TypeVar("G", bound=GroupWindow)
-
-
-class WindowedBandit(ABC, Generic[G]):
+class WindowedBandit:
     """A bandit whose memory is a GroupWindow per batch-size group; a kind adds the rule of
     choice.
     """
 
-    def __init__(
-        self,
-        settings: BanditSettings,
-        arms: Sequence[str],
-        seed: int,
-        group: Callable[[Sequence[str], int], G],
-    ) -> None:
+    def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
         self._settings = settings
         self._names = tuple(arms)
-        self._groups = {smallest: group(arms, settings.window) for smallest in settings.groups}
+        self._groups = {
+            smallest: GroupWindow(arms, settings.window) for smallest in settings.groups
+        }
         self._random = random.Random(seed)
 
-    @abstractmethod
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The arm of the next round, one of `names`."""
+    def choose(self, situation: Situation, names: Sequence[str] = ()) -> ArmChoice:
+        """The arm of the next round, one of `names`; (): of all."""
+        names = names or self._names
+        if len(names) == 1:
+            return ArmChoice(names[0], explored=False)
+        return self._choose(situation, names)
 
-    def choose(self, situation: Situation) -> ArmChoice:
-        """The arm of the next round."""
-        return self.choose_among(situation, self._names)
+    def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
+        """One of `names`, two at least."""
+        raise NotImplementedError
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Nothing: these kinds know tokens per second alone."""
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Remember a round."""
-        group = self._group(outcome.situation.batch_size)
-        group.add(PlayedRound(outcome.arm, outcome.tokens, outcome.seconds, outcome.accept_length))
+        group = self._group(outcome.situation)
+        facts = (outcome.tokens, outcome.seconds, outcome.accept_length, outcome.rate)
+        group.add(PlayedRound(outcome.arm, *facts))
         group.arms[outcome.arm].pulls += 1
         group.arms[outcome.arm].explorations += outcome.explored
 
@@ -170,5 +165,5 @@ class WindowedBandit(ABC, Generic[G]):
             if arm.pulls
         ]
 
-    def _group(self, batch_size: int) -> G:
-        return self._groups[group_of(self._settings.groups, batch_size)]
+    def _group(self, situation: Situation) -> GroupWindow:
+        return self._groups[group_of(self._settings.groups, situation.batch_size)]

@@ -44,7 +44,7 @@ from rollout_gateway.bandits.cost_model.acceptance import GroupAcceptance
 from rollout_gateway.bandits.cost_model.costs import CostTable
 from rollout_gateway.bandits.cost_model.lengths import ResponseLengths
 from rollout_gateway.bandits.evidence import Evidence
-from rollout_gateway.bandits.window import GroupWindow, WindowedBandit
+from rollout_gateway.bandits.window import WindowedBandit
 
 LAST_POWER = 4.0
 RETEST_SHARE = 0.2
@@ -59,11 +59,11 @@ rounds more.
 Floats = npt.NDArray[np.float64]
 
 
-class CostModel(WindowedBandit[GroupWindow]):
+class CostModel(WindowedBandit):
     """Takes the arm that finishes the work soonest, as far as it knows; draws nothing at random."""
 
     def __init__(self, settings: BanditSettings, arms: Sequence[str], seed: int) -> None:
-        super().__init__(settings, arms, seed, GroupWindow)
+        super().__init__(settings, arms, seed)
         self._index = {arm: index for index, arm in enumerate(arms)}
         self._group_index = {smallest: index for index, smallest in enumerate(settings.groups)}
         self._acceptance = GroupAcceptance(
@@ -86,12 +86,8 @@ class CostModel(WindowedBandit[GroupWindow]):
         """Seconds that rounds took at the engine's start."""
         self._costs.prime(costs)
 
-    def choose_among(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
-        """The arm of the next round, one of `names`; it explores when it is not the one believed
-        best.
-        """
-        if len(names) == 1:
-            return ArmChoice(names[0], explored=False)
+    def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
+        """It explores when it is not the one believed best."""
         group = self._at(situation.batch_size)
         seconds = self._costs.seconds(group, situation.batch_size, situation.context)
         allowed = self._indices(names)

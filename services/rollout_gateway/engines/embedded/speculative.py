@@ -114,7 +114,7 @@ class Speculation:
         if len(rows) > self._most_rows:
             arms.setdefault(OFF, []).extend(free)
             return RoundPlan(arms, situation)
-        choice = self.bandit.choose_among(situation, self.served)
+        choice = self.bandit.choose(situation, self.served)
         arms.setdefault(choice.arm, []).extend(free)
         return RoundPlan(arms, situation, choice.explored)
 

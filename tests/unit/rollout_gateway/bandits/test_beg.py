@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
-from rollout_gateway.bandits.beg import MedianWindow, bucket_arms
-from rollout_gateway.bandits.window import PlayedRound
+from rollout_gateway.bandits.beg import bucket_arms, median_rate
+from rollout_gateway.bandits.window import GroupWindow, PlayedRound
 
 FASTRL = ("off", "eagle:8_4_32", "eagle:8_4_16", "eagle:8_4_8", "eagle:8_4_48")
 SHARED = ("off", "eagle:3_2_8", "eagle:7_1_8", "eagle:3_1_4")
@@ -82,14 +82,14 @@ def test_an_arm_without_a_number_is_refused() -> None:
 def test_the_median_is_that_of_the_windows_rounds(
     window: int, events: list[tuple[str, int] | set[str]]
 ) -> None:
-    group, kept = MedianWindow(SHARED, window), list[tuple[str, int]]()
+    group, kept = GroupWindow(SHARED, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):
             group.forget(event)
             kept = [one for one in kept if one[0] not in event]
         else:
-            group.add(PlayedRound(event[0], event[1], 1.0, 1.0))
+            group.add(PlayedRound(event[0], event[1], 1.0, 1.0, event[1]))
             kept = [*kept, event][-window:]
         for arm in SHARED:
             tokens = [tokens for name, tokens in kept if name == arm]
-            assert group.median(arm) == (np.median(tokens) if tokens else np.inf)
+            assert median_rate(group.arms[arm]) == (np.median(tokens) if tokens else np.inf)

@@ -190,10 +190,10 @@ def test_a_draining_batch_takes_the_arm_of_the_row_that_will_last() -> None:
         now = situation(rounds, draining=False)
         bandit.observe(RoundOutcome("eagle:3_1_4", now, [1] * 7 + [4], 5.0, explored=False))
     assert (7 * 1 + 4) / 8 / 5.0 < 1 / 2.2
-    assert bandit.choose_among(situation(60, draining=False), ARMS[:2]).arm == "off"
+    assert bandit.choose(situation(60, draining=False), ARMS[:2]).arm == "off"
     # Alone the easy row wants the chain: 4 tokens in 4.6 s. Of a round's 2.2 s with off 2.0 are
     # there for any last row.
-    assert bandit.choose_among(situation(60, draining=True), ARMS[:2]).arm == "eagle:3_1_4"
+    assert bandit.choose(situation(60, draining=True), ARMS[:2]).arm == "eagle:3_1_4"
 
 
 # ---- what it spends on learning

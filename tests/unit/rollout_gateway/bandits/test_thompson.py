@@ -15,12 +15,11 @@ from rollout_gateway.bandits.thompson import (
     ALPHA0,
     KAPPA0,
     PRIOR_SPREAD,
-    EvidenceWindow,
+    GroupEvidence,
     Posterior,
     RateEvidence,
     Thompson,
 )
-from rollout_gateway.bandits.window import PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 rates = st.lists(st.integers(0, 10_000), min_size=1, max_size=40)
@@ -49,20 +48,20 @@ def test_the_posterior_of_three_rounds_is_the_one_worked_out_by_hand() -> None:
 
 @given(values=rates, window=st.integers(2, 50))
 def test_discounted_evidence_gives_the_closed_form(values: list[int], window: int) -> None:
-    group = EvidenceWindow(ARMS, window)
+    group = GroupEvidence(ARMS, window)
     for value in values:
-        group.add(PlayedRound("off", value, 1.0, 1.0))
+        group.add("off", value)
     weights = (1 - 1 / window) ** np.arange(len(values))[::-1]
     expected = closed_form(values, weights, 50.0)
-    assert group.evidence["off"].posterior(50.0) == pytest.approx(expected, rel=1e-9, abs=1e-3)
+    assert group.arms["off"].posterior(50.0) == pytest.approx(expected, rel=1e-9, abs=1e-3)
 
 
 def test_rounds_of_other_arms_fade_an_arm_towards_the_prior() -> None:
-    group = EvidenceWindow(ARMS, window=100)
-    group.add(PlayedRound("a:3_1_4", 900, 1.0, 2.0))
+    group = GroupEvidence(ARMS, window=100)
+    group.add("a:3_1_4", 900.0)
     for _ in range(100):
-        group.add(PlayedRound("off", 100, 1.0, 1.0))
-    assert group.evidence["a:3_1_4"].weight == pytest.approx(0.99**100)
+        group.add("off", 100.0)
+    assert group.arms["a:3_1_4"].weight == pytest.approx(0.99**100)
     total = sum(0.99**age for age in range(101))
     assert group.mean_rate == pytest.approx((100 * (total - 0.99**100) + 900 * 0.99**100) / total)
 
@@ -83,8 +82,8 @@ def test_every_arm_comes_first_once_and_the_share_of_an_arm_is_the_chance_that_i
         assert bandit.choose(batch_of(1)).arm == arm
         for noise in (-6, 6) * 5:
             bandit.observe(round_of(arm, 1, tokens + noise, 1.0, explored=True))
-    group = bandit._group(1)
-    beliefs = [group.evidence[arm].posterior(group.mean_rate) for arm in ARMS[:2]]
+    group = bandit._known(batch_of(1))
+    beliefs = [group.arms[arm].posterior(group.mean_rate) for arm in ARMS[:2]]
     source = np.random.default_rng(0)
     draws = [
         belief.mu

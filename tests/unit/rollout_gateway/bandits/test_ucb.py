@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_gateway.bandits.base import BanditSettings
-from rollout_gateway.bandits.ucb import UCB1, RateWindow, ucb1_index
-from rollout_gateway.bandits.window import PlayedRound
+from rollout_gateway.bandits.ucb import UCB1, highest_rate, ucb1_index
+from rollout_gateway.bandits.window import GroupWindow, PlayedRound
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")
 RATES = {"off": 100, "a:3_1_4": 80, "b:3_1_4": 50}
@@ -84,14 +84,14 @@ def test_a_choice_explores_when_it_is_not_the_best_so_far() -> None:
 
 
 def test_a_glitch_scales_rewards_no_longer_than_the_window() -> None:
-    group = RateWindow(ARMS, window=3)
+    group = GroupWindow(ARMS, window=3)
     highest = []
     for tokens in (10, 9000, 20, 30, 15, 5, 5, 5):
-        group.add(PlayedRound("off", tokens, 1.0, 1.0))
-        highest.append(group.highest)
+        group.add(PlayedRound("off", tokens, 1.0, 1.0, tokens))
+        highest.append(highest_rate(group.arms.values()))
     assert highest == [10, 9000, 9000, 9000, 30, 30, 15, 5]
     group.forget({"off"})
-    assert group.highest == 0.0
+    assert highest_rate(group.arms.values()) == 0.0
 
 
 @given(
@@ -105,18 +105,20 @@ def test_a_glitch_scales_rewards_no_longer_than_the_window() -> None:
 def test_sums_and_maximum_are_those_of_the_last_rounds(
     window: int, events: list[tuple[str, int] | set[str]]
 ) -> None:
-    group, kept = RateWindow(ARMS, window), list[tuple[str, int]]()
+    group, kept = GroupWindow(ARMS, window), list[tuple[str, int]]()
     for event in events:
         if isinstance(event, set):
             group.forget(event)
             kept = [one for one in kept if one[0] not in event]
         else:
-            group.add(PlayedRound(event[0], event[1], 0.5, 1.0))
+            group.add(PlayedRound(event[0], event[1], 0.5, 1.0, 2.0 * event[1]))
             kept = [*kept, event][-window:]
-        assert group.highest == max((2.0 * tokens for _, tokens in kept), default=0.0)
+        assert highest_rate(group.arms.values()) == max(
+            (2.0 * tokens for _, tokens in kept), default=0.0
+        )
         for arm in ARMS:
             tokens = [tokens for name, tokens in kept if name == arm]
             assert group.arms[arm].rounds == len(tokens)
             mean = 2 * math.fsum(tokens) / len(tokens) if tokens else 0.0
-            assert group.arms[arm].mean_rate == pytest.approx(mean)
+            assert list(group.arms[arm].rates) == [2.0 * one for one in tokens]
             assert group.arms[arm].rate == pytest.approx(mean)
