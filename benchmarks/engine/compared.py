@@ -49,8 +49,7 @@ from benchmarks.processes import Meter
 from benchmarks.result import Goal, Row, say
 from paceline.models.config import ModelConfig, read_config
 from rollout_gateway.engines.base import Engine
-from rollout_gateway.engines.embedded.arms import slack
-from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds
+from rollout_gateway.engines.embedded.kinds import engine_arms, engine_kinds, slack
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 from rollout_gateway.engines.nouns import RoundSplit
 

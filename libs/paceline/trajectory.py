@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import zip_longest
+from typing import Any
 
 from paceline.errors import InvalidInput
 
@@ -46,8 +47,11 @@ class VersionSpan:
     policy_version: int
 
 
-def _added(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+def added(one: Any, other: Any) -> Any:
+    """The sum of two counters, or of two lists of them place by place."""
+    if isinstance(one, tuple):
+        return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    return one + other
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +69,8 @@ class SpeculationStats:
     trained_round_tokens: int = 0
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        return SpeculationStats(
-            self.target_steps + other.target_steps,
-            self.drafted_tokens + other.drafted_tokens,
-            self.accepted_tokens + other.accepted_tokens,
-            self.drafted_round_tokens + other.drafted_round_tokens,
-            self.drafted_rounds + other.drafted_rounds,
-            _added(self.proposed_at, other.proposed_at),
-            _added(self.accepted_at, other.accepted_at),
-            self.trained_rounds + other.trained_rounds,
-            self.trained_round_tokens + other.trained_round_tokens,
-        )
+        pairs = ((getattr(self, one.name), getattr(other, one.name)) for one in fields(self))
+        return SpeculationStats(*(added(*pair) for pair in pairs))
 
     @property
     def accept_length(self) -> float:

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from goodness_of_fit import g_test, power
+from sampled_trees import SampledTree
 from torch import Tensor
 
 from paceline.models.sampling import DrawParams, NoiseStream, gumbel_noise, uniform_of
 from rollout_gateway.engines.embedded import rejection
 from rollout_gateway.engines.embedded.nodes import Nodes, node_depths
-from rollout_gateway.engines.embedded.rejection import SampledTree, verify_sampled
+from rollout_gateway.engines.embedded.rejection import verify_sampled
 from rollout_gateway.engines.embedded.verify import verify
 
 VOCAB, LENGTH, PROMPT = 4, 4, 7

@@ -5,7 +5,9 @@ own. Owns no rule.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from paceline.trajectory import added
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,8 @@ def combine(parts: Iterable[Evidence]) -> Evidence:
 
 
 def _added(first: AcceptanceEvidence, second: AcceptanceEvidence) -> AcceptanceEvidence:
-    return AcceptanceEvidence(
-        first.family,
-        first.batch_group,
-        _sums(first.accepted, second.accepted),
-        _sums(first.trials, second.trials),
-    )
-
-
-def _sums(first: tuple[float, ...], second: tuple[float, ...]) -> tuple[float, ...]:
-    shorter, longer = sorted((first, second), key=len)
-    return tuple(a + b for a, b in zip(shorter, longer, strict=False)) + longer[len(shorter) :]
+    accepted, trials = added(first.accepted, second.accepted), added(first.trials, second.trials)
+    return replace(first, accepted=accepted, trials=trials)
 
 
 def _averaged(first: CostEvidence, second: CostEvidence) -> CostEvidence:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.arm_names import ArmName
 from paceline.models.compiled import compiled_finish
 from paceline.models.config import ModelConfig, read_config
 from paceline.models.decoder import DecoderWeights
@@ -15,12 +16,11 @@ from paceline.models.loading import DTYPES, build_weights, read_tensors
 from paceline.speculators.base import CaptureSpec, SpeculatorSetup
 from rollout_gateway.bandits import COST_MODEL
 from rollout_gateway.engines.base import Engine, RowSink
-from rollout_gateway.engines.embedded.arms import Arm, slack
 from rollout_gateway.engines.embedded.capture import Capture
 from rollout_gateway.engines.embedded.drafters import Drafters
 from rollout_gateway.engines.embedded.engine import EmbeddedEngine
 from rollout_gateway.engines.embedded.grammars import Grammars
-from rollout_gateway.engines.embedded.kinds import Kinds, engine_arms, engine_kinds
+from rollout_gateway.engines.embedded.kinds import Kinds, engine_arms, engine_kinds, slack
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
 from rollout_gateway.engines.embedded.prefix_cache import PrefixCache
 from rollout_gateway.engines.embedded.profile import profile
@@ -94,7 +94,7 @@ def _policy_loader(
 def _drafters(
     spec: EmbeddedSpec,
     kinds: Kinds,
-    arms: dict[str, Arm],
+    arms: dict[str, ArmName],
     policy: DecoderWeights,
     capacity: int,
     inner: tuple[int, ...],

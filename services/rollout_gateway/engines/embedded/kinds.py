@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.arm_names import OFF
+from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError, InvalidInput
 from paceline.speculators.kinds import (
     SPECULATORS,
@@ -19,8 +19,10 @@ from paceline.speculators.kinds import (
     kind_of_checkpoint,
 )
 from paceline.speculators.loading import net_of
-from rollout_gateway.engines.embedded.arms import Arm, embedded_arm
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
+
+LARGEST = TreeSize(steps=15, topk=16, draft_tokens=64)
+"""Of each number of an arm the most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,19 @@ def find_architecture(directory: Path, kinds: Iterable[SpeculatorKind]) -> Specu
         raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
 
 
-def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, Arm]:
+def engine_arms(spec: EmbeddedSpec, kinds: Kinds) -> dict[str, ArmName]:
     """Arms by name, `off` first. Raises ConfigError for one that this engine cannot draft."""
     speculators = {**kinds.trained, **kinds.untrained}
     names = spec.arms or tuple(arm for kind in speculators.values() for arm in kind.arms)
-    chains_only = spec.verification == "rejection"
+    trees = dict.fromkeys(speculators, spec.verification != "rejection")
     wanted = (OFF, *(name for name in names if name != OFF))
-    return {name: embedded_arm(name, speculators, chains_only=chains_only) for name in wanted}
+    return {name: parse_arm(name, trees, LARGEST) for name in wanted}
+
+
+def slack(arms: Iterable[ArmName]) -> int:
+    """Cache positions that a round may use behind the last known token: verified nodes, or rows
+    that drafting keeps.
+    """
+    shapes = [arm.shape for arm in arms]
+    used = [max(one.draft_tokens, one.topk * max(one.steps - 1, 0) + 1) for one in shapes]
+    return max(used, default=1) + 1

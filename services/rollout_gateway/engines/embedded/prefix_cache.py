@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,9 @@ import numpy.typing as npt
 from rollout_gateway.engines.embedded.stopwatch import Stopwatch
 from rollout_gateway.engines.nouns import PrefixStats
 from rollout_gateway.engines.requests.sequence import RunningSequence
+
+if TYPE_CHECKING:
+    from rollout_gateway.engines.embedded.kv_cache import SlotStore
 
 BLOCK = 16
 MIN_PREFIX = BLOCK
@@ -125,14 +128,6 @@ class PrefixIndex:
         return Match(slot, length) if length >= MIN_PREFIX else None
 
 
-class SlotCopies(Protocol):
-    """What copies cached tokens between slots; engines/embedded/kv_cache.py."""
-
-    def copy(self, source: int, destination: int, start: int, stop: int) -> None:
-        """What is cached of tokens start .. stop - 1 of one slot goes to another as well."""
-        ...
-
-
 class PrefixCache:
     """Slots 0 .. running - 1 are those of running requests; `retained` slots behind them keep
     requests that ended.
@@ -147,7 +142,7 @@ class PrefixCache:
         running: int,
         retained: int,
         capacity: int,
-        store: SlotCopies,
+        store: SlotStore,
         shortest: int = MIN_PREFIX,
     ) -> None:
         self._shortest = shortest

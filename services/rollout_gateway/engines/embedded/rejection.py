@@ -13,8 +13,8 @@ paceline.models.sampling. A position is decided in one round only, so a round th
 in vain may reuse its numbers. Unlike verify.py, the tokens of a seed depend on what was drafted;
 their distribution does not.
 
-Owns the draw of drafts, the tree that carries them and the rule; no model, no cache, no choice of
-the tree's shape.
+Owns the draw of drafts and the rule; no model, no cache, no choice of a shape. Whether a draft is
+kept may not depend on which one it is, or the output is not p: every prune comes before the draw.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from paceline.errors import InvalidInput
 from paceline.models.sampling import (
@@ -44,67 +43,6 @@ class SampledDrafts:
     """int64 [N, C] in the order drawn; -1 where the masks leave fewer than C tokens."""
     probs: Tensor
     """float64 [N, V]: q, from which the first child was drawn."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTree:
-    """Drafts of B rows; Q nodes, the root and every draft, parents first.
-
-    It grows by whole levels and cannot lose a token: whether a draft is kept may not depend on
-    which one it is, or the output is not p. Every prune comes before the draw: choose depth and
-    `count`, then grow.
-    """
-
-    tokens: Tensor
-    """int64 [B, Q]: token at each node; the root's is the last known one; -1 where there is none.
-    """
-    parents: Tensor
-    """int64 [B, Q]: parent of each node, the root's is itself; siblings stand in the order drawn.
-    """
-    probs: Tensor
-    """float64 [B, Q, V]: q of each node's children; zero where nothing has been drawn."""
-    leaves: int
-    """Nodes of the last level."""
-
-    @classmethod
-    def of(cls, tokens: Tensor, vocab: int) -> SampledTree:
-        """Roots alone: tokens int64 [B], the last known token of each row."""
-        batch, device = len(tokens), tokens.device
-        parents = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-        return cls(
-            tokens[:, None],
-            parents,
-            torch.zeros(batch, 1, vocab, dtype=torch.float64, device=device),
-            1,
-        )
-
-    def grow(
-        self, draft_logits: Tensor, positions: Tensor, params: DrawParams, count: int
-    ) -> SampledTree:
-        """The tree with `count` children drawn at every leaf.
-
-        draft_logits [B, leaves, V]: the drafter's at the leaves; positions int64 [B, leaves]:
-        absolute position of the children; params: B leaves rows. Raises InvalidInput when count is
-        not 1 .. V.
-        """
-        batch, nodes = self.tokens.shape
-        vocab = self.probs.shape[-1]
-        drawn = sample_drafts(draft_logits.reshape(-1, vocab), positions.reshape(-1), params, count)
-        first = nodes - self.leaves
-        parents = (
-            torch.arange(first, nodes, device=self.tokens.device)
-            .repeat_interleave(count)
-            .expand(batch, -1)
-        )
-        return SampledTree(
-            torch.cat((self.tokens, drawn.tokens.view(batch, -1)), dim=1),
-            torch.cat((self.parents, parents), dim=1),
-            functional.pad(
-                torch.cat((self.probs[:, :first], drawn.probs.view(batch, -1, vocab)), dim=1),
-                (0, 0, 0, self.leaves * count),
-            ),
-            self.leaves * count,
-        )
 
 
 def sample_drafts(
@@ -165,7 +103,8 @@ def verify_sampled(
     """Walk from the root, accepting or rejecting children, and draw the token that ends the round.
 
     logits [B, Q, V]: the target's at each node; draft_tokens int64 [B, Q], parents int64 [B, Q]
-    (None: a chain) and draft_probs float64 [B, Q, V]: see SampledTree; positions int64 [B, Q]:
+    (None: a chain; the root's is itself, siblings stand in the order drawn) and draft_probs float64
+    [B, Q, V]: q of each node's children, zero where nothing has been drawn; positions int64 [B, Q]:
     absolute position of the token drawn at each node, so of its children; params: B Q rows;
     adjusted [B, Q, V]: what p is made of instead, see `draw`. At temperature 0 it is the rule of
     verify.py: follow the argmax.

@@ -12,14 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.arm_names import OFF
+from paceline.arm_names import OFF, ArmName
 from paceline.errors import InvalidInput
 from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
-from paceline.speculators.base import DraftBatch, Drafts, Speculator
+from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.trajectory import Target
 from rollout_gateway.bandits import CostSample, RoundOutcome, Situation, build_bandit
-from rollout_gateway.engines.embedded.arms import Arm
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from rollout_gateway.engines.embedded.kv_cache import SlotStore
@@ -51,7 +50,7 @@ class DraftPart:
     """Rows that draft with one arm, and what they verify."""
 
     members: list[int]
-    arm: Arm
+    arm: ArmName
     speculator: Speculator
     batch: DraftBatch
     drafts: Drafts | None = None
@@ -63,7 +62,7 @@ class Speculation:
     There are arms of every trained kind that may serve; those of kinds that rest are not chosen.
     """
 
-    def __init__(self, spec: EmbeddedSpec, arms: dict[str, Arm], drafters: Drafters) -> None:
+    def __init__(self, spec: EmbeddedSpec, arms: dict[str, ArmName], drafters: Drafters) -> None:
         self.arms = arms
         self.drafters = drafters
         self.served = self._served()
@@ -171,11 +170,10 @@ class Speculation:
 
     def _propose(self, part: DraftPart) -> Drafts:
         arm, budget = part.arm, self.budget
+        shape = DraftShape(arm.shape.steps, arm.shape.topk, arm.drafted)
         if budget is None or self.measuring:
-            return part.speculator.propose(part.batch, arm.shape)
-        proposed = part.speculator.propose(
-            part.batch, replace(arm.shape, floor=budget.floor(arm.name))
-        )
+            return part.speculator.propose(part.batch, shape)
+        proposed = part.speculator.propose(part.batch, replace(shape, floor=budget.floor(arm.name)))
         return budget.prune(proposed, arm.speculator, arm.name)
 
     def learn_drafts(self, parts: Sequence[DraftPart], verdict: Verdict) -> None:

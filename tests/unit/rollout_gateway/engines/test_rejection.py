@@ -11,13 +11,13 @@ import torch
 from goodness_of_fit import g_test
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled_trees import SampledTree
 from torch import Tensor
 
 from paceline.errors import InvalidInput
 from paceline.models.sampling import DrawParams, behavior_logprobs, draw
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.rejection import (
-    SampledTree,
     SampledVerdict,
     residual,
     sample_drafts,
