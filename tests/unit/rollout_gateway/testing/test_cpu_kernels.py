@@ -83,11 +83,9 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scores_at_once", [1, 1 << 20])
 def test_decode_attention_equals_a_loop_and_stores_the_new_token(
-    dtype: torch.dtype, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "_SCORES_AT_ONCE", scores_at_once)
     cache = Cache([9, 1, 4, 17], dtype)
     query, output = torch.randn(4, HEADS, SIZE).to(dtype), torch.empty(4, HEADS, SIZE, dtype=dtype)
     key, value = torch.randn(2, 4, KV_HEADS, SIZE).to(dtype)
@@ -156,11 +154,9 @@ def run_extend(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scores_at_once", [1, 1 << 20])
 def test_extend_attention_is_causal_over_prefix_and_new_tokens(
-    dtype: torch.dtype, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "_SCORES_AT_ONCE", scores_at_once)
     totals, news = [7, 5, 12, 1], [7, 2, 1, 1]
     cache = Cache(totals, dtype)
     query = torch.randn(sum(news), HEADS, SIZE).to(dtype)
@@ -199,11 +195,9 @@ def test_extend_attention_without_causality_sees_every_key() -> None:
 
 
 @pytest.mark.parametrize("form", ["query x query", "query x all"])
-@pytest.mark.parametrize("scores_at_once", [1, 1 << 20])
 def test_extend_attention_follows_the_tree_mask_in_both_forms(
-    form: str, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+    form: str,
 ) -> None:
-    monkeypatch.setattr(kernels.attention, "_SCORES_AT_ONCE", scores_at_once)
     totals, nodes = [9, 6, 30], 4
     trees = [
         [[0], [0, 1], [0, 2], [0, 2, 3]],

@@ -2,21 +2,18 @@
 belongs to SGLang.
 
 Letters: B requests, T new tokens of all requests together, Q new tokens of one request, L keys of
-one request (padded to the longest of a piece), H query heads, N key-value heads, D head size.
+one request, H query heads, N key-value heads, D head size. Requests are computed one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.errors import InvalidInput
-
-# Requests are computed together while their padded scores stay under this many per head.
-_SCORES_AT_ONCE = 1 << 20
 
 
 def decode_attention_cpu(
@@ -53,18 +50,11 @@ def decode_attention_cpu(
     if key is not None and value is not None:
         key_buffer[cache_slots] = key.to(key_buffer.dtype)
         value_buffer[cache_slots] = value.to(value_buffer.dtype)
-    ones = torch.ones_like(seq_lens)
-    for piece in _pieces(ones, seq_lens):
-        lens = seq_lens[piece]
-        slots = _slots(req_to_token, req_pool_indices[piece], lens)
-        visible = torch.arange(slots.shape[1]) < lens.unsqueeze(1)
-        output[piece] = _attend(
-            query[piece].unsqueeze(1),
-            key_buffer[slots],
-            value_buffer[slots],
-            visible.unsqueeze(1),
-            scaling,
-        ).squeeze(1)
+    for row, length in enumerate(seq_lens.tolist()):
+        slots = req_to_token[req_pool_indices[row], :length].long()
+        everything = torch.ones(1, length, dtype=torch.bool)
+        keys, values = key_buffer[slots], value_buffer[slots]
+        output[row] = _attend(query[row : row + 1], keys, values, everything, scaling)[0]
 
 
 def extend_attention_cpu(
@@ -102,104 +92,50 @@ def extend_attention_cpu(
     _check_covered(
         key_buffer, key_scale, value_scale, logit_cap, is_cross_attention, sliding_window, sinks
     )
-    new_lens, starts = extend_seq_lens.long(), extend_start_loc.long()
-    masks = None if tree_mask is None else _split_mask(tree_mask, new_lens, seq_lens)
-    for piece in _pieces(new_lens, seq_lens):
-        lens, news = seq_lens[piece], new_lens[piece]
-        owner, offset = _flat_positions(news)
-        rows, position = starts[piece][owner] + offset, (lens - news)[owner] + offset
-        slots = _slots(req_to_token, req_pool_indices[piece], lens)
+    news, totals = extend_seq_lens.tolist(), seq_lens.tolist()
+    masks = None if tree_mask is None else _split_mask(tree_mask, news, totals)
+    for request, (new, total) in enumerate(zip(news, totals, strict=True)):
+        if not new:
+            continue
+        start = int(extend_start_loc[request])
+        rows = slice(start, start + new)
+        slots = req_to_token[req_pool_indices[request], :total].long()
         keys, values = key_buffer[slots], value_buffer[slots]
         if key is not None and value is not None:
-            keys[owner, position] = key[rows].to(keys.dtype)
-            values[owner, position] = value[rows].to(values.dtype)
-        visible = _visible(slots.shape[1], lens, news, is_causal)
+            keys[total - new :], values[total - new :] = key[rows], value[rows]
+        visible = torch.ones(new, total, dtype=torch.bool)
+        if is_causal:
+            visible = visible.tril(total - new)
         if masks is not None:
-            for place, request in enumerate(piece.tolist()):
-                mask = masks[request]
-                end = int(lens[place])
-                visible[place, : mask.shape[0], end - mask.shape[1] : end] = mask
-        queries = query.new_zeros((len(piece), visible.shape[1], *query.shape[1:]))
-        queries[owner, offset] = query[rows]
-        output[rows] = _attend(queries, keys, values, visible, scaling)[owner, offset]
+            visible[:, total - masks[request].shape[1] :] = masks[request]
+        output[rows] = _attend(query[rows], keys, values, visible, scaling)
 
 
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scaling: float
 ) -> Tensor:
-    """softmax(q k^T * scaling) v over visible keys [B, Q, H, D]; keys and values [B, L, N, D],
-    visible [B, Q, L].
-
-    The H / N query heads that share a key-value head become further rows of one attention, which
-    spares a copy of keys.
+    """softmax(q k^T * scaling) v over visible keys [Q, H, D]; keys and values [L, N, D], visible
+    [Q, L]. H / N query heads share a key-value head.
     """
-    batch, length, heads, size = queries.shape
-    shared = heads // keys.shape[2]
-    rows = queries.view(batch, length, -1, shared, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    keys, values = keys.to(queries.dtype).transpose(1, 2), values.to(queries.dtype).transpose(1, 2)
-    mask = visible.unsqueeze(1).repeat(1, 1, shared, 1)
-    mixed = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scaling)
-    return mixed.unflatten(2, (shared, length)).permute(0, 3, 1, 2, 4).flatten(2, 3)
-
-
-def _slots(req_to_token: Tensor, table_rows: Tensor, lens: Tensor) -> Tensor:
-    """Slots [B, L] of every position; padding repeats the last one, so that no other request's
-    values are ever read.
-    """
-    columns = torch.minimum(torch.arange(int(lens.max())), (lens - 1).unsqueeze(1))
-    return req_to_token[table_rows.unsqueeze(1), columns].long()
-
-
-def _visible(width: int, lens: Tensor, news: Tensor, is_causal: bool) -> Tensor:
-    """[B, Q, L]: keys up to the query's own position, or all of the request's; padded queries see
-    some.
-    """
-    position = (lens - news).unsqueeze(1) + torch.arange(int(news.max()))
-    last = (
-        torch.minimum(position, (lens - 1).unsqueeze(1))
-        if is_causal
-        else (lens - 1).unsqueeze(1).expand_as(position)
+    query, key, value = (
+        part.to(queries.dtype).transpose(0, 1)[None] for part in (queries, keys, values)
     )
-    return torch.arange(width) <= last.unsqueeze(2)
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
+    )
+    return mixed[0].transpose(0, 1)
 
 
-def _flat_positions(lens: Tensor) -> tuple[Tensor, Tensor]:
-    """Of T elements that belong to B owners in order: owner [T] and place within the owner [T]."""
-    owner = torch.repeat_interleave(torch.arange(len(lens)), lens)
-    return owner, torch.arange(len(owner)) - (lens.cumsum(0) - lens)[owner]
-
-
-def _split_mask(mask: Tensor, new_lens: Tensor, seq_lens: Tensor) -> list[Tensor]:
+def _split_mask(mask: Tensor, news: Sequence[int], totals: Sequence[int]) -> list[Tensor]:
     """One [Q, Q] or [Q, L] mask per request; the size tells which form it is."""
-    news, totals = new_lens.tolist(), seq_lens.tolist()
-    square, full = (
-        [(q, q) for q in news],
-        [(q, total) for q, total in zip(news, totals, strict=True)],
-    )
-    for shapes in (square, full):
-        sizes = [rows * columns for rows, columns in shapes]
-        if sum(sizes) == mask.numel():
-            parts = mask.bool().split(sizes)
-            return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-    allowed = [sum(rows * columns for rows, columns in shapes) for shapes in (square, full)]
-    raise InvalidInput("the tree mask fits neither form", seen=mask.numel(), allowed=allowed)
-
-
-def _pieces(new_lens: Tensor, seq_lens: Tensor) -> Iterator[Tensor]:
-    """Indices of requests to compute together: requests with no new token are left out, padding
-    stays bounded.
-    """
-    order = torch.argsort(seq_lens, descending=True)
-    order = order[new_lens[order] > 0]
-    news, totals = new_lens[order].tolist(), seq_lens[order].tolist()
-    first, longest = 0, 0
-    for end, new in enumerate(news):
-        longest = max(longest, new)
-        if end > first and (end - first + 1) * longest * totals[first] > _SCORES_AT_ONCE:
-            yield order[first:end]
-            first, longest = end, new
-    if first < len(order):
-        yield order[first:]
+    sizes = []
+    for widths in (news, totals):
+        parts = [new * width for new, width in zip(news, widths, strict=True)]
+        if sum(parts) == mask.numel():
+            split = mask.bool().split(parts)
+            return [part.view(new, -1) for part, new in zip(split, news, strict=True)]
+        sizes.append(sum(parts))
+    raise InvalidInput("the tree mask fits neither form", seen=mask.numel(), allowed=sizes)
 
 
 def _check_covered(
