@@ -67,9 +67,8 @@ class RoundOutcome:
 
     arm: str
     situation: Situation
-    taken: Sequence[
-        int
-    ]  # tokens emitted per row, the bonus token included; in the order of situation.rows
+    # tokens emitted per row, the bonus token included; in the order of situation.rows
+    taken: Sequence[int]
     seconds: float  # of draft and verification
     explored: bool  # as the choice said
 

@@ -44,13 +44,11 @@ from rollout_gateway.bandits.evidence import ArmReport, Evidence
 
 log = get_logger(__name__)
 
-NOISE_Z = (
-    1.28  # one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
-)
+# one-sided, 10 %: of 20 rounds of one row, one that accepts is noise and two are not
+NOISE_Z = 1.28
 LONGEST_REST = 4  # windows; each trial in a row that shows no life doubles the rest
-NOISE_FLOOR = (
-    0.05  # tokens per row; a fresh drafter of a small vocabulary is right this often by chance
-)
+# tokens per row; a fresh drafter of a small vocabulary is right this often by chance
+NOISE_FLOOR = 0.05
 
 
 @dataclass(slots=True)

@@ -62,17 +62,14 @@ class GroupAcceptance:
         self._groups = {smallest: index for index, smallest in enumerate(groups)}
         positions = sum(span.steps for span in self._families.values())
         # By source (this engine's rounds, other engines'), group and position.
-        self._accepted, self._trials = (
-            np.zeros((2, len(groups), positions)),
-            np.zeros((2, len(groups), positions)),
-        )
+        self._accepted = np.zeros((2, len(groups), positions))
+        self._trials = np.zeros((2, len(groups), positions))
         self._idle_keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
         self._window = float(window)
         self._beliefs: list[Beliefs | None] = [None] * len(groups)
         self._stale_rows = self._stale_rounds = 0  # since beliefs were made
-        self._pool = np.zeros(
-            (2, positions)
-        )  # accepted and trials of all groups; fades with the rounds of every group
+        # accepted and trials of all groups; fades with the rounds of every group
+        self._pool = np.zeros((2, positions))
         # Rows of rounds by group and family, since the start, the last new drafter or the last
         # `doubt`.
         self._seen = [dict.fromkeys(self._families, 0) for _ in groups]
@@ -104,10 +101,8 @@ class GroupAcceptance:
         self._seen[group][family] = 0
         span = self._families[family]
         for trials, accepted in ((self._trials, self._accepted), (self._pool[1], self._pool[0])):
-            trials, accepted = (
-                trials[..., span.first : span.end],
-                accepted[..., span.first : span.end],
-            )
+            trials = trials[..., span.first : span.end]
+            accepted = accepted[..., span.first : span.end]
             scale = OLD_TRIALS / np.maximum(trials, OLD_TRIALS)
             trials *= scale
             accepted *= scale
@@ -157,10 +152,8 @@ class GroupAcceptance:
 
     def _believe(self, group: int) -> Beliefs:
         pool_accepted, pool_trials = self._pool.tolist()
-        accepted, trials = (
-            self._accepted[:, group].sum(axis=0).tolist(),
-            self._trials[:, group].sum(axis=0).tolist(),
-        )
+        accepted = self._accepted[:, group].sum(axis=0).tolist()
+        trials = self._trials[:, group].sum(axis=0).tolist()
         chances: list[float] = []
         tokens, bounds = [1.0] * (len(trials) + 1), [1.0] * (len(trials) + 1)
         for span in self._families.values():

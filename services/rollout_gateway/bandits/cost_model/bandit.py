@@ -72,12 +72,10 @@ class CostModel(WindowedBandit):
         self._costs = CostTable(arms, settings.groups, settings.window)
         self._lengths = ResponseLengths()
         self._rounds = [0] * len(settings.groups)
-        self._used = [
-            [0] * len(arms) for _ in settings.groups
-        ]  # round in which an arm was used last
-        self._met = {
-            self._acceptance.family(index): 0 for index in range(len(arms))
-        }  # round, of all, of the last use
+        # round in which an arm was used last
+        self._used = [[0] * len(arms) for _ in settings.groups]
+        # round, of all, of the last use
+        self._met = {self._acceptance.family(index): 0 for index in range(len(arms))}
         self._ids: list[int] = []
         self._slots = np.zeros(0, dtype=np.int64)
         self._allowed: dict[tuple[str, ...], list[int]] = {}
@@ -116,12 +114,8 @@ class CostModel(WindowedBandit):
         drafter that no group has used for a part of a window is new again. The worse an arm is
         thought to be the longer it waits.
         """
-        acceptance, window, now, used = (
-            self._acceptance,
-            self._settings.window,
-            self._rounds[group],
-            self._used[group],
-        )
+        acceptance, window = self._acceptance, self._settings.window
+        now, used = self._rounds[group], self._used[group]
         new = [place for place, index in enumerate(allowed) if acceptance.is_new(group, index)]
         if new:
             place = max(new, key=believed.__getitem__)

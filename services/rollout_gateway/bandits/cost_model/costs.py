@@ -110,9 +110,8 @@ class CostTable:
             # tables
         ]
         self._keep = 1.0 - 1.0 / max(window * IDLE_SHARE, 2.0)
-        self._measured: dict[
-            int, dict[int, tuple[list[int], list[float]]]
-        ] = {}  # arm -> context -> sizes, seconds
+        # arm -> context -> sizes, seconds
+        self._measured: dict[int, dict[int, tuple[list[int], list[float]]]] = {}
         self._tables: dict[tuple[int, int], list[float]] = {}
         self._estimates: list[list[Estimate] | None] = [None] * len(groups)
         self._shapes = [BatchSlope() for _ in arms]  # of arms that were not measured
@@ -285,10 +284,8 @@ class CostTable:
         )
         apart /= sum(weights) or 1.0
         for here, new in told:
-            here.told_factor, here.told_weight = (
-                new.log_factor - apart,
-                min(new.weight, MOST_ROUNDS),
-            )
+            here.told_factor = new.log_factor - apart
+            here.told_weight = min(new.weight, MOST_ROUNDS)
         self._estimates = [None] * len(self._estimates)
 
 

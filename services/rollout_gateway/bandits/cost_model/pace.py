@@ -34,9 +34,8 @@ class Measured:
 
     share: float = 0.0  # of the last rounds of all arms, as it was in its own last round
     last: int = 0  # number of that round
-    pace: float = (
-        0.0  # at which its rounds were, each weighed by what it counts in the arm's factor
-    )
+    # at which its rounds were, each weighed by what it counts in the arm's factor
+    pace: float = 0.0
     falls: float = 0.0  # those of the pace when it was last as fast as expected
 
 

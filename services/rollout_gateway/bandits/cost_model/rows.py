@@ -28,25 +28,21 @@ class RowAcceptance:
     """
 
     def __init__(self, positions: int, spans: Sequence[DraftSpan | None]) -> None:
-        self._accepted, self._trials = (
-            np.zeros((FIRST_SLOTS, positions)),
-            np.zeros((FIRST_SLOTS, positions)),
-        )
-        self.tokens: Floats = np.ones(
-            (FIRST_SLOTS, len(spans))
-        )  # [slots, A] expected in a round of each arm
+        self._accepted = np.zeros((FIRST_SLOTS, positions))
+        self._trials = np.zeros((FIRST_SLOTS, positions))
+        # [slots, A] expected in a round of each arm
+        self.tokens: Floats = np.ones((FIRST_SLOTS, len(spans)))
+        # response tokens: so far, at most
         self.generated, self.limits = (
             np.zeros(FIRST_SLOTS),
             np.zeros(FIRST_SLOTS),
-        )  # response tokens: so far, at most
+        )
         self._free = list(range(FIRST_SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
         counts, places = np.arange(positions + 1)[:, None], np.arange(positions)
         # By drafts accepted and position; a draft was tried when the one before it was accepted.
-        self._hits, self._tried = (
-            (places < counts).astype(np.float64),
-            (places <= counts).astype(np.float64),
-        )
+        self._hits = (places < counts).astype(np.float64)
+        self._tried = (places <= counts).astype(np.float64)
         families = {span.family for span in spans if span is not None}
         self._arms = {
             family: [
@@ -78,17 +74,14 @@ class RowAcceptance:
         return np.array(slots), ended
 
     def _begin(self, row: RowFacts, tokens: Sequence[float]) -> int:
-        slot = self._slots.get(
-            row.request_id
-        )  # requests that are not ours share an id, hence a slot
+        # requests that are not ours share an id, hence a slot
+        slot = self._slots.get(row.request_id)
         if slot is None:
             slot = self._slots[row.request_id] = self._take()
         self._accepted[slot] = self._trials[slot] = 0.0
-        self.tokens[slot], self.generated[slot], self.limits[slot] = (
-            tokens,
-            row.generated,
-            row.limit,
-        )
+        self.tokens[slot] = tokens
+        self.generated[slot] = row.generated
+        self.limits[slot] = row.limit
         return slot
 
     def advance(self, slots: Counts, taken: Counts) -> Flags:

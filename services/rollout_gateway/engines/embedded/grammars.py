@@ -103,10 +103,8 @@ class Grammars:
                 try:
                     self._advance(sequence)
                 except GrammarFault as fault:
-                    sequence.finish, sequence.error = (
-                        Finish.ERROR,
-                        f"response_format cannot be followed on: {fault}",
-                    )
+                    sequence.finish = Finish.ERROR
+                    sequence.error = f"response_format cannot be followed on: {fault}"
 
     def mask_(self, rows: Sequence[RunningSequence], nodes: Nodes, logits: Tensor) -> None:
         """Set what may not follow to -inf in logits [N, V] of the forwarded nodes; rows as given to
@@ -243,8 +241,7 @@ def _mask_(logits: Tensor, nodes: Nodes, places: Sequence[int], masks: Sequence[
     """Mask logits [N, V] at nodes of the flattened block."""
     index = torch.tensor(places, device=logits.device)
     if nodes.kept is not None:
-        index = torch.searchsorted(
-            nodes.kept, index
-        )  # kept ascends, and every node with a mask is among them
+        # kept ascends, and every node with a mask is among them
+        index = torch.searchsorted(nodes.kept, index)
     forbidden = torch.from_numpy(~np.stack(masks)).to(logits.device)
     logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)

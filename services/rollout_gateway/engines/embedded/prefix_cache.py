@@ -184,10 +184,8 @@ class PrefixCache:
 
     def _find(self, tokens: TokenArray) -> Match | None:
         keys = block_keys(tokens)
-        running, retained = (
-            self._running.longest(tokens, keys),
-            self._retained.longest(tokens, keys),
-        )
+        running = self._running.longest(tokens, keys)
+        retained = self._retained.longest(tokens, keys)
         if retained is None or (running is not None and running.length > retained.length):
             return running
         self._use(retained.slot)

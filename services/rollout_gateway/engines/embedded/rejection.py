@@ -152,15 +152,12 @@ def _walk(
         follow = tried & (coins[:, node] * q[rows, draft] < p[rows, draft])
         left, followed = (tried & ~follow)[:, None], follow[:, None]
         p, q = torch.where(left, residual(p, q), p), torch.where(left, without(q, draft), q)
-        p, q = (
-            torch.where(followed, target[:, node], p),
-            torch.where(followed, draft_probs[:, node], q),
-        )
+        p = torch.where(followed, target[:, node], p)
+        q = torch.where(followed, draft_probs[:, node], q)
         here = torch.where(follow, node, here)
         accepted = accepted + follow
-        path[rows, torch.where(follow, accepted, nodes)] = (
-            node  # the last column takes what is not followed
-        )
+        # the last column takes what is not followed
+        path[rows, torch.where(follow, accepted, nodes)] = node
     return p, accepted, path[:, :nodes]
 
 

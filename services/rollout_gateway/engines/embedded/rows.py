@@ -35,10 +35,8 @@ def row_layout(model_dir: Path, drafters: Sequence[str], asked: tuple[int, ...])
     for asked ones that leave out what a drafter reads.
     """
     model = read_config_json(model_dir)
-    hidden_size, num_layers = (
-        int(model.get("hidden_size", 0)),
-        int(model.get("num_hidden_layers", 0)),
-    )
+    hidden_size = int(model.get("hidden_size", 0))
+    num_layers = int(model.get("num_hidden_layers", 0))
     needed = sorted(_read_by(drafters, num_layers))
     check_inner_layers(asked, num_layers)
     if asked and not set(needed) <= set(asked):

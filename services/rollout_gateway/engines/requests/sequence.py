@@ -40,9 +40,8 @@ class RunningSequence:
     stop_text: StopText | None = None
     enqueued_s: float = field(default_factory=time.perf_counter)
     length: int = 0  # known tokens: prompt and response
-    cached: int = (
-        0  # tokens whose keys, values and state are in the slot; decoding needs length - 1
-    )
+    # tokens whose keys, values and state are in the slot; decoding needs length - 1
+    cached: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)

@@ -132,11 +132,9 @@ def forwarded(
     if runner.is_draft_worker or plugin.rows is None:
         return original(runner, forward_batch, *args, **kwargs)
     # Taken before the call, which may pad them.
-    slots, tokens, positions = (
-        forward_batch.out_cache_loc,
-        forward_batch.input_ids,
-        forward_batch.positions,
-    )
+    slots = forward_batch.out_cache_loc
+    tokens = forward_batch.input_ids
+    positions = forward_batch.positions
     output = original(runner, forward_batch, *args, **kwargs)
     if plugin.rows.inner:
         _part_from_last(plugin.rows, output.logits_output)

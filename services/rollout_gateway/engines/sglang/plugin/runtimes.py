@@ -141,10 +141,8 @@ def _shape_eagle(worker: Any, shape: TreeSize) -> None:
     drafter.cuda_graph_runner_for_draft_extend = state.cuda_graph_runner_for_draft_extend
     drafter._rebuild_topk1_chain_buffers()
     runner = worker._target_worker.model_runner
-    runner.attn_backend, runner.decode_cuda_graph_runner = (
-        state.target_attn_backend,
-        state.target_graph_runner,
-    )
+    runner.attn_backend = state.target_attn_backend
+    runner.decode_cuda_graph_runner = state.target_graph_runner
 
 
 def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:

@@ -185,9 +185,8 @@ def sample_hook(
             positions,
         )
     ready = sampler._preprocess_logits(logits, sampling_info)
-    roots = torch.zeros(
-        len(batch.reqs), 1, dtype=torch.int64, device=logits.device
-    )  # the request's last token
+    # the request's last token
+    roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)
     drawn, tracked = plugin.draw(batch.reqs, ready, positions + 1, roots)
     lengths = torch.ones(len(tracked), dtype=torch.int64, device=logits.device)
     accepted = Accepted(

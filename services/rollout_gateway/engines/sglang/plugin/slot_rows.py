@@ -128,9 +128,8 @@ class SlotRows:
         they must be of.
         """
         parts = (self.hidden, self.token, self.position, self.version)
-        index = slots.to(
-            torch.int64, copy=True
-        )  # the table of slots may change before they are read
+        # the table of slots may change before they are read
+        index = slots.to(torch.int64, copy=True)
         if not self._cuda:
             hidden, token, position, version = (part.index_select(0, index) for part in parts)
             return Gathered(hidden, (token, position), version, token_ids, first)

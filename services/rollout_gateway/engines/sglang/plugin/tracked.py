@@ -40,12 +40,10 @@ class Tracked:
     """
 
     sequence: RunningSequence
-    drafter_version: (
-        int  # serving when it was enqueued: drafts for it come from states of that drafter
-    )
-    draws: dict[int, Drawn] = field(
-        default_factory=dict
-    )  # response index -> draw, until SGLang takes it
+    # serving when it was enqueued: drafts for it come from states of that drafter
+    drafter_version: int
+    # response index -> draw, until SGLang takes it
+    draws: dict[int, Drawn] = field(default_factory=dict)
 
     @property
     def request(self) -> Request:

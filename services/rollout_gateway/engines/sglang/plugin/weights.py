@@ -26,10 +26,11 @@ from rollout_gateway.engines.sglang.spec import SGLangSpec
 
 VOCABULARY = ("d2t", "t2d")
 """Which tokens an EAGLE-3 drafter speaks of; SGLang reads them at its start only."""
+# the second where the embeddings are tied
 HEAD_NAMES = (
     "lm_head.weight",
     "model.embed_tokens.weight",
-)  # the second where the embeddings are tied
+)
 _SELECTORS = {Target.POLICY: "target", Target.DRAFTER: "draft"}
 
 
