@@ -36,7 +36,7 @@ from rollout_gateway.engines.nouns import (
     RowLayout,
     missing,
 )
-from rollout_gateway.engines.requests.admission import Admission
+from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 
@@ -67,6 +67,14 @@ class EmbeddedEngine:
         self._decoder = Decoder(weights, speculation, store, capture, grammars, self._stopwatch)
         self._admission = admission
         self._device_tflops = device_tflops
+        capabilities = {
+            Capability.PENALTIES: True,
+            Capability.CAPTURE: capture.possible,
+            Capability.DRAFTER_UPDATE: speculation.drafters.trainable,
+            Capability.REJECTED_ROWS: capture.takes_rejected,
+            Capability.JSON_SCHEMA: grammars.possible,
+        }
+        self._capabilities = frozenset(one for one, there in capabilities.items() if there)
         self._ended = SpeculationStats()
         self._paused = False
 
@@ -129,14 +137,9 @@ class EmbeddedEngine:
     def enqueue(self, request: Request) -> None:
         """See Engine.enqueue."""
         self._speculation.check_arm(request.forced_arm)
-        if request.capture:
-            self._check_capture()
+        check_capabilities("embedded", self._capabilities, request)
         self._grammars.check(request.sampling)
         self._scheduler.waiting.append(self._admission.sequence(request))
-
-    def _check_capture(self) -> None:
-        if not self._capture.possible:
-            raise missing("embedded", Capability.CAPTURE)
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
         """See Engine.abort."""
@@ -232,19 +235,12 @@ class EmbeddedEngine:
     def info(self) -> EngineInfo:
         """See Engine.info."""
         config = self._weights.policy.config
-        capabilities = {
-            Capability.PENALTIES: True,
-            Capability.CAPTURE: self._capture.possible,
-            Capability.DRAFTER_UPDATE: self._speculation.drafters.trainable,
-            Capability.REJECTED_ROWS: self._capture.takes_rejected,
-            Capability.JSON_SCHEMA: self._grammars.possible,
-        }
         return EngineInfo(
             config.vocab_size,
             config.hidden_size,
             self._admission.max_sequence_tokens,
             tuple(self._speculation.arms),
-            frozenset(one for one, present in capabilities.items() if present),
+            self._capabilities,
             RowLayout.entering(config.hidden_size, self._store.inner),
             self._device_tflops,
         )

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from paceline.models.config import ModelConfig
 from rollout_gateway.engines.embedded.nodes import Nodes
-from rollout_gateway.engines.nouns import Capability, Finish, missing
+from rollout_gateway.engines.nouns import Finish
 from rollout_gateway.engines.requests.grammar_judge import GrammarJudge
 from rollout_gateway.engines.requests.json_schema import (
     GrammarFault,
@@ -80,13 +80,9 @@ class Grammars:
         return bool(self._eos) and self._path.is_file() and find_spec("llguidance") is not None
 
     def check(self, sampling: Sampling) -> None:
-        """Raises InvalidInput naming response_format, or MissingCapability; builds what following
-        it will need.
-        """
+        """Raises InvalidInput naming response_format; builds what following it will need."""
         if not sampling.json_schema:
             return
-        if not self.possible:
-            raise missing("embedded", Capability.JSON_SCHEMA)
         check_json_schema(sampling.json_schema, ignore_eos=sampling.ignore_eos)
         try:
             self._allowed(self._matcher(sampling.json_schema))

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from paceline.errors import InvalidInput
 from paceline.models.config import ModelConfig
-from rollout_gateway.engines.nouns import Request
+from rollout_gateway.engines.nouns import Capability, Request, missing
 from rollout_gateway.engines.requests.sequence import RunningSequence, StopText
 from rollout_gateway.engines.sampling import check_prompt, check_sampling
+
+
+def check_capabilities(engine: str, capabilities: Collection[Capability], request: Request) -> None:
+    """Raises MissingCapability for a request that asks for what the engine has not declared."""
+    asked = {
+        Capability.CAPTURE: request.capture,
+        Capability.PENALTIES: request.sampling.adjusted,
+        Capability.JSON_SCHEMA: bool(request.sampling.json_schema),
+    }
+    for capability, wanted in asked.items():
+        if wanted and capability not in capabilities:
+            raise missing(engine, capability)
 
 
 class Admission:

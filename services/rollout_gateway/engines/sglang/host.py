@@ -7,7 +7,6 @@ leaves with its children, whatever ends it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.ports import free_ports
+from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SGLANG
 from rollout_gateway.engines.sglang import VERSIONS
 from rollout_gateway.engines.sglang.plugin.arms import ArmChooser
@@ -73,9 +73,7 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
 
 def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, Any]:
     """Arguments of SGLang's server; `spec.arguments` adds to them and overrides them."""
-    context = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))[
-        "max_position_embeddings"
-    ]
+    context = read_config_json(Path(spec.model_dir))["max_position_embeddings"]
     port, nccl_port = free_ports(2)
     values: dict[str, Any] = {
         "model_path": spec.model_dir,

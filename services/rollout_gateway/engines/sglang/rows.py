@@ -5,11 +5,11 @@ Imports no torch; the gateway cuts its rings by it.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SPECULATORS
 from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.spec import SGLangSpec
@@ -27,11 +27,11 @@ def layout_of_settings(settings: dict[str, Any]) -> RowLayout:
 
 def row_layout(spec: SGLangSpec) -> RowLayout:
     """What a row of this engine holds. Raises ConfigError for a model too shallow for EAGLE-3."""
-    model = json.loads((Path(spec.model_dir) / "config.json").read_text(encoding="utf-8"))
+    model = read_config_json(Path(spec.model_dir))
     hidden_size, layers = int(model["hidden_size"]), int(model["num_hidden_layers"])
     if not spec.drafter_dir:
         return RowLayout.last(hidden_size)
-    drafter = json.loads((Path(spec.drafter_dir) / "config.json").read_text(encoding="utf-8"))
+    drafter = read_config_json(Path(spec.drafter_dir))
     inner = SPECULATORS[spec.speculator].inner_layers(drafter, layers)
     if (
         inner

@@ -35,7 +35,7 @@ from rollout_gateway.engines.nouns import (
     RowLayout,
     missing,
 )
-from rollout_gateway.engines.requests.admission import Admission
+from rollout_gateway.engines.requests.admission import Admission, check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm, situation_of
 from rollout_gateway.engines.requests.versions import PreparedVersions
 from rollout_gateway.testing.scripted.replies import Script
@@ -112,10 +112,7 @@ class ScriptedEngine:
     def enqueue(self, request: Request) -> None:
         sequence = self._admission.sequence(request)
         sequence.enqueued_s = self._clock.now()
-        if request.sampling.adjusted:
-            raise missing("scripted", Capability.PENALTIES)
-        if request.sampling.json_schema:
-            raise missing("scripted", Capability.JSON_SCHEMA)
+        check_capabilities("scripted", self.info.capabilities, request)
         check_arm(request.forced_arm, self._spec.arms)
         answer = self._script.answer(request.prompt, request.sampling.seed)
         self._waiting.append(ScriptedRun(sequence, answer))

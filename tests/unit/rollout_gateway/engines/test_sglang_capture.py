@@ -43,9 +43,6 @@ class FakePlugin:
         self.scheduler: Any = None
         self.requests: dict[str, Any] = {}
 
-    def tracked(self, rid: str) -> Any:
-        return self.requests.get(rid)
-
     def track(self, number: int, *, captured: bool = True) -> str:
         request = Request(number, (1,), Sampling(0, 1), capture=captured)
         self.requests[f"paceline-{number}"] = SimpleNamespace(request=request)

@@ -42,7 +42,7 @@ def make_plugin(names: tuple[str, ...] = NAMES, requests: dict[str, Tracked] | N
         rank=0,
         versions=VersionSet(),
         draining=True,
-        tracked=known.get,
+        requests=known,
     )
 
 

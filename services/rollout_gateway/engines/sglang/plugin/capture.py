@@ -210,7 +210,7 @@ def released(plugin: Plugin, req: Any, tree_cache: Any, is_insert: bool = True) 
     stored = plugin.slot_rows
     if stored is None or not req.finished() or not req.kv.holds_kv:
         return
-    tracked = plugin.tracked(req.rid)
+    tracked = plugin.requests.get(req.rid)
     if tracked is None or not tracked.request.capture:
         return
     ids = np.concatenate((req.origin_input_ids, req.output_ids_through_stop)).astype(np.int32)

@@ -23,6 +23,7 @@ from rollout_gateway.engines.nouns import (
     Request,
     missing,
 )
+from rollout_gateway.engines.requests.admission import check_capabilities
 from rollout_gateway.engines.requests.arms import check_arm
 from rollout_gateway.engines.sglang.plugin.requests import as_sglang_request, cache_key
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked, rid_of
@@ -64,10 +65,7 @@ class SchedulerEngine:
     def enqueue(self, request: Request) -> None:
         plugin = self._plugin
         check_arm(request.forced_arm, plugin.arms.arms)
-        if request.capture and Capability.CAPTURE not in plugin.info.capabilities:
-            raise missing("sglang", Capability.CAPTURE)
-        if request.sampling.json_schema:
-            raise missing("sglang", Capability.JSON_SCHEMA)
+        check_capabilities("sglang", plugin.info.capabilities, request)
         tracked = Tracked(plugin.admission.sequence(request), plugin.versions.drafter)
         plugin.requests[rid_of(request.request_id)] = tracked
         plugin.scheduler.handle_generate_request(as_sglang_request(tracked, plugin.versions))

@@ -193,10 +193,6 @@ class Plugin:
 
     # ---- requests
 
-    def tracked(self, rid: str) -> Tracked | None:
-        """A request of ours that has not ended."""
-        return self.requests.get(rid)
-
     def take(self, tracked: Tracked, output_ids: Sequence[int]) -> None:
         """SGLang has taken the tokens of a round."""
         before = len(tracked.sequence.tokens)

@@ -175,7 +175,7 @@ def row_advanced(
     Called for each row of a decode round, drafted or not, after its end is known and before
     anything is told of it.
     """
-    tracked = plugin.tracked(req.rid)
+    tracked = plugin.requests.get(req.rid)
     if tracked is not None:
         done: RunningRound | None = getattr(result, ROUND, None)
         accepted = 1 if result.accept_lens is None else int(result.accept_lens[row])
@@ -197,7 +197,7 @@ def _plan(plugin: Any, batch: Any) -> ChosenArm:
     """The round's plan, the same arm on every rank; only the rank that chose it learns from it."""
     arms, group, plan = plugin.arms, plugin.tp_group, None
     if plugin.rank == 0:
-        tracked = [plugin.tracked(req.rid) for req in batch.reqs]
+        tracked = [plugin.requests.get(req.rid) for req in batch.reqs]
         plan = arms.choose(arms.forced, tracked, plugin.versions.drafter, draining=plugin.draining)
     if group is not None:
         names = tuple(arms.arms)
