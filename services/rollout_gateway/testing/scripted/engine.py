@@ -168,9 +168,10 @@ class ScriptedEngine:
         self._prepared.put(target, version, None)
 
     def commit_weights(self, versions: VersionSet, mode: PauseMode) -> list[Chunk]:
-        changes = self._prepared.changes(versions)
+        changes, before = self._prepared.changes(versions), self.versions
         self._prepared.serve(versions)
         for target in changes:
+            self._prepared.put(target, getattr(before, target), None)  # it may serve again
             # The trainable drafter is the EAGLE one.
             drafter = "eagle" if target is Target.DRAFTER else ""
             arms = {arm for arm in self._spec.arms if arm != OFF and arm.startswith(drafter)}

@@ -9,7 +9,7 @@ owns neither the ring nor which requests are captured.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +22,6 @@ from paceline.telemetry import get_logger
 from rollout_gateway.engines.nouns import RowLayout
 from rollout_gateway.engines.sglang.plugin.slot_rows import MB, Leaving, SlotRows
 
-if TYPE_CHECKING:
-    from rollout_gateway.engines.sglang.plugin.process import Plugin
-
 _TARGET = "paceline_adds_last"  # on the target's LogitsProcessor, to tell it from the drafter's
 # on a LogitsProcessorOutput: rows of all captured states, where SGLang's own field has fewer
 _ROWS = "paceline_rows"
@@ -35,7 +32,7 @@ log = get_logger(__name__)
 # ---- what is captured
 
 
-def start(plugin: Plugin) -> None:
+def start(plugin: Any) -> None:
     """Set up the rows of rank 0 once the scheduler has its KV pool.
 
     Raises ConfigError when the model captures other layers than declared, or has no room for the
@@ -67,7 +64,7 @@ def start(plugin: Plugin) -> None:
 # ---- rows in
 
 
-def full_rows(plugin: Plugin, original: Callable[[], Any]) -> Any:
+def full_rows(plugin: Any, original: Callable[[], Any]) -> Any:
     """AROUND get_server_return_hidden_states_mode: all rows of every target forward, whatever
     requests ask for.
 
@@ -80,7 +77,7 @@ def full_rows(plugin: Plugin, original: Callable[[], Any]) -> Any:
     return CaptureHiddenMode.FULL
 
 
-def model_loaded(plugin: Plugin, result: None, runner: Any) -> None:
+def model_loaded(plugin: Any, result: None, runner: Any) -> None:
     """AFTER ModelRunner.load_model: the target gives its inner states too, whatever it speculates
     with.
     """
@@ -91,7 +88,7 @@ def model_loaded(plugin: Plugin, result: None, runner: Any) -> None:
 
 
 def add_last(
-    plugin: Plugin,
+    plugin: Any,
     original: Callable[..., Any],
     processor: Any,
     input_ids: Any,
@@ -121,7 +118,7 @@ def add_last(
 
 
 def forwarded(
-    plugin: Plugin,
+    plugin: Any,
     original: Callable[..., Any],
     runner: Any,
     forward_batch: Any,
@@ -151,7 +148,7 @@ def forwarded(
 
 
 def verified(
-    plugin: Plugin,
+    plugin: Any,
     verify_input: Any,
     batch: Any,
     logits_output: Any,
@@ -201,7 +198,7 @@ def _rows_of(logits_output: Any) -> Tensor | None:
 # ---- rows out
 
 
-def released(plugin: Plugin, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+def released(plugin: Any, req: Any, tree_cache: Any, is_insert: bool = True) -> None:
     """BEFORE release_kv_cache: the rows of an ended request start to leave, while its slots are
     still its own.
 
@@ -225,14 +222,14 @@ def released(plugin: Plugin, req: Any, tree_cache: Any, is_insert: bool = True) 
     drain(plugin)
 
 
-def drain(plugin: Plugin) -> None:
+def drain(plugin: Any) -> None:
     """Write what has arrived on the host to the ring. Never waits; call it between rounds."""
     stored = plugin.slot_rows
     while stored is not None and stored.leaving and stored.leaving[0].gathered.done:
         _write(plugin, stored.leaving.popleft())
 
 
-def on_their_way(plugin: Plugin, request_id: int) -> bool:
+def on_their_way(plugin: Any, request_id: int) -> bool:
     """True while rows of this request are not in the ring yet: its last chunk must not be told
     before.
     """
@@ -241,7 +238,7 @@ def on_their_way(plugin: Plugin, request_id: int) -> bool:
     )
 
 
-def _write(plugin: Plugin, leaving: Leaving) -> None:
+def _write(plugin: Any, leaving: Leaving) -> None:
     """Valid rows to the ring, one call per policy version; the others are counted."""
     hidden, valid, versions = leaving.gathered.result()
     plugin.rows_invalid += len(valid) - int(valid.sum())
