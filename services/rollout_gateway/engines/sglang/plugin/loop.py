@@ -11,6 +11,7 @@ from typing import Any
 from rollout_gateway.engines.nouns import Finish
 from rollout_gateway.engines.sglang.plugin.commands import obey
 from rollout_gateway.engines.sglang.plugin.process import Plugin
+from rollout_gateway.engines.sglang.plugin.runtimes import swapped
 from rollout_gateway.engines.sglang.plugin.tracked import RID_PREFIX
 
 
@@ -42,11 +43,8 @@ def forwarding(
     """AROUND TpModelWorker.forward_batch_generation: whose rows the sampler is about to see."""
     if worker.is_draft_worker or batch is None:
         return original(worker, batch, *args, **kwargs)
-    plugin.batch = batch
-    try:
+    with swapped(plugin, "batch", batch):
         return original(worker, batch, *args, **kwargs)
-    finally:
-        plugin.batch = None
 
 
 def finishing(

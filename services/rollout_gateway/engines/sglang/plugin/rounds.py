@@ -22,7 +22,12 @@ from rollout_gateway.engines.sglang.plugin.arms import (
     first_nodes,
     taken_tokens,
 )
-from rollout_gateway.engines.sglang.plugin.runtimes import Runtimes, eagle_runtimes, ngram_runtimes
+from rollout_gateway.engines.sglang.plugin.runtimes import (
+    Runtimes,
+    eagle_runtimes,
+    ngram_runtimes,
+    swapped,
+)
 
 RUNTIMES = "paceline_runtimes"
 """Attribute of a speculative worker: its Runtimes."""
@@ -105,11 +110,8 @@ def eagle_catch_up(plugin: Any, original: Any, drafter: Any, batch: Any, result:
     What a round leaves for the next is merged with what prefill leaves, and the next round may be
     wider than this one.
     """
-    topk, drafter.topk = drafter.topk, plugin.arms.maximum.topk
-    try:
+    with swapped(drafter, "topk", plugin.arms.maximum.topk):
         original(drafter, batch, result)
-    finally:
-        drafter.topk = topk
 
 
 def ngram_round(
@@ -127,11 +129,8 @@ def ngram_round(
 def ngram_drafts(plugin: Any, original: Any, worker: Any, batch: Any) -> Any:
     """AROUND NGRAMWorker._prepare_draft_tokens: trees of the launch's size, cut to the round's."""
     kept, nodes = worker.draft_token_num, plugin.arms.maximum.draft_tokens
-    worker.draft_token_num = nodes
-    try:
+    with swapped(worker, "draft_token_num", nodes):
         drafts, mask = original(worker, batch)
-    finally:
-        worker.draft_token_num = kept
     return (drafts, mask) if kept == nodes else first_nodes(drafts, mask, nodes, kept)
 
 
@@ -139,11 +138,8 @@ def ngram_learn(plugin: Any, original: Any, worker: Any, batch: Any) -> None:
     """AROUND NGRAMWorker._update_ngram_corpus: what it reads of the round before has the launch's
     width.
     """
-    kept, worker.draft_token_num = worker.draft_token_num, plugin.arms.maximum.draft_tokens
-    try:
+    with swapped(worker, "draft_token_num", plugin.arms.maximum.draft_tokens):
         original(worker, batch)
-    finally:
-        worker.draft_token_num = kept
 
 
 def tokens_resolved(plugin: Any, original: Any, processor: Any, result: Any, batch: Any) -> Any:

@@ -9,7 +9,7 @@ so that prefill and the scheduler always see the launch shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +43,7 @@ class Values:
 class Runtimes:
     """Values of every arm and of the launch."""
 
-    def __init__(self, launch_shape: TreeSize, launch: Values, arms: dict[str, Values]) -> None:
-        self.launch_shape = launch_shape
+    def __init__(self, launch: Values, arms: dict[str, Values]) -> None:
         self._launch = launch
         self._arms = arms
 
@@ -81,21 +80,37 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
-    _check_launch(launch_shape, arms)
-    launch = Values.now(_eagle_slots(worker))
-    sets = {}
+    with ExitStack() as contexts:  # those SGLang itself builds its drafting graphs in
+        contexts.enter_context(speculative_moe_backend_context())
+        contexts.enter_context(speculative_moe_a2a_backend_context())
+        return _runtimes(
+            launch_shape, arms, _eagle_slots(worker), lambda shape: _shape_eagle(worker, shape)
+        )
+
+
+def _runtimes(
+    launch_shape: TreeSize,
+    arms: ArmChooser,
+    slots: Sequence[Slot],
+    shape_worker: Callable[[TreeSize], None],
+) -> Runtimes:
+    """Values of every arm, the worker shaped for one after the other."""
+    if launch_shape != arms.maximum:
+        raise ConfigError(
+            "SGLang was launched with a shape that is not the arms' maximum",
+            seen=launch_shape,
+            allowed=arms.maximum,
+        )
+    launch, sets = Values.now(slots), {}
     try:
-        with ExitStack() as contexts:  # those SGLang itself builds its drafting graphs in
-            contexts.enter_context(speculative_moe_backend_context())
-            contexts.enter_context(speculative_moe_a2a_backend_context())
-            for arm in arms.arms.values():
-                launch.put()
-                if arm.shape != launch_shape:
-                    _shape_eagle(worker, arm.shape)
-                sets[arm.name] = Values.now(launch.slots)
+        for arm in arms.arms.values():
+            launch.put()
+            if arm.shape != launch_shape:
+                shape_worker(arm.shape)
+            sets[arm.name] = Values.now(slots)
     finally:
         launch.put()
-    return Runtimes(launch_shape, launch, sets)
+    return Runtimes(launch, sets)
 
 
 def _eagle_slots(worker: Any) -> list[Slot]:
@@ -150,24 +165,13 @@ def ngram_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
     which a round takes the first nodes. Raises ConfigError when SGLang was launched with another
     number of draft tokens.
     """
-    maximum, tokens = arms.maximum, worker.draft_token_num
-    if tokens != maximum.draft_tokens:
-        raise ConfigError(
-            "SGLang's draft tokens are not the arms' maximum",
-            seen=tokens,
-            allowed=maximum.draft_tokens,
-        )
-    launch = Values.now(_ngram_slots(worker))
-    sets = {}
-    try:
-        for arm in arms.arms.values():
-            launch.put()
-            if arm.shape.draft_tokens != tokens:
-                _shape_ngram(worker, arm.shape.draft_tokens)
-            sets[arm.name] = Values.now(launch.slots)
-    finally:
-        launch.put()
-    return Runtimes(maximum, launch, sets)
+    tokens = worker.draft_token_num
+    return _runtimes(
+        TreeSize(steps=tokens - 1, topk=1, draft_tokens=tokens),
+        arms,
+        _ngram_slots(worker),
+        lambda shape: _shape_ngram(worker, shape.draft_tokens),
+    )
 
 
 def _ngram_slots(worker: Any) -> list[Slot]:
@@ -205,24 +209,23 @@ def _shape_ngram(worker: Any, draft_tokens: int) -> None:
     worker._init_preallocated_tensors()
     runner = worker._target_worker.model_runner
     with _published(speculative_num_draft_tokens=draft_tokens):
-        own_workspace = runner.init_new_workspace
-        try:
+        with swapped(runner, "init_new_workspace", runner.init_new_workspace):
             runner.attn_backend = runner._get_attention_backend(init_new_workspace=True)
-        finally:
-            runner.init_new_workspace = own_workspace
         if not check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED):
             runner.decode_cuda_graph_runner = DecodeCudaGraphRunner(
                 runner, attn_backend=runner.attn_backend, speculative_num_draft_tokens=draft_tokens
             )
 
 
-def _check_launch(launch: TreeSize, arms: ArmChooser) -> None:
-    if launch != arms.maximum:
-        raise ConfigError(
-            "SGLang was launched with a shape that is not the arms' maximum",
-            seen=launch,
-            allowed=arms.maximum,
-        )
+@contextmanager
+def swapped(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value inside."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.models.sampling import Draw, top_alternatives
 from rollout_gateway.engines.requests.tree_paths import follow
 from rollout_gateway.engines.sampling import Sampling
+from rollout_gateway.engines.sglang.plugin.slot_rows import to_pinned
 from rollout_gateway.engines.sglang.plugin.tracked import Alternatives, Drawn, Tracked
 
 
@@ -135,15 +136,11 @@ def pending(
     alternatives = _alternatives(rows, logits, flat, accepted.lengths)
     copied = None
     if positions.device.type == "cuda":
-        parts = tuple(_to_pinned(part) for part in parts)
+        parts = tuple(to_pinned(part) for part in parts)
         copied = torch.cuda.Event()
         copied.record()
     first, lengths, tokens, logprobs, gaps = parts
     return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, version, alternatives, copied)
-
-
-def _to_pinned(part: Tensor) -> Tensor:
-    return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
 
 
 def _alternatives(

@@ -139,7 +139,7 @@ class SlotRows:
         with torch.cuda.stream(self._side):
             picked = [part.index_select(0, index) for part in parts]
             self._read.record(self._side)  # from here on the slots may be written again
-            hidden, token, position, version = (_to_pinned(part) for part in picked)
+            hidden, token, position, version = (to_pinned(part) for part in picked)
             copied = torch.cuda.Event()
             copied.record(self._side)
         return Gathered(hidden, (token, position), version, token_ids, first, copied)
@@ -160,5 +160,6 @@ class SlotRows:
             self._written.record(torch.cuda.current_stream(self.hidden.device))
 
 
-def _to_pinned(part: Tensor) -> Tensor:
+def to_pinned(part: Tensor) -> Tensor:
+    """A copy on the host, made without waiting."""
     return torch.empty(part.shape, dtype=part.dtype, pin_memory=True).copy_(part, non_blocking=True)
