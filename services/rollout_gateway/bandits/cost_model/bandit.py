@@ -78,7 +78,6 @@ class CostModel(WindowedBandit):
         self._met = {self._acceptance.family(index): 0 for index in range(len(arms))}
         self._ids: list[int] = []
         self._slots = np.zeros(0, dtype=np.int64)
-        self._allowed: dict[tuple[str, ...], list[int]] = {}
 
     def prime(self, costs: Sequence[CostSample]) -> None:
         """Seconds that rounds took at the engine's start."""
@@ -88,7 +87,7 @@ class CostModel(WindowedBandit):
         """It explores when it is not the one believed best."""
         group = self._at(situation.batch_size)
         seconds = self._costs.seconds(group, situation.batch_size, situation.context)
-        allowed = self._indices(names)
+        allowed = [self._index[name] for name in names]
         unseen = next((index for index in allowed if seconds[index] != seconds[index]), None)  # NaN
         if unseen is not None:
             return ArmChoice(self._names[unseen], explored=True)
@@ -207,9 +206,3 @@ class CostModel(WindowedBandit):
 
     def _at(self, batch_size: int) -> int:
         return self._group_index[group_of(self._settings.groups, batch_size)]
-
-    def _indices(self, names: Sequence[str]) -> list[int]:
-        key = tuple(names)
-        if key not in self._allowed:
-            self._allowed[key] = [self._index[name] for name in key]
-        return self._allowed[key]

@@ -115,8 +115,7 @@ class Grammars:
             return
         index = torch.tensor(asking, device=logits.device)
         tokens = nodes.tokens[index].tolist()
-        chain = [max(node - 1, 0) for node in range(nodes.width)]
-        parents = [chain] * len(asking) if nodes.parents is None else nodes.parents[index].tolist()
+        parents = nodes.every_parent[index].tolist()
         places: list[int] = []
         masks: list[Allowed] = []
         for row, drafts, above in zip(asking, tokens, parents, strict=True):

@@ -54,6 +54,20 @@ class Nodes:
             return self.drafted
         return torch.where(self.tokens >= 0, self.depths, 0).amax(dim=1)
 
+    @property
+    def every_depth(self) -> Tensor:
+        """int64 [B, Q]: edges from the root."""
+        if self.depths is not None:
+            return self.depths
+        return torch.arange(self.width, device=self.tokens.device).expand_as(self.tokens)
+
+    @property
+    def every_parent(self) -> Tensor:
+        """int64 [B, Q]; the root is its own."""
+        if self.parents is not None:
+            return self.parents
+        return (self.every_depth - 1).clamp(min=0)
+
     def compute(self, whole: Tensor) -> Tensor:
         """Of values [B, Q] or [B, Q, ...] of all nodes those that are forwarded, [N, ...]."""
         flat = whole.flatten(0, 1)
@@ -69,10 +83,7 @@ class Nodes:
 
     def positions(self, roots: Tensor) -> Tensor:
         """int64 [B, Q]: sequence position of each node when the roots stand at int64 [B]."""
-        depths = (
-            torch.arange(self.width, device=roots.device) if self.depths is None else self.depths
-        )
-        return roots[:, None] + depths
+        return roots[:, None] + self.every_depth
 
     def layout(self, roots: Tensor, length: int) -> Layout:
         """Where nodes are kept and what they see; roots int64 [B]: positions of the roots."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollout_gateway.engines.embedded.nodes import Nodes
 from rollout_gateway.engines.embedded.verify import Verdict
+from rollout_gateway.engines.requests.tree_paths import reachable
 
 REJECTED_PER_ROUND = 4
 """Rows of rejected drafts per request and round at most; first levels first: a draft stands with
@@ -47,32 +48,17 @@ def rejected_drafts(
     nothing was emitted that they could follow.
     """
     rejected = _rejected(nodes, verdict, taken)
-    order = _depths(nodes).argsort(dim=1, stable=True)
+    order = nodes.every_depth.argsort(dim=1, stable=True)
     by_level = rejected.gather(1, order)
     ranks = by_level.cumsum(dim=1) - 1
     kept = by_level & (ranks < most)
     rows, places = kept.nonzero(as_tuple=True)
     chosen = order[rows, places]
     rank_of_node = torch.zeros_like(ranks).scatter_(1, order, ranks)
-    above = _parents(nodes)[rows, chosen]
+    above = nodes.every_parent[rows, chosen]
     back = rank_of_node[rows, chosen] - rank_of_node[rows, above]
     parents = 1 + torch.where(rejected[rows, above], back, 0)
     return RejectedDrafts(rows, chosen, parents, int(rejected.sum()) - len(rows))
-
-
-def _depths(nodes: Nodes) -> Tensor:
-    """int64 [B, Q]"""
-    if nodes.depths is not None:
-        return nodes.depths
-    return torch.arange(nodes.width, device=nodes.tokens.device).expand_as(nodes.tokens)
-
-
-def _parents(nodes: Nodes) -> Tensor:
-    """int64 [B, Q]; the root is its own."""
-    if nodes.parents is not None:
-        return nodes.parents
-    chain = torch.arange(nodes.width, device=nodes.tokens.device) - 1
-    return chain.clamp(min=0).expand_as(nodes.tokens)
 
 
 def _rejected(nodes: Nodes, verdict: Verdict, taken: Tensor) -> Tensor:
@@ -82,10 +68,5 @@ def _rejected(nodes: Nodes, verdict: Verdict, taken: Tensor) -> Tensor:
     else:
         # Behind its end the path repeats the root, which is on it.
         followed = torch.zeros_like(nodes.tokens, dtype=torch.bool).scatter_(1, verdict.path, True)
-    reached = torch.where(followed, _depths(nodes) < taken[:, None], nodes.tokens >= 0)
-    above = _parents(nodes)
-    # Each turn doubles the number of ancestors that are known to be forwarded or taken.
-    for _ in range(max(nodes.width - 1, 1).bit_length()):
-        reached = reached & reached.gather(1, above)
-        above = above.gather(1, above)
-    return reached & ~followed
+    reached = torch.where(followed, nodes.every_depth < taken[:, None], nodes.tokens >= 0)
+    return reachable(reached, nodes.every_parent) & ~followed

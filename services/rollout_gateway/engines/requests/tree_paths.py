@@ -20,10 +20,7 @@ def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tens
     above = parents.clamp(min=0)
     reached = (tokens == drawn.gather(1, above)) & (parents >= 0)
     reached[:, 0] = True
-    # Each turn doubles the number of ancestors that are known to be reached.
-    for _ in range(max(tokens.shape[1] - 1, 1).bit_length()):
-        reached = reached & reached.gather(1, above)
-        above = above.gather(1, above)
+    reached = reachable(reached, above)
     # Siblings differ, so the reached nodes are one path, and they ascend: a node's rank is its
     # depth.
     ranks = reached.long().cumsum(dim=1) - 1
@@ -32,3 +29,14 @@ def follow(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tens
         1, ranks, torch.where(reached, torch.arange(tokens.shape[1], device=tokens.device), 0)
     )
     return path, reached.sum(dim=1) - 1
+
+
+def reachable(allowed: Tensor, parents: Tensor) -> Tensor:
+    """bool [B, Q]: nodes that are allowed, and all their ancestors with them; parents int64 [B, Q],
+    the root's own is the root.
+    """
+    # Each turn doubles the number of ancestors that are known to be allowed.
+    for _ in range(max(parents.shape[1] - 1, 1).bit_length()):
+        allowed = allowed & allowed.gather(1, parents)
+        parents = parents.gather(1, parents)
+    return allowed

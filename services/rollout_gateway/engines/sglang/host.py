@@ -143,7 +143,6 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
     """
     if spec.speculator not in SGLANG or not SGLANG[spec.speculator].fc_bias:
         return spec
-    import torch
     from safetensors.torch import save_file
 
     from paceline.models.config import read_config
@@ -156,9 +155,8 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
         net.fresh(read_config(Path(spec.model_dir)), net.Options(), spec.seed).save(folder)
     tensors = read_tensors(given)
     if "fc.bias" not in tensors:
-        tensors["fc.bias"] = torch.zeros(
-            tensors["fc.weight"].shape[0], dtype=tensors["fc.weight"].dtype
-        )
+        weight = tensors["fc.weight"]
+        tensors["fc.bias"] = weight.new_zeros(len(weight))
         if given != folder:
             shutil.copy(given / "config.json", folder)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

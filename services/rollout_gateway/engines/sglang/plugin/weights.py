@@ -84,9 +84,7 @@ class PluginWeights:
             }
             if "fc.bias" in expected and "fc.bias" not in tensors:
                 # SGLang's module has one and would keep the old values.
-                tensors["fc.bias"] = torch.zeros(
-                    expected["fc.bias"], dtype=tensors["fc.weight"].dtype
-                )
+                tensors["fc.bias"] = tensors["fc.weight"].new_zeros(expected["fc.bias"])
         elif "lm_head.weight" not in expected:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
         check_tensors(tensors, expected)
