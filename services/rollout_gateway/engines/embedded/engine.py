@@ -84,7 +84,8 @@ class EmbeddedEngine:
     def step(self) -> list[Chunk]:
         """One round; see Engine.step."""
         self._busy.start()
-        self._admit()
+        for slot in self._scheduler.admit():
+            self._store.start(slot, self._scheduler.running[slot].request.prompt)
         self._stopwatch.start()
         self._prefill.run()
         self._stopwatch.lap("prefill")
@@ -97,18 +98,10 @@ class EmbeddedEngine:
             self._decoder.round(
                 slots, [self._scheduler.running[slot] for slot in slots], draining=draining
             )
-        news = self._emit(rows)
-        self._busy.lap("step")
-        return news
-
-    def _admit(self) -> None:
-        for slot in self._scheduler.admit():
-            self._store.start(slot, self._scheduler.running[slot].request.prompt)
-
-    def _emit(self, rows: Sequence[RunningSequence]) -> list[Chunk]:
         ended = [sequence for sequence in rows if sequence.finish is not None]
         news = [s.chunk() for s in rows if s.request.stream or s.finish is not None]
         self._release(ended)
+        self._busy.lap("step")
         return news
 
     def _release(self, ended: Sequence[RunningSequence]) -> None:

@@ -213,14 +213,11 @@ def restarted(spec: SGLangSpec) -> bool:
     """
     if os.environ.get("SGLANG_PLUGINS") == "paceline":
         return True
-    cuda = spec.device == "cuda" or (spec.device == "auto" and _has_cuda())
+    seen = any(Path("/dev").glob("nvidia[0-9]*"))
+    cuda = spec.device == "cuda" or (spec.device == "auto" and seen)
     values = {**os.environ, **environment(spec, cuda=cuda)}
     os.execve(sys.executable, [sys.executable, "-m", "rollout_gateway.engines.sglang.host"], values)  # noqa: S606
     return False
-
-
-def _has_cuda() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 if __name__ == "__main__":

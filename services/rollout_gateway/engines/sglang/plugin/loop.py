@@ -98,7 +98,7 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
         return
     tracked.sequence.copied = req.cached_tokens
     if not req.finished():
-        if tracked.request.stream and tracked.has_news:
+        if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.told:
             plugin.tell([tracked.sequence.chunk()])
         return
     if tracked.sequence.finish is not None:

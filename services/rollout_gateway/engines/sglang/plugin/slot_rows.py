@@ -77,6 +77,7 @@ class SlotRows:
     def __init__(self, slots: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         """`slots`: highest KV slot + 1. Raises ConfigError when the device has no room for them."""
         self.slots, self.width = slots, width
+        self.unused_slot = slots  # rows put here are never read
         self.nbytes = (slots + 1) * (width * dtype.itemsize + 16)
         if device.type == "cuda" and (free := torch.cuda.mem_get_info(device)[0]) < self.nbytes:
             raise ConfigError(
@@ -97,11 +98,6 @@ class SlotRows:
         if self._cuda:
             self._side = torch.cuda.Stream(device)
             self._written, self._read = torch.cuda.Event(), torch.cuda.Event()
-
-    @property
-    def unused_slot(self) -> int:
-        """Rows put here are never read."""
-        return self.slots
 
     def put(
         self, slots: Tensor, tokens: Tensor, positions: Tensor, version: int, hidden: Tensor

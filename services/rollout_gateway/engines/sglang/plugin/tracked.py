@@ -96,11 +96,6 @@ class Tracked:
             index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)
         }
 
-    @property
-    def has_news(self) -> bool:
-        """True when a chunk would tell something."""
-        return self.sequence.finish is not None or len(self.sequence.tokens) > self.sequence.told
-
     def end(self, finish: Finish, error: str = "") -> Chunk:
         """The last chunk of a request that ends before its own end."""
         self.sequence.finish = finish
