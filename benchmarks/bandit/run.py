@@ -23,7 +23,8 @@ from benchmarks.bandit.world import Floats, Moment, Trace, World, read_traces
 from benchmarks.result import BenchResult, Goal, Row
 from paceline.arm_names import speculator_of
 from paceline.trajectory import Target
-from rollout_gateway.bandits import Bandit, BanditSettings, RoundOutcome, build_bandit
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import Bandit, BanditSettings, RoundOutcome
 
 CANDIDATES = {1: (3, 5, 7), 8: (0, 3), 32: (0, 3), 64: (0,)}
 """SGLang's default {1: [1, 3, 5, 7], 8: [0, 1, 3], 32: [0, 1], 64: [0]} with the chains that the

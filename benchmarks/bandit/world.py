@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from paceline.arm_names import speculator_of
 from paceline.errors import InvalidInput, NotFound
 from paceline.trajectory import Target
-from rollout_gateway.bandits import CostSample, RowFacts, Situation
+from rollout_gateway.bandits.base import CostSample, RowFacts, Situation
 
 OUTLIER = 5.0
 NOISE_ROUNDS = 1 << 14

@@ -25,7 +25,7 @@ from benchmarks.engine.runs import (
     workload,
 )
 from benchmarks.result import Goal, Ratio, Row, ratio_goal
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.build import build_embedded
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec

@@ -3,15 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from paceline.plugins import find_variant
-from rollout_gateway.bandits.base import (
-    ArmChoice,
-    Bandit,
-    BanditSettings,
-    CostSample,
-    RoundOutcome,
-    RowFacts,
-    Situation,
-)
+from rollout_gateway.bandits.base import Bandit, BanditSettings
 from rollout_gateway.bandits.beg import BucketedEpsilonGreedy
 from rollout_gateway.bandits.cost_model.bandit import CostModel
 from rollout_gateway.bandits.epsilon_greedy import EpsilonGreedy
@@ -37,17 +29,3 @@ def build_bandit(settings: BanditSettings, arms: Sequence[str], seed: int) -> Ba
     """
     bandit = find_variant(settings.kind, BANDITS, "bandit")(settings, arms, seed)
     return AcceptanceWatchdog(bandit, settings, arms) if settings.watchdog_rounds else bandit
-
-
-__all__ = [
-    "BANDITS",
-    "COST_MODEL",
-    "ArmChoice",
-    "Bandit",
-    "BanditSettings",
-    "CostSample",
-    "RoundOutcome",
-    "RowFacts",
-    "Situation",
-    "build_bandit",
-]

@@ -41,7 +41,7 @@ from paceline.models.loading import model_shapes
 from paceline.plugins import import_object
 from paceline.speculators.kinds import SPECULATORS
 from paceline.speculators.ngram import NgramSpeculator
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.engines.embedded.spec import EmbeddedSpec
 
 PROMPTS = [(5, 6, 7, index) for index in range(2, 6)]

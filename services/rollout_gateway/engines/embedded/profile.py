@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from rollout_gateway.bandits import CostSample
+from rollout_gateway.bandits.base import CostSample
 from rollout_gateway.engines.base import Engine
 from rollout_gateway.engines.embedded.stopwatch import compute_stopwatch
 from rollout_gateway.engines.nouns import Request

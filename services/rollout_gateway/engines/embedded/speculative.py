@@ -18,7 +18,8 @@ from paceline.models.decoder import DecoderWeights
 from paceline.models.sampling import DrawParams
 from paceline.speculators.base import DraftBatch, Drafts, DraftShape, Speculator
 from paceline.trajectory import Target
-from rollout_gateway.bandits import CostSample, RoundOutcome, Situation, build_bandit
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
 from rollout_gateway.engines.embedded.budget import Budget
 from rollout_gateway.engines.embedded.drafters import Drafters, DrafterVersion
 from rollout_gateway.engines.embedded.kv_cache import SlotStore

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from paceline.errors import InvalidInput
-from rollout_gateway.bandits import RowFacts, Situation
+from rollout_gateway.bandits.base import RowFacts, Situation
 from rollout_gateway.engines.requests.sequence import RunningSequence
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from paceline.arm_names import OFF, speculator_of
 from paceline.errors import FailedPrecondition, WeightsError
 from paceline.trajectory import SpeculationStats, Target, VersionSet
-from rollout_gateway.bandits import CostSample, RoundOutcome, Situation, build_bandit
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import CostSample, RoundOutcome, Situation
 from rollout_gateway.bandits.evidence import Evidence
 from rollout_gateway.engines.base import RowSink
 from rollout_gateway.engines.nouns import (

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import Bandit, BanditSettings
 from rollout_gateway.bandits.beg import bucket_arms, median_rate
 from rollout_gateway.bandits.window import GroupWindow, PlayedRound
 

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings, CostSample, RoundOutcome, RowFacts, Situation
+from rollout_gateway.bandits.base import (
+    BanditSettings,
+    CostSample,
+    RoundOutcome,
+    RowFacts,
+    Situation,
+)
 from rollout_gateway.bandits.cost_model.acceptance import POLICY_TRIALS, GroupAcceptance
 from rollout_gateway.bandits.cost_model.bandit import CostModel
 from rollout_gateway.bandits.cost_model.positions import family_and_steps

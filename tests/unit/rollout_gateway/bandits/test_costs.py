@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_gateway.bandits import CostSample
+from rollout_gateway.bandits.base import CostSample
 from rollout_gateway.bandits.cost_model.costs import CONTEXT_STEP, CostTable
 from rollout_gateway.bandits.cost_model.lengths import REMEMBERED, ResponseLengths
 from rollout_gateway.bandits.cost_model.pace import BatchSlope

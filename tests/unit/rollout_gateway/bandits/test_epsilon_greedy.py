@@ -10,8 +10,8 @@ from bandit_rounds import batch_of, round_of
 
 from paceline.errors import ConfigError
 from paceline.trajectory import Target
-from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
-from rollout_gateway.bandits.base import group_of
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import Bandit, BanditSettings, group_of
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
 
 ARMS = ("off", "a:3_1_4", "b:3_1_4")

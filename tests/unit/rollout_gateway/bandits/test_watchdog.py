@@ -12,7 +12,8 @@ from bandit_rounds import batch_of, round_of
 from structlog.testing import capture_logs
 
 from paceline.trajectory import Target
-from rollout_gateway.bandits import Bandit, BanditSettings, build_bandit
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import Bandit, BanditSettings
 from rollout_gateway.bandits.watchdog import Pulse
 
 ARMS = ("off", "eagle:3_1_4", "eagle:5_1_6", "ngram:4_1_5")

@@ -12,7 +12,7 @@ import pytest
 from paceline.arm_names import OFF, ROOT, TreeSize
 from paceline.errors import ConfigError, InvalidInput
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.bandits.epsilon_greedy import TRIAL_PULLS
 from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.trajectory import SpeculationStats, VersionSet
-from rollout_gateway.bandits import BanditSettings
+from rollout_gateway.bandits.base import BanditSettings
 from rollout_gateway.engines.nouns import Request
 from rollout_gateway.engines.requests.sequence import RunningSequence
 from rollout_gateway.engines.sampling import Sampling

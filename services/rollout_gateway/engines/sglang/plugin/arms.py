@@ -21,8 +21,8 @@ from paceline.arm_names import OFF, ArmName, TreeSize, parse_arm
 from paceline.errors import ConfigError
 from paceline.speculators.kinds import SGLANG
 from paceline.trajectory import Target
-from rollout_gateway.bandits import BanditSettings, RoundOutcome, Situation, build_bandit
-from rollout_gateway.bandits.base import group_of
+from rollout_gateway.bandits import build_bandit
+from rollout_gateway.bandits.base import BanditSettings, RoundOutcome, Situation, group_of
 from rollout_gateway.engines.requests.arms import check_arm, situation_of
 from rollout_gateway.engines.sglang.plugin.tracked import Tracked
 
