@@ -58,7 +58,7 @@ def make_worker(plugin: Any) -> Any:
     slots = ((worker, "topk"), (worker, "draft_token_num"))
     shapes = {name: arm.shape for name, arm in plugin.arms.arms.items()}
     sets = {name: Values(slots, (shape.topk, shape.draft_tokens)) for name, shape in shapes.items()}
-    setattr(worker, rounds.RUNTIMES, Runtimes(maximum, Values.now(slots), sets))
+    setattr(worker, rounds.RUNTIMES, Runtimes(Values.now(slots), sets))
     return worker
 
 

@@ -130,7 +130,8 @@ class CountingTokenizer:
 
 def test_a_long_prompt_costs_its_window_only() -> None:
     counting = CountingTokenizer()
-    script = Script(spec({"pattern": "nowhere", "texts": ["x"]}, reply_window_chars=100), counting)
+    script = Script(spec({"pattern": "nowhere", "texts": ["x"]}, reply_window_chars=100))
+    script._tokenizer = counting
     script.answer(tuple(3 + index % 200 for index in range(1 << 16)), seed=0)
     assert counting.decoded <= 4 * (100 + 1)
 
