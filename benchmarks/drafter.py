@@ -158,11 +158,9 @@ async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) 
     """Acceptance length, on the second mix, of a drafter trained on the harvested run's last policy
     alone.
     """
-    directory, policy, made = (
-        out / f"harvested-{seed}" / f"demo-{seed}-1",
-        out / "last-policy",
-        out / "drafter-scratch",
-    )
+    directory = out / f"harvested-{seed}" / f"demo-{seed}-1"
+    policy = out / "last-policy"
+    made = out / "drafter-scratch"
     if not (policy / "model.safetensors").is_file():
         script = demo_folder() / "export_policy.py"
         await demo_runs.run_to_end(

@@ -283,9 +283,8 @@ class Listener:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.proposals: dict[
-            tuple[str, int, int], list[int]
-        ] = {}  # speculator, request, response token -> drafts
+        # speculator, request, response token -> drafts
+        self.proposals: dict[tuple[str, int, int], list[int]] = {}
 
     def draft(
         self, parts: Sequence[DraftPart], last: Tensor, params: DrawParams

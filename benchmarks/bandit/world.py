@@ -55,10 +55,9 @@ class Step(BaseModel):
     lengths: tuple[int, ...] = Field(min_length=1)  # response tokens of each request
     changed: Literal["", "policy", "drafter"] = ""  # weights committed before the step
     drafters: dict[str, Drafter] = {}  # synthetic: by speculator
-    runs: dict[
-        str, tuple[str, ...]
-    ] = {}  # recorded: by speculator, of each request and token from which a round may
-    # start a digit: how many drafts in a row are right there
+    # recorded: by speculator, of each request and token from which a round may start a digit: how
+    # many drafts in a row are right there
+    runs: dict[str, tuple[str, ...]] = {}
     seconds: dict[str, float] = {}  # by arm: factor on the cost table
 
 
@@ -72,13 +71,11 @@ class Trace(BaseModel):
     seed: int
     max_batch: int = Field(ge=1)
     limit: int = Field(ge=1)  # response tokens at most, as requests say
-    costs_ms: dict[
-        str, dict[int, float]
-    ]  # arm -> batch size -> milliseconds of a round; linear in between
+    # arm -> batch size -> milliseconds of a round; linear in between
+    costs_ms: dict[str, dict[int, float]]
     noise: float = Field(default=0.05, ge=0)  # standard deviation of a round's log seconds
-    outliers: float = Field(
-        default=0.003, ge=0, le=1
-    )  # share of rounds that take OUTLIER times as long
+    # share of rounds that take OUTLIER times as long
+    outliers: float = Field(default=0.003, ge=0, le=1)
     steps: tuple[Step, ...]
 
     @property
@@ -278,10 +275,8 @@ def _runs(luck: Floats, chances: Floats, tokens: int) -> Counts:
     """Right drafts in a row [N, tokens]: the draft for token t at position p is right when luck[t]
     < chances[p].
     """
-    runs, alive = (
-        np.zeros((len(luck), tokens), dtype=np.int64),
-        np.ones((len(luck), tokens), dtype=bool),
-    )
+    runs = np.zeros((len(luck), tokens), dtype=np.int64)
+    alive = np.ones((len(luck), tokens), dtype=bool)
     for position in range(chances.shape[1]):
         alive &= luck[:, position : position + tokens] < chances[:, position, None]
         runs += alive

@@ -55,9 +55,8 @@ class TimedRun:
     seconds: float
     answers: tuple[Decoded, ...]  # in the order of the requests
     rounds: int = 0
-    accept_length: float | None = (
-        None  # tokens per drafted round of a sequence; None when nothing was drafted
-    )
+    # tokens per drafted round of a sequence; None when nothing was drafted
+    accept_length: float | None = None
 
     @property
     def tokens(self) -> int:

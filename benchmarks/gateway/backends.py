@@ -360,7 +360,6 @@ async def serve(pace: ScriptPace) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # it may reach the whole group; closed input ends this process
+    # it may reach the whole group; closed input ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(serve(ScriptPace(**json.loads(sys.argv[1]))))

@@ -148,9 +148,8 @@ class Order:
     port: int
     model: str
     texts: Sequence[str]  # of the script; a request's seed picks
-    paces_s: Sequence[
-        float
-    ]  # what the backend's rounds take for each text; what comes later is late
+    # what the backend's rounds take for each text; what comes later is late
+    paces_s: Sequence[float]
     # a closed loop waits for a random part of this, so that requests do not come in step with
     # rounds
     think_s: float
@@ -343,7 +342,6 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # it may reach the whole group; closed input ends this process
+    # it may reach the whole group; closed input ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     uvloop.run(serve())

@@ -149,9 +149,8 @@ async def hold_sessions(
     Raises InternalError when one cannot be opened.
     """
     process = psutil.Process(front.pid)
-    await open_sessions(
-        front, AT_ONCE, hold_s + MORE_TIMEOUT_S
-    )  # what the first sessions load is not theirs
+    # what the first sessions load is not theirs
+    await open_sessions(front, AT_ONCE, hold_s + MORE_TIMEOUT_S)
     await measurement.under_load(front, measurement.order(Level(AT_ONCE), 1.0))
     before = process.memory_info().rss
     keys = await open_sessions(front, count, hold_s + MORE_TIMEOUT_S)

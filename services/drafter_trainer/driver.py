@@ -34,9 +34,8 @@ class Lease:
     epoch: int
     deadline_s: float  # training must have begun by then
     began: float = field(default_factory=time.monotonic)
-    news: asyncio.Queue[m.Message | PacelineError] = field(
-        default_factory=asyncio.Queue
-    )  # ends with Stopped or error
+    # ends with Stopped or error
+    news: asyncio.Queue[m.Message | PacelineError] = field(default_factory=asyncio.Queue)
     over: asyncio.Event = field(default_factory=asyncio.Event)  # the slots are free
     sent: bool = False  # the ranks know of it
     stopping: asyncio.Task[None] | None = None
@@ -66,15 +65,13 @@ class DrafterDriver:
             on_message=self._take,
             on_lost=self._lost,
         )
-        self._facts: dict[
-            str, m.NewHead | m.Serving
-        ] = {}  # what restarted ranks have to be told again
+        # what restarted ranks have to be told again
+        self._facts: dict[str, m.NewHead | m.Serving] = {}
         self.lease: Lease | None = None
         self.standing = m.Standing()
         self.saving = m.Saving(0, 0.0)  # the newest checkpoint
-        self.preemptions: deque[float] = deque(
-            maxlen=PREEMPTIONS_KEPT
-        )  # seconds from command to free slots
+        # seconds from command to free slots
+        self.preemptions: deque[float] = deque(maxlen=PREEMPTIONS_KEPT)
 
     @property
     def epoch(self) -> int:

@@ -19,9 +19,8 @@ class Activate:
     max_steps: int  # 0: no limit but the epochs of the config
     traceparent: str = ""
     round_costs: dict[str, float] = field(default_factory=dict)  # by arm, a plain round being 1
-    slots: list[int] = field(
-        default_factory=lambda: [0]
-    )  # leased; rank i of the members computes on slot i
+    # leased; rank i of the members computes on slot i
+    slots: list[int] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +96,8 @@ class Judged:
     survival: tuple[float, ...] = ()  # P(drafts 1 .. i all accepted)
     conditional: tuple[float, ...] = ()  # P(draft i accepted | all before it were)
     serving_survival: tuple[float, ...] = ()
-    lengths_by_bucket: dict[str, float] = field(
-        default_factory=dict
-    )  # E[len] by part of the response
+    # E[len] by part of the response
+    lengths_by_bucket: dict[str, float] = field(default_factory=dict)
     leaderboard: list[LeaderboardEntry] = field(default_factory=list)  # best first
 
 

@@ -161,10 +161,8 @@ class Rank:
         """
         try:
             head = load_policy_head(path, policy_version)
-            shape, allowed = (
-                tuple(head.lm_head.shape),
-                (self._target.vocab_size, self._target.hidden_size),
-            )
+            shape = tuple(head.lm_head.shape)
+            allowed = (self._target.vocab_size, self._target.hidden_size)
             if shape != allowed or tuple(head.embed_tokens.shape) != allowed:
                 raise InvalidInput("a policy head of another shape", seen=shape, allowed=allowed)
             self.heads.add(head)

@@ -48,9 +48,8 @@ class Activation:
     loss_sum: float = 0.0
     busy_s: float = 0.0
     last_s: float = 0.0  # of the last piece of work
-    batches: set[str] = field(
-        default_factory=set
-    )  # traceparents of the feature batches it learned from
+    # traceparents of the feature batches it learned from
+    batches: set[str] = field(default_factory=set)
 
     @contextmanager
     def timed(self) -> Iterator[None]:

@@ -200,9 +200,8 @@ class RankZero:
         }
         groups = torch.tensor([numbers[t.group_id] for t in trajectories], dtype=torch.int64)
         rewards = [t.reward or 0.0 for t in trajectories]  # none is unscored, see Batcher
-        weights = [
-            1.0 / t.branch_count for t in trajectories
-        ]  # sessions are in the batch whole: they sum to 1 in each
+        # sessions are in the batch whole: they sum to 1 in each
+        weights = [1.0 / t.branch_count for t in trajectories]
         advantages = self._algorithm.advantages(
             torch.tensor(rewards, dtype=torch.float32),
             groups,

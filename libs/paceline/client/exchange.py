@@ -141,9 +141,8 @@ def cut_off(response: httpx.Response, end: float) -> Iterator[None]:
 
 def _shut_down(connection: socket) -> None:
     try:
-        socket.shutdown(
-            connection, SHUT_RDWR
-        )  # the socket below TLS: its reader is in the middle of a read
+        # the socket below TLS: its reader is in the middle of a read
+        socket.shutdown(connection, SHUT_RDWR)
     except OSError:
         return  # closed meanwhile: nobody reads any more
 

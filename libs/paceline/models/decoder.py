@@ -282,13 +282,11 @@ def _attend(
     config: ModelConfig, queries: Tensor, cache: StaticCache, index: int, block: Block
 ) -> Tensor:
     """Attention over the cache, the block's own rows included. Returns [N, Nq D]."""
-    batch, tokens, kv, group, dim = (
-        block.batch,
-        block.tokens,
-        config.num_kv_heads,
-        config.group,
-        config.head_dim,
-    )
+    batch = block.batch
+    tokens = block.tokens
+    kv = config.num_kv_heads
+    group = config.group
+    dim = config.head_dim
     if block.keys:
         keys, values = block.keys[index], block.values[index]
     else:

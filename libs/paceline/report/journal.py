@@ -41,9 +41,8 @@ class RunHistory:
     away_s: float  # seconds in which no coordinator ran, before a resume
     drafter_tokens: int  # tokens the drafter trained on
     phase: str  # of the last entry
-    decisions: Mapping[str, int] = field(
-        default_factory=dict
-    )  # of the drafter's gate, by kind of decision
+    # of the drafter's gate, by kind of decision
+    decisions: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def slots(self) -> int:

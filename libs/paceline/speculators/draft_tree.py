@@ -44,11 +44,9 @@ def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape
     batch, topk = first.shape[0], min(shape.topk, first.shape[-1])
     top = first.topk(topk, dim=-1)
     beam = Beam(1, top.indices, torch.zeros_like(top.indices))
-    scores, ids, offset = (
-        top.values,
-        torch.arange(1, topk + 1, device=first.device).expand(batch, topk),
-        topk,
-    )
+    scores = top.values
+    ids = torch.arange(1, topk + 1, device=first.device).expand(batch, topk)
+    offset = topk
     levels = [(top.indices, scores, torch.zeros_like(top.indices))]
     for level in range(2, shape.steps + 1):
         if shape.floor > 0 and bool(scores.max() < math.log(shape.floor)):

@@ -48,9 +48,8 @@ class RejectedRows:
     hidden: NamedTensor = field(repr=False)  # [R, H] of the sequence's dtype
     token_ids: npt.NDArray[np.int32] = field(repr=False)  # [R]
     positions: npt.NDArray[np.int32] = field(repr=False)  # [R] one more than the parent's
-    parents: npt.NDArray[np.int32] = field(
-        repr=False
-    )  # [R] i < T: row i of the sequence; T + j: rejected row j before
+    # [R] i < T: row i of the sequence; T + j: rejected row j before
+    parents: npt.NDArray[np.int32] = field(repr=False)
 
     @property
     def rows(self) -> int:

@@ -62,17 +62,15 @@ class OpenSessions:
     def __init__(self, client: redis.asyncio.Redis | None, run_id: str) -> None:
         self._client: Any = client
         self._run_id = run_id
-        self._mark = (
-            uuid.uuid4().hex
-        )  # of this process: what carries another one was left open by a former one
+        # of this process: what carries another one was left open by a former one
+        self._mark = uuid.uuid4().hex
         self._open = run_key(run_id, "sessions:open")
         self._lost = run_key(run_id, "sessions:lost")
         self._lost_keys = run_key(run_id, "sessions:lost:keys")
         self._lost_at = run_key(run_id, "sessions:lost:at")
         self._take: Any = None if client is None else client.register_script(scripts.TAKE_LOST)
-        self._waiting: OrderedDict[str, str | None] = (
-            OrderedDict()
-        )  # session -> value to set; None: to remove
+        # session -> value to set; None: to remove
+        self._waiting: OrderedDict[str, str | None] = OrderedDict()
         self._written: set[str] = set()  # sessions that are or may be in Redis
         self._flying: Mapping[str, str | None] = {}  # what is being written now
         self._turn = asyncio.Event()  # set, and replaced, whenever a write has ended

@@ -14,12 +14,13 @@ from google.protobuf.message import DecodeError
 from paceline.errors import DataLoss
 from paceline.v1.trajectory_pb2 import CommandContext
 
+# tag = field number << 3 | wire type
 _TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
     0x08,
     0x10,
     0x18,
     0x20,
-)  # tag = field number << 3 | wire type
+)
 _CONTEXT, _DATA = 0x2A, 0x7A
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1

@@ -103,9 +103,8 @@ def position_buckets(row: PackedRow) -> Tensor:
     )
     sizes = torch.bincount(row.documents)
     drawn = _drawn(row)
-    broken = (
-        torch.where(drawn, -1, here).cummax(0).values
-    )  # the last position before it that is not judged
+    # the last position before it that is not judged
+    broken = torch.where(drawn, -1, here).cummax(0).values
     since = here - broken
     after_prompt = (broken >= first[row.documents]) & (since <= PROMPT_END)
     late = (here - first[row.documents]) * 2 >= sizes[row.documents]

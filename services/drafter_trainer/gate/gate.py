@@ -64,20 +64,17 @@ class PublishGate:
         candidates: Candidates,
     ) -> None:
         self._config, self._settings = config, config.gate
-        self._students, self._heads, self._buffer, self._candidates = (
-            students,
-            heads,
-            buffer,
-            candidates,
-        )
+        self._students = students
+        self._heads = heads
+        self._buffer = buffer
+        self._candidates = candidates
         self._warm_start = Path(config.drafter).is_dir()
         self._round: _Round | None = None
         self._freeze = Freeze(config.gate.freeze_after, config.gate.freeze_gain)
         self._handed_over = False  # this activation has promoted a candidate
         self._last_judged_step = students.primary.learner.total_steps
-        self._checked_policy = (
-            0  # newest policy version whose rows measured the serving drafter while frozen
-        )
+        # newest policy version whose rows measured the serving drafter while frozen
+        self._checked_policy = 0
         self._promoted: m.Judged | None = None  # the newest promotion
         self._untold: list[m.Judged] = []  # decisions made between activations
         self._taken_back: DrafterState | None = None

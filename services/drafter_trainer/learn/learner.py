@@ -54,10 +54,11 @@ class DrafterLearner:
         self._sharded = (
             ShardedDrafter(net, config, self.members) if self.members.takes_part else None
         )
+        # rows of all members, positions of this rank's
         self._pending_rows, self._pending_positions = (
             0,
             0,
-        )  # rows of all members, positions of this rank's
+        )
         self._bound: PolicyHead | None = None
         self.total_steps, self.total_tokens = 0, 0
 

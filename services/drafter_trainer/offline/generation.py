@@ -93,10 +93,8 @@ def _generate(lm: Any, prompts: Sequence[Any], room: int, temperature: float) ->
     ends = lm.generation_config.eos_token_id
     ends = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
     width = max(map(len, prompts))
-    ids, seen = (
-        torch.zeros(len(prompts), width, dtype=torch.int64),
-        torch.zeros(len(prompts), width, dtype=torch.int64),
-    )
+    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
+    seen = torch.zeros(len(prompts), width, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
         seen[row, width - len(prompt) :] = 1

@@ -94,9 +94,8 @@ class TargetModel:
         self._hidden: int = lm.config.hidden_size
         self._tied = bool(lm.config.tie_word_embeddings)
         self._module = TargetForward(lm, capture)
-        self._module.requires_grad_(
-            lr is not None
-        ).eval()  # no dropout: states are those the engine computes
+        # no dropout: states are those the engine computes
+        self._module.requires_grad_(lr is not None).eval()
         self._head: PolicyHead | None = load_policy_head(directory, 0)
         for part in (*lm.model.layers, self._module):
             fully_shard(part, mesh=mesh)

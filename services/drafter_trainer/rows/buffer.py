@@ -33,9 +33,8 @@ class FeatureBuffer:
         self._random = np.random.default_rng(seed)
         self._step = self._previous_step = -1
         self._long_from = 0  # positions of the shortest long sample of the previous step
-        self._long_expected = self._long_arrived = (
-            0  # long samples of the previous step, and of this one
-        )
+        # long samples of the previous step, and of this one
+        self._long_expected = self._long_arrived = 0
         self._sizes = Counter[str]()  # by head
         self.nbytes = 0
         self.dropped = Counter[str]()

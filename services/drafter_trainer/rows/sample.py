@@ -68,9 +68,8 @@ class FeatureSample:
     step: int
     policy_version: int
     lm_head_hash: str
-    hidden: (
-        Tensor  # [R, W] as captured, the last hidden_size columns the state after the final norm
-    )
+    # [R, W] as captured, the last hidden_size columns the state after the final norm
+    hidden: Tensor
     token_ids: Tensor  # [R + 1] int64
     generated: Tensor  # [R + 1] bool: tokens that may be a drafting target
     hidden_size: int  # H

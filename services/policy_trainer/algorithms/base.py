@@ -18,9 +18,8 @@ class TokenBatch:
 
     policy_logprobs: Float[Tensor, " N"]  # under the weights being trained, with gradient
     proximal_logprobs: Float[Tensor, " N"]  # under the weights at the start of the step
-    behavior_logprobs: Float[
-        Tensor, " N"
-    ]  # under the weights that drew the token, as the engine reported them
+    # under the weights that drew the token, as the engine reported them
+    behavior_logprobs: Float[Tensor, " N"]
     advantages: Float[Tensor, " N"]  # of the token's trajectory
 
 

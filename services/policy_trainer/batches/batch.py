@@ -24,9 +24,8 @@ class TrainBatch:
     advantages: Float[Tensor, " B"]
     temperatures: Float[Tensor, " B"]  # 0 (greedy) stands as 1
     token_ids: Int[Tensor, " N"]
-    loss_mask: Bool[
-        Tensor, " N"
-    ]  # the first token of a trajectory is never trained: nothing predicts it
+    # the first token of a trajectory is never trained: nothing predicts it
+    loss_mask: Bool[Tensor, " N"]
     behavior_logprobs: Float[Tensor, " N"]
 
     @property
@@ -82,10 +81,8 @@ def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroB
     starts = [0, *torch.cumsum(batch.lengths, 0).tolist()]
     width = max([1, *(sum(lengths[i] - 1 for i in row) for row in rows)])
     shape = (max(1, len(rows)), width)
-    input_ids, position_ids = (
-        torch.zeros(shape, dtype=torch.int64),
-        torch.zeros(shape, dtype=torch.int64),
-    )
+    input_ids = torch.zeros(shape, dtype=torch.int64)
+    position_ids = torch.zeros(shape, dtype=torch.int64)
     predict_at, sources, owners = [], [], []
     for r, row in enumerate(rows):
         column = 0

@@ -98,9 +98,8 @@ class ChatRequest:
     """A conversation to continue with one assistant message."""
 
     messages: tuple[Message, ...]
-    tools: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # {"type": "function", "function": {name, description, parameters}}
+    # {"type": "function", "function": {name, description, parameters}}
+    tools: tuple[Mapping[str, Any], ...] = ()
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     prefill: str = ""  # the message begins with it; the model goes on from there
 

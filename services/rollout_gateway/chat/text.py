@@ -144,10 +144,8 @@ class TextStream:
         self._window += token_ids
         self._held += self._advance(final=False)
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
-        text, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
-        )
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
         return text
 
     def finish(self, matched_stop: str = "") -> str:

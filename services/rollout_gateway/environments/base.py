@@ -44,9 +44,8 @@ class Episode:
     text: str  # of the last turn
     finish: str  # of the last turn
     messages: tuple[Message, ...] = ()  # the whole conversation, where there was one
-    reward: float | None = (
-        None  # given by the agent that led the session; a rule does not score such an episode
-    )
+    # given by the agent that led the session; a rule does not score such an episode
+    reward: float | None = None
 
 
 class Model(Protocol):

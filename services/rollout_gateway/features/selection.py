@@ -45,9 +45,8 @@ def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
     positions = rows["position"].astype(np.int64)
     own = stamps == 0
     last = np.maximum.accumulate(np.where(own, index, -1))
-    beside = last - (
-        positions[last] - (positions - 1)
-    )  # a call's rows of one sequence follow each other
+    # a call's rows of one sequence follow each other
+    beside = last - (positions[last] - (positions - 1))
     above = np.where(own, index, np.where(stamps == 1, beside, index - (stamps - 1)))
     inside = (above >= 0) & (above < index)
     above = np.where(inside, above, index)

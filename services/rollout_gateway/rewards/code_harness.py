@@ -319,9 +319,8 @@ def main() -> None:
 
     Stdout: READY, then "nonce number" for a test passed.
     """
-    print(
-        READY, flush=True
-    )  # before there is any process of the code that could keep it from being said
+    # before there is any process of the code that could keep it from being said
+    print(READY, flush=True)
     sys.path.remove(os.getcwd())  # the code can write modules there
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     to_child, from_parent = os.pipe()

@@ -41,9 +41,8 @@ class MathEqual:
     """
 
     def __init__(self) -> None:
-        logging.getLogger("math_verify").setLevel(
-            logging.ERROR
-        )  # warns with the whole text of what it cannot read
+        # warns with the whole text of what it cannot read
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def score(self, episode: Episode) -> float:
         """math-verify's `verify`, the task's answer being the gold."""

@@ -48,9 +48,8 @@ class IdleWorkers:
         return self._lent.popleft() if self._lent else None
 
     async def _watch(self, index: int) -> None:
-        await asyncio.sleep(
-            self._after_s
-        )  # rest from before the block says nothing about the traffic inside it
+        # rest from before the block says nothing about the traffic inside it
+        await asyncio.sleep(self._after_s)
         await self._router.idle_for(index, self._after_s)
         if self._kept > 1:
             self._kept -= 1

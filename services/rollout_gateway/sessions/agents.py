@@ -51,14 +51,12 @@ class Agents:
         self.groups = OpenGroups(config.sessions.group_deadline_s, config.max_unsent_bytes)
         self.offers = TaskOffers(self.sessions.open)
         self.open_step = 0  # RL step that agents' own groups are collected for
-        self.captures: Callable[[int], bool] | None = (
-            None  # set while rows of their sessions are captured, by seed
-        )
+        # set while rows of their sessions are captured, by seed
+        self.captures: Callable[[int], bool] | None = None
         self._records = OpenSessions(client, config.run.id)
         self._sweeper: asyncio.Task[None] | None = None
-        self._unsent: dict[
-            str, int
-        ] = {}  # samples of an ended session that Redis does not have yet
+        # samples of an ended session that Redis does not have yet
+        self._unsent: dict[str, int] = {}
 
     async def start(self) -> None:
         """Report what a killed gateway left open, then begin to count time-outs."""

@@ -36,9 +36,8 @@ class Ended:
     session_id: str
     state: SessionState
     reason: FailReason | None = None
-    shown: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # as it was at its end; nothing of a former process's
+    # as it was at its end; nothing of a former process's
+    shown: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
         """What is known of it."""
@@ -63,15 +62,13 @@ class Sessions:
         self._clock = clock
         self._open: dict[str, Session] = {}
         self._implicit: OrderedDict[str, Session] = OrderedDict()  # longest silent first
-        self._keys: dict[
-            str, str
-        ] = {}  # hash of the api key -> session id, of open and remembered ones
+        # hash of the api key -> session id, of open and remembered ones
+        self._keys: dict[str, str] = {}
         self._ended: OrderedDict[str, tuple[Ended, str]] = OrderedDict()
         self._completions: dict[str, Session] = {}
         self._conversations: dict[bytes, Session] = {}  # of implicit sessions
-        self._former: OrderedDict[str, Ended] = (
-            OrderedDict()
-        )  # hash of a key -> earlier attempt under the same id
+        # hash of a key -> earlier attempt under the same id
+        self._former: OrderedDict[str, Ended] = OrderedDict()
         self.sooner = asyncio.Event()
         """Set when a session opens that may expire before the next look."""
         self._next_look_s = math.inf

@@ -57,9 +57,8 @@ class Session:
         self._limits = limits
         self._active = 0
         self._active_tokens = 0
-        self._temperature: float | None = (
-            None  # of everything generated, in a session that is trained
-        )
+        # of everything generated, in a session that is trained
+        self._temperature: float | None = None
         self._added: dict[str, Grant] = {}  # by idempotency key
 
     @property

@@ -71,9 +71,8 @@ class MessageTree:
         self.tokens = 0
         self._roots: list[Turn] = []
         self._by_digest: dict[bytes, Turn] = {}
-        self._by_text: dict[
-            int, dict[bytes, Turn]
-        ] = {}  # characters -> sha256 of so much text -> turn
+        # characters -> sha256 of so much text -> turn
+        self._by_text: dict[int, dict[bytes, Turn]] = {}
 
     def add(self, turn: Turn, text: str = "") -> None:
         """A generation that has ended; `text`: of prompt and response, where the prompt came as
@@ -144,9 +143,8 @@ class Branch:
     """A line of turns as one training sample."""
 
     path: tuple[Turn, ...]
-    trained: tuple[
-        Turn, ...
-    ]  # those whose tokens carry loss here; the others do in an earlier branch
+    # those whose tokens carry loss here; the others do in an earlier branch
+    trained: tuple[Turn, ...]
 
 
 def _hash(text: str) -> bytes:

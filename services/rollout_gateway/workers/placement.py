@@ -33,9 +33,8 @@ class Seat:
     live: dict[int, Generation] = field(default_factory=dict)  # changed by the methods below alone
     idle_since_s: float | None = field(default_factory=time.monotonic)
     """time.monotonic() at which its last request ended; None while one is under way."""
-    _watchers: set[asyncio.Future[None]] = field(
-        default_factory=set
-    )  # told of the next change between idle and busy
+    # told of the next change between idle and busy
+    _watchers: set[asyncio.Future[None]] = field(default_factory=set)
 
     def add(self, generation: Generation) -> None:
         """Queue a request here."""

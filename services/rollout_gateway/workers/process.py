@@ -35,9 +35,8 @@ class WorkerProcess:
     ) -> None:
         self.index = spec.worker_index
         self.ready = pb.WorkerReady()
-        self.prepared: set[tuple[int, int]] = (
-            set()
-        )  # (target, version) loaded beside the serving set
+        # (target, version) loaded beside the serving set
+        self.prepared: set[tuple[int, int]] = set()
         self._spec = spec
         self._ring = ring
         self._directory = directory
@@ -82,9 +81,8 @@ class WorkerProcess:
             stdin=asyncio.subprocess.DEVNULL,
         )
         reader = background(self._read(), f"reader of worker {self.index}")
-        reader.add_done_callback(
-            lambda _: self.kill()
-        )  # unheard it would hold its requests for ever
+        # unheard it would hold its requests for ever
+        reader.add_done_callback(lambda _: self.kill())
         self._tasks = [
             reader,
             background(self._watch(self._process), f"watch of worker {self.index}"),

@@ -95,7 +95,7 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
         "1.1M random weights",
         "same seeds",
         "rollout of 4 prompts",
-        "rollout of groups of samples",
+        "groups of samples",
         "1 and 2 threads",
         "ms of a round",
         "arithmetic limit",

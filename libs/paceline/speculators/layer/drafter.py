@@ -246,10 +246,8 @@ class LayerDrafter(NetDrafter[Net]):
         count, group = len(batch.slots), self._config.group
         assert whole.mask is not None
         masks = whole.mask.view(count, 1, steps, group, length)
-        cells, rotation = (
-            whole.cells.view(count, steps, -1),
-            whole.rotation.view(count, steps, 1, -1),
-        )
+        cells = whole.cells.view(count, steps, -1)
+        rotation = whole.rotation.view(count, steps, 1, -1)
         return [
             replace(
                 whole,

@@ -83,10 +83,8 @@ class LstmNet(RecurrentNet):
     def step_weights(self) -> list[StepWeights]:
         """See RecurrentNet.step_weights; the gates' projections are stacked."""
         embeds = tuple(self.get_parameter(f"{gate}_emb.0.weight") for gate in self.embedded)
-        norms, head = (
-            (self.norm_pair("cell_ln.0"), self.norm_pair("state_ln.0")),
-            self.get_parameter("head.0.weight"),
-        )
+        norms = (self.norm_pair("cell_ln.0"), self.norm_pair("state_ln.0"))
+        head = self.get_parameter("head.0.weight")
         first, later = (
             torch.cat([self.get_parameter(f"{gate}_proj.{own}.weight") for gate in GATES])
             for own in range(2)

@@ -33,10 +33,8 @@ class RowAcceptance:
         # [slots, A] expected in a round of each arm
         self.tokens: Floats = np.ones((FIRST_SLOTS, len(spans)))
         # response tokens: so far, at most
-        self.generated, self.limits = (
-            np.zeros(FIRST_SLOTS),
-            np.zeros(FIRST_SLOTS),
-        )
+        self.generated = np.zeros(FIRST_SLOTS)
+        self.limits = np.zeros(FIRST_SLOTS)
         self._free = list(range(FIRST_SLOTS - 1, -1, -1))
         self._slots: dict[int, int] = {}
         counts, places = np.arange(positions + 1)[:, None], np.arange(positions)

@@ -119,9 +119,8 @@ class Confinement:
         for name, text in {**self._request.files, CODE_FILE: self._request.code}.items():
             path = Path(box, name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                text, encoding="utf-8", errors="replace", newline=""
-            )  # a model's text may not be text
+            # a model's text may not be text
+            path.write_text(text, encoding="utf-8", errors="replace", newline="")
         user = self._inner_id()
         if user is not None:
             for made in (Path(box), *Path(box).rglob("*")):

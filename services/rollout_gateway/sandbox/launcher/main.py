@@ -19,9 +19,8 @@ from .removal import remove_tree
 from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode
 
 _PIECE = 1 << 16
-_DRAIN_S = (
-    1.0  # for output of processes that could not be killed; only reached without any isolation
-)
+# for output of processes that could not be killed; only reached without any isolation
+_DRAIN_S = 1.0
 
 
 class _Output:
@@ -165,9 +164,8 @@ class _Launcher:
 def main() -> None:
     """Request as JSON on stdin, answer as JSON on stdout."""
     os.closerange(3, 1 << 20)  # whatever the gateway may have left open
-    linux.prctl(
-        linux.PR_SET_PDEATHSIG, signal.SIGTERM
-    )  # so that it can still kill what it has started
+    # so that it can still kill what it has started
+    linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGTERM)
     request = RunRequest(**json.loads(sys.stdin.buffer.read()))
     if os.getppid() != request.parent:
         return

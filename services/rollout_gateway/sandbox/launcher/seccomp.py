@@ -19,11 +19,12 @@ _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MODE_FILTER = 2
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+# offsets in struct seccomp_data; low word of a little-endian long
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = (
     0,
     4,
     16,
-)  # offsets in struct seccomp_data; low word of a little-endian long
+)
 _X32 = 0x40000000
 _AF_UNIX = 1
 
@@ -81,9 +82,8 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
         filter_ += [(_JUMP_AT_LEAST, 0, 1, _X32), _return_error(errno.ENOSYS)]
     for number in syscalls.numbers(machine, refused).values():
         filter_ += _refuse(number)
-    filter_ += _refuse(
-        known["clone3"], errno.ENOSYS
-    )  # its flags lie in memory; libc then falls back to clone
+    # its flags lie in memory; libc then falls back to clone
+    filter_ += _refuse(known["clone3"], errno.ENOSYS)
     filter_ += _refuse_bits(known["clone"], ALL_NAMESPACES)
     filter_ += _refuse_unless(known["socketpair"], _AF_UNIX)
     if not alone:
