@@ -82,6 +82,7 @@ async def finished_run(
         raise InvalidInput(
             "this folder holds runs of another length; choose another --out", seen=directory
         )
+
     if _finished_steps(directory) is None:
         resumed = (directory / "config.toml").is_file()
         chosen = ["--resume", run_id] if resumed else ["--seed", str(seed), *await flags()]
@@ -91,6 +92,7 @@ async def finished_run(
         cpu_s = await run_to_end([*demo, *chosen, *overrides])
         cost = {"cpu_s": cpu_s, "wall_s": time.monotonic() - began, "resumed": resumed}
         (directory / "bench.json").write_text(json.dumps(cost) + "\n")
+
     return read_run(directory, seed, arm)
 
 

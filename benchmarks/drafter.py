@@ -68,6 +68,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
             out, arm, options.seed, steps, [*_settings(mixes, shift), *options.overrides], runs
         )
         say(f"{arm}: {runs[arm].summary['wall_s']:.0f} s")
+
     scratch = await _from_scratch(out, options.seed, runs["harvested"], mixes)
     packing = await _packing(out)
     return BenchResult(
@@ -95,6 +96,7 @@ def write_mixes(out: Path) -> Mixes:
     ):
         for source, written in (("tasks_train.jsonl", train), ("tasks_heldout.jsonl", heldout)):
             write_tasks(written, [_signed(task, sign) for task in read_tasks(folder / source)])
+
     return mixes
 
 
@@ -166,6 +168,7 @@ async def _from_scratch(out: Path, seed: int, harvested: DemoRun, mixes: Mixes) 
         await demo_runs.run_to_end(
             [sys.executable, str(script), "--run", str(directory), "--out", str(policy)]
         )
+
     tasks = [
         "--tasks",
         str(mixes.second),

@@ -102,15 +102,18 @@ def compare(runs: Sequence[DemoRun], title: str) -> BenchResult:
                 f"acceptance length, last {TAIL} steps", ACCEPT_GOAL, statistics.median(accepted)
             )
         )
+
     for other, goal in (("none", SPEED_GOAL), ("frozen", 1.0)):
         ratio = speed_ratio(runs, other)
         if ratio is not None:
             goals.append(ratio_goal(f"tokens/s, cotrained / {other}", goal, ratio))
+
     waits = [float(one.summary["preempt_wait_share"]) for one in runs if one.arm == "cotrained"]
     if waits:
         goals.append(
             at_least("step time not spent waiting for the drafter", 1 - WAIT_GOAL, 1 - max(waits))
         )
+
     return BenchResult(title, rows, goals)
 
 

@@ -74,6 +74,7 @@ def draw_samples(count: int, seed: int) -> list[FeatureSample]:
                 "", 0, 0, "0" * 16, hidden, ids, torch.arange(tokens) >= PROMPT, DEMO.hidden_size
             )
         )
+
     return samples
 
 
@@ -126,6 +127,7 @@ def compare(batches: int = 40, *, samples: int = 32, seed: int = 0) -> PackingRa
             seconds[batch, form] = time.perf_counter() - started
         lengths = [one.positions for one in drawn]
         filled[batch] = np.mean(lengths) / max(lengths)
+
     ratios = seconds[:, 1] / seconds[:, 0]
     packed, padded = (samples / np.median(seconds, axis=0)).tolist()
     low, high = np.quantile(ratios, (0.25, 0.75)).tolist()

@@ -112,6 +112,7 @@ async def receive_redis(url: str) -> None:
             left -= len(entries)
         await stream.close()
         tell(done=True)
+
     await client.aclose()
 
 

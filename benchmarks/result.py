@@ -59,6 +59,7 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 
             seen=(len(ours), len(theirs)),
             allowed="equal, >= 1",
         )
+
     if (least := min(*ours, *theirs)) <= 0:
         raise InvalidInput("measurements are positive", seen=least, allowed="> 0")
     ratios = np.asarray(ours, dtype=np.float64) / np.asarray(theirs, dtype=np.float64)

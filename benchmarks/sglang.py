@@ -175,6 +175,7 @@ async def _compare(
                 one = await worker.run(prompts, arm, max_tokens)
                 if number:
                     runs.setdefault((kind, name, captures), []).append(one)
+
     rows = [_row(kind, name, workers[kind, True].start_s, runs) for kind in KINDS for name in ways]
     equal = len({one.hashes for several in runs.values() for one in several}) == 1
     goals = [Goal("tokens of both engines, all arms, equal (1: yes)", 1.0, float(equal), equal)]
@@ -183,6 +184,7 @@ async def _compare(
         goals.append(
             ratio_goal(f"sglang {name}: tokens/s with capture / without", CAPTURE_GOAL, cost)
         )
+
     return BenchResult("SGLang beside the embedded engine, one thread each, CPU, fp32", rows, goals)
 
 

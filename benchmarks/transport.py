@@ -158,6 +158,7 @@ async def _interleave(
         ratio = paired_ratio([one.wall_s for one in kept[1]], [one.wall_s for one in kept[0]])
         if ratio.resolved:
             break
+
     return kept[0], kept[1], ratio
 
 

@@ -323,6 +323,7 @@ def record_step(questions: Sequence[str], samples: int, limit: int, seed: int) -
         engine.enqueue(
             Request(number, prompt, Sampling(seed=seed * 1000 + number, max_tokens=limit))
         )
+
     said: dict[int, tuple[int, ...]] = {}
     while engine.has_work:
         said |= {chunk.request_id: chunk.token_ids for chunk in engine.step()}

@@ -278,6 +278,7 @@ def score(trace: Trace, seeds: int) -> Score:
             regret.setdefault(name, []).append(100 * (replay.seconds / best - 1))
             choice_s.setdefault(name, []).extend(replay.choices_s)
             lesson_s.setdefault(name, []).extend(replay.lessons_s)
+
     return Score(
         trace,
         {name: statistics.mean(values) for name, values in regret.items()},
@@ -321,6 +322,7 @@ def goals_of(scores: Sequence[Score], means: Mapping[str, float], choice_us: flo
         goals.append(Goal(name, -BEHIND_GOAL, margin, margin >= -BEHIND_GOAL))
         ahead = means[rival] - means[OUR]
         goals.append(Goal(f"{OUR} before {rival} in the mean, %", 0.0, ahead, ahead > 0))
+
     goals.append(
         Goal(
             f"{OUR}: minus choice p50, us", -CHOICE_GOAL_US, -choice_us, choice_us <= CHOICE_GOAL_US

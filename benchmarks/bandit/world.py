@@ -257,6 +257,7 @@ def _rolled(step: Step, steps: Mapping[str, int], source: np.random.Generator) -
         for row, digits in enumerate(recorded):
             runs[name][row, : len(digits)] = [int(one) for one in digits]
         chances[name] = _means(runs[name], lengths)
+
     for name, drafter in step.drafters.items():
         shift = drafter.spread * source.standard_normal(len(lengths))
         if drafter.kinds:
@@ -268,6 +269,7 @@ def _rolled(step: Step, steps: Mapping[str, int], source: np.random.Generator) -
         chances[name] = np.concatenate(
             (np.ones((len(lengths), 1)), 1 + each.cumprod(axis=1).cumsum(axis=1)), axis=1
         )
+
     return Rollout(lengths, runs, chances, step.seconds)
 
 

@@ -93,6 +93,7 @@ async def beside_transformers(plan: Extent) -> Findings:
             goals.append(
                 judged(f"batch {batch}: off / transformers generate", PLAIN_GOALS[batch], ratio)
             )
+
     return Findings(rows, [*goals, equality_goal("beside transformers", rows)])
 
 
@@ -108,6 +109,7 @@ async def injected_acceptance(plan: Extent) -> Findings:
             folder, drafter="ngram", max_batch=max(INJECTED_BATCHES), arms=tuple(arms.values())
         )
         engine, known = injected.build_injected(spec)
+
     rows: list[Row] = []
     for batch in plan.batches_of(INJECTED_BATCHES):
         work = random_prompts(batch, sizes["vocab_size"])
@@ -131,6 +133,7 @@ async def injected_acceptance(plan: Extent) -> Findings:
             {**row, "expected": expected[str(row["way"])]}
             for row in speed_rows(section, batch, runs)
         ]
+
     return Findings(rows, [equality_goal("injected acceptance", rows)])
 
 
@@ -181,6 +184,7 @@ async def in_bf16(plan: Extent) -> Findings:
             share = 1 - wrong / sum(one.sequences for one in found.values())
             name = "fp32: equal tokens between arms and batch sizes (near-ties left out)"
             goals.append(Goal(name, 1.0, share, wrong == 0))
+
     return Findings(rows + flipping, goals)
 
 
@@ -279,6 +283,7 @@ async def profile(plan: Extent) -> Findings:
             before = engine.load.split
             run = decode(engine, work, arm, plan.threads)
             rows.append(_profile_row(batch, arm, run, engine.load.split - before, config))
+
     say(
         "profile: "
         + ", ".join(f"{row['way']} at {row['batch']}: {row['ms']:.2f} ms" for row in rows)

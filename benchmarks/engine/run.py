@@ -65,6 +65,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
             goals += found.goals
     finally:
         torch.set_num_threads(before)
+
     threads = f"{plan.threads} thread{'s' if plan.threads > 1 else ''}"
     return BenchResult(
         f"embedded engine, CPU, {threads}, medians of {plan.pairs} pairs", rows, goals

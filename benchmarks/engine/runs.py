@@ -141,6 +141,7 @@ def even_waves(pool: Workload, lengths: Sequence[int], batch: int, waves: int) -
             seen=batch * waves,
             allowed=f"<= {len(lengths)}",
         )
+
     ascending = [
         request
         for _, request in sorted(zip(lengths, pool.requests, strict=True), key=lambda pair: pair[0])
@@ -167,6 +168,7 @@ def decode(engine: Engine, work: Workload, arm: str, threads: int) -> TimedRun:
         while engine.has_work:
             ended |= {chunk.request_id: chunk for chunk in engine.step()}
             rounds += 1
+
     seconds = time.perf_counter() - began
     chunks = [ended[request.request_id] for request in work.requests]
     drafted = sum(chunk.speculation.drafted_rounds for chunk in chunks)
@@ -189,6 +191,7 @@ async def take_turns(ways: Mapping[str, Way], pairs: int, what: str) -> dict[str
             if number:
                 runs[name].append(one)
             await asyncio.sleep(0)  # a run blocks the loop: here Ctrl-C gets through
+
     say(
         f"{what}: "
         + ", ".join(f"{name} {median_rate(several):,.0f}" for name, several in runs.items())
@@ -268,6 +271,7 @@ class TransformersModel:
                     seen=request.sampling.temperature,
                     allowed="temperature 0",
                 )
+
         torch.set_num_threads(threads)
         answers: list[Decoded] = []
         began = time.perf_counter()

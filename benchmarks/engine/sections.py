@@ -165,6 +165,7 @@ def speed_rows(
                 "near-ties": differing.near_ties,
             }
         )
+
     return rows
 
 
@@ -216,6 +217,7 @@ async def arms_and_bandits(plan: Extent) -> Findings:
         goals.append(
             judged(f"batch {batch}: bandit / best fixed arm, {best}", BEST_ARM_GOAL, ratio)
         )
+
     return Findings(rows, [*goals, equality_goal("policy_trained", rows)])
 
 
@@ -242,6 +244,7 @@ async def drafters_of_little_use(plan: Extent) -> Findings:
                     rate_ratio(runs[name], runs[OFF]),
                 )
             )
+
     return Findings(rows, [*goals, equality_goal("policy_start", rows)])
 
 
@@ -289,6 +292,7 @@ async def rollouts_of_groups(plan: Extent) -> Findings:
             judged(f"{name}: {kind} / {first}", 1.0, rate_ratio(runs[kind], runs[first]))
             for kind in others
         ]
+
     return Findings(rows, [*goals, equality_goal("groups of samples", rows)])
 
 

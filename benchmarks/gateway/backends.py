@@ -194,6 +194,7 @@ class DirectWorker:
             ) from error
         finally:
             del self._live[number]
+
         which = seed % len(order.texts)
         stream.late_s = stream.whole_s - order.paces_s[which]
         if self._codec.decode(stream.token_ids) != order.texts[which]:
@@ -314,6 +315,7 @@ class Backend:
                 self._lengths[which] % self._tokens_per_round == 0
             ):  # the end token has a round of its own
                 await self._rounds.end_of_round()
+
         await send(
             {
                 "type": "http.response.body",

@@ -160,6 +160,7 @@ async def _serving(
             env=child_environment(dict(extra or {})),
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then ends its children
         )
+
     try:
         await _until_healthy(name, process, f"http://127.0.0.1:{port}{health}", log)
         yield Front(name, port, process.pid)
@@ -184,6 +185,7 @@ async def _until_healthy(
             except httpx.TransportError:
                 pass  # not listening yet; another program's server gives no event
             await asyncio.sleep(LOOK_EVERY_S)
+
     raise DeadlineExceeded(
         f"{name} does not serve: {last_lines(log)}", allowed=f"{deadline_s:.0f} s"
     )
@@ -214,12 +216,14 @@ async def litellm_python(given: Path | None) -> Path:
                 allowed='pip install "litellm[proxy]"',
             )
         return given
+
     folder = cache_folder() / "litellm"
     python = folder / "bin" / "python"
     if not python.with_name("litellm").is_file():
         say(f"installing LiteLLM into {folder}, once")
         await _command(sys.executable, "-m", "venv", str(folder))
         await _command(str(python), "-m", "pip", "install", "--quiet", "litellm[proxy]")
+
     return python
 
 
@@ -277,4 +281,5 @@ async def open_sessions(front: Front, count: int, timeout_s: float) -> Sequence[
     ):
         for _ in range(AT_ONCE):
             group.create_task(some(client))
+
     return keys

@@ -180,6 +180,7 @@ def latency_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) 
             for key, name in ADDED.items():
                 row[f"added {name}"] = added_ms(one, level, key)
             rows.append(row)
+
     return rows
 
 
@@ -205,6 +206,7 @@ def work_rows(contenders: Sequence[FrontUnderTest], levels: Sequence[Level]) -> 
                     + (" saturated" if busy > SATURATED else ""),
                 }
             )
+
     return rows
 
 
@@ -240,6 +242,7 @@ def goals(
             )
             name = f"minus added {percent} at {level.name}, ms, the worse of first content and end"
             found.append(Goal(name, -goal, -worst, worst <= goal))
+
     bad = sum(run["wrong"] + run["failed"] for runs in ours.runs.values() for run in runs)
     found.append(
         Goal("minus streams of ours with lost, doubled or other tokens", 0, -bad, bad == 0)
@@ -255,6 +258,7 @@ def goals(
         assert times is not None
         name = f"requests/s over LiteLLM's at {most.name}"
         found.append(Goal(name, TIMES_LITELLM_GOAL, times, times >= TIMES_LITELLM_GOAL))
+
     return found
 
 

@@ -107,6 +107,7 @@ async def run(options: argparse.Namespace) -> BenchResult:
         turns: Mapping[str, Sequence[TurnRun]] = (
             await measure_turns(plan.turns, folder) if plan.turns else {}
         )
+
     rows: list[Row] = [*latency_rows(contenders, plan.levels), *work_rows(contenders, plan.levels)]
     rows += [session_row(held)] if held else []
     rows += turn_rows(turns)

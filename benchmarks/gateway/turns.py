@@ -156,6 +156,7 @@ async def measure_turns(plan: TurnPlan, folder: Path) -> dict[str, list[TurnRun]
                 )
                 if repeat:
                     runs[name].append(run)
+
     return runs
 
 
@@ -263,12 +264,14 @@ async def _turn(
                 tokens += choice["token_ids"]
                 first_s = first_s or (time.perf_counter() - began if tokens else 0.0)
             usage = event.get("usage") or usage
+
     if len(tokens) != response or usage.get("prompt_tokens") != len(prompt):
         raise InternalError(
             "a turn is not whole",
             seen=f"{len(tokens)} tokens, {usage}",
             allowed=f"{response} tokens",
         )
+
     return AnsweredTurn(
         len(prompt),
         cacheable,

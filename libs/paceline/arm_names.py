@@ -76,17 +76,20 @@ def parse_arm(name: str, speculators: Mapping[str, bool], most: TreeSize = LARGE
         raise ConfigError(
             f"{found.speculator} drafts chains here", seen=name, allowed="topk 1, steps + 1 tokens"
         )
+
     if shape.topk == 1 and shape.draft_tokens != shape.steps + 1:
         raise ConfigError(
             "a chain has as many nodes as steps and root",
             seen=name,
             allowed=f"{shape.steps + 1} draft tokens",
         )
+
     largest = min(shape.capacity, most.draft_tokens)
     if not 2 <= shape.draft_tokens <= largest:
         raise ConfigError(
             "no tree has so many nodes", seen=name, allowed=f"2-{largest} draft tokens"
         )
+
     return found
 
 

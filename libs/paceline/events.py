@@ -109,6 +109,7 @@ class FactSubscriber:
                 frames = await self._socket.recv_multipart()
         except TimeoutError as error:
             raise DeadlineExceeded("no fact came in time", seen=f"{deadline_s} s") from error
+
         fact = _decode(frames)
         expected, self._last = self._last + 1, fact.sequence
         self.traceparent = bytes(frames[1])
@@ -116,6 +117,7 @@ class FactSubscriber:
             await self._on_gap(expected, fact.sequence - 1)
         elif fact.sequence < expected:
             await self._on_gap(1, fact.sequence - 1)
+
         return fact
 
     def close(self) -> None:

@@ -90,6 +90,7 @@ def from_object(cls: type[T], found: Any, where: str = "") -> T:
             raise DataLoss(
                 f"{where} {difference}", seen=", ".join(sorted(names)), allowed=", ".join(readers)
             )
+
     return cls(**{name: read(found[name], f"{where}.{name}") for name, read in readers.items()})
 
 

@@ -149,6 +149,7 @@ def safetensors_header(
             "data_offsets": [offset, end],
         }
         offset = end
+
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -190,10 +191,12 @@ def decode_safetensors(buffer: memoryview | bytes) -> dict[str, NamedTensor]:
             )
         tensors[layout.name] = NamedTensor(layout.name, layout.dtype, layout.shape, data)
         offset = end
+
     if start + offset != len(view):
         raise DataLoss(
             "safetensors bytes go on after the last tensor", seen=len(view), allowed=start + offset
         )
+
     return tensors
 
 

@@ -135,6 +135,7 @@ class CoordinatorConfig(ServiceConfig):
                 seen=f"coordinator.environment={self.environment}",
                 allowed=f"no tasks with coordinator.environment={EXTERNAL} only",
             )
+
         if self.open_traffic and self.later.from_step:
             raise ConfigError("coordinator.later needs coordinator.tasks_path", seen="''")
         _check_reward("coordinator", self.environment, self.reward)
@@ -147,6 +148,7 @@ class CoordinatorConfig(ServiceConfig):
                 seen=evaluation.environment,
                 allowed="an environment of the gateway, e.g. single_turn",
             )
+
         _check_reward(section, evaluation.environment, evaluation.reward)
 
     @property

@@ -107,6 +107,7 @@ class Runner:
             after, issued = step(before, event)
         except MachineError as error:
             raise InternalError(str(error), reason="ILLEGAL_EVENT") from error
+
         record, fell = self._observe(before, event, after)
         await self._journal.append(entry_of(before, event, after, record))
         self.state = after

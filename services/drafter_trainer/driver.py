@@ -103,6 +103,7 @@ class DrafterDriver:
                     "an activation runs", seen=command.epoch, allowed=f"more than {old.epoch}"
                 )
             await self.stop_lease(old)
+
         lease = self.lease = Lease(command.epoch, deadline_s)
         try:
             await self.watched.wait_ready(deadline_s)
@@ -112,6 +113,7 @@ class DrafterDriver:
         finally:
             if not lease.sent:
                 self._end(lease, self._nothing_done(lease))
+
         return lease
 
     async def preempt(self, lease: Lease, deadline_s: float) -> float:

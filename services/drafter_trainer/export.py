@@ -90,6 +90,7 @@ def export_checkpoint(
         raise ConfigError(
             "the output directory is not empty", seen=out, allowed="a new or empty directory"
         )
+
     target, raw, tensors = read_config(model), read_config_json(source), read_tensors(source)
     kinds = [find_kind(speculator)] if speculator else SPECULATORS.values()
     kind = net_of(kind_of_checkpoint(source, kinds))
@@ -103,6 +104,7 @@ def export_checkpoint(
     else:
         save_file(exported.tensors, out / exported.file, metadata={"format": "pt"})
         written = read_tensors(out)
+
     _compare(exported, written)
     if form is Format.NATIVE:
         kind.read(out, target)

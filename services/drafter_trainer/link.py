@@ -118,6 +118,7 @@ class TrainerLink:
                     if (sample := await self._decode(stream, entry))
                 }
                 await stream.ack(GROUP, list(usable), delete=True)
+
         return list(usable.values())
 
     async def _decode(self, stream: Stream, entry: Entry) -> FeatureSample | None:

@@ -109,6 +109,7 @@ def record_decision(decision: Judged) -> None:
                 value / before if before else 0.0, **labels, position=position
             )
             before = value
+
     for bucket, length in decision.lengths_by_bucket.items():
         ACCEPT_LENGTH.record(
             length,

@@ -77,6 +77,7 @@ class Rank:
                 read_checkpoint(newest, self.trainer.state(), self.membership.members.group)
             )
             self._saved_steps = self.learner.total_steps
+
         self.link.on_command = self.obey
         self.link.open_stream()
 
@@ -113,6 +114,7 @@ class Rank:
             stopped = self.trainer.run_activation(command)
         elif members.takes_part:
             self._follow(members)
+
         for student in self.students:
             student.learner.offload()
         members.meet()  # the slots are free when all have left them
@@ -201,6 +203,7 @@ class Rank:
             self._saved_steps, self._saved_at = steps, time.monotonic()
             if self.rank == 0:
                 self.link.send(m.Saving(steps, self._saved_at - began))
+
         return number
 
     def _export(self, state: dict[str, Any], directory: Path) -> None:

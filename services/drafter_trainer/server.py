@@ -82,6 +82,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 m.Stopped(epoch, "preempted", total_steps=self._ranks.standing.total_steps)
             )
             return
+
         command = m.Activate(
             epoch=epoch,
             step=request.context.step,
@@ -150,6 +151,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
                 )
         finally:
             news.cancel()
+
         message = news.result()
         if isinstance(message, PacelineError):
             raise message

@@ -109,6 +109,7 @@ class DrafterTrainer:
                 self._train(activation, drawn)
             else:
                 self.ingest(wait_s=DATA_POLL_S)
+
         sharing.announce("stop", self._learner.members)
         link_current(activation.batches)
         self._link.send(self.standing())
@@ -157,6 +158,7 @@ class DrafterTrainer:
                 row = sharing.hand_out(rows, student.learner.members, student.index)
                 result = student.learner.micro_step(row, head)
                 record(result)
+
         student.learn_speed(activation.last_s / max(len(rows[0]), 1))
         activation.batches |= {one.traceparent for samples in drawn for one in samples} - {""}
         record_micro_step(student.kind, result, samples=sum(map(len, drawn)))

@@ -180,6 +180,7 @@ class RankZero:
             )
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
+
         for record in self._records.load():
             if record.step == progress.step:
                 await self._batcher.mark(record)

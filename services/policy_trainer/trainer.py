@@ -108,6 +108,7 @@ class PolicyTrainer:
             command.sender.carrier,
         ):
             return
+
         weights = self.learner.weights()
         if self.zero:
             self.zero.push(command, self.progress, weights)
@@ -145,6 +146,7 @@ class PolicyTrainer:
             else nullcontext()
         ):
             figures = self.learner.step(batch)
+
         facts = collected.facts if collected else BatchFacts()  # only rank 0 is asked for them
         self.progress = dataclasses.replace(
             self.progress,

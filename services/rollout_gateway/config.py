@@ -255,6 +255,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
             seen=engine.kind,
             allowed="embedded",
         )
+
     section = getattr(engine, engine.kind, None)
     values = {
         **engine.model_dump(mode="json", include=set(ModelSettings.model_fields)),
@@ -277,6 +278,7 @@ def engine_settings(config: GatewayConfig) -> dict[str, Any]:
             seen=", ".join(sorted(unknown)),
             allowed=", ".join(sorted(own)),
         )
+
     return known | engine.options
 
 

@@ -98,6 +98,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
             seen=address,
             allowed="a loopback address, or token and TLS, or security.allow_insecure=true",
         )
+
     config = uvicorn.Config(
         build_app(gateway),
         host=host.strip("[]"),
@@ -119,6 +120,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
             seen=address,
             allowed="a free port",
         ) from error
+
     task = asyncio.create_task(server.serve(sockets=sockets))
     listening = asyncio.create_task(server.listening.wait())
     await asyncio.wait(

@@ -48,6 +48,7 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
     except PacelineError as error:
         say(f"[bold red]the run failed:[/] {error}")
         code = EXIT_FAILED
+
     out = "" if options.out == Path("runs") else f" --out {options.out}"
     go_on = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}"
     say(f"continue with: [bold]{go_on}[/]")

@@ -98,6 +98,7 @@ def serve(
         spec = service_named(service)
     except NotFound as error:
         raise _refused(error) from error
+
     given = {
         "model": model and model.resolve(),
         "engine.kind": engine,

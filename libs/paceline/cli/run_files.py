@@ -108,6 +108,7 @@ def prepare_run(options: DemoOptions) -> RunFiles:
         merge(tree, _engine(options))
         merge(tree, _variant(options))
         merge(tree, {"run": {"seed": options.seed}})
+
     merge(tree, _placement(files))
     merge(tree, {"coordinator": {"steps": options.steps}})
     merge(tree, _workers(tree))
@@ -161,6 +162,7 @@ def _variant(options: DemoOptions) -> Tree:
         raise ConfigError(
             "--no-speculation and --frozen-drafter exclude each other", seen=options.frozen_drafter
         )
+
     if not options.speculation:
         gateway = {"drafter": "off", "speculation": {"arms": ["off"]}}
         return {"gateway": gateway, **_UNTRAINED}
@@ -174,6 +176,7 @@ def _variant(options: DemoOptions) -> Tree:
             )
         served = {"drafter": str(drafter)}
         return {"gateway": served, "drafter_trainer": served, **_UNTRAINED}
+
     return {}
 
 

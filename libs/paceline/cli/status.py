@@ -23,6 +23,7 @@ async def show_status(address: str, console: Console) -> int:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
+
     console.print(
         f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
@@ -37,6 +38,7 @@ async def show_status(address: str, console: Console) -> int:
             str(slot.epoch),
             enum_word(pb.WorkerState, slot.worker_state),
         )
+
     console.print(slots)
     if snapshot.last_step.step_s:
         line = step_line(snapshot.last_step, snapshot.total_steps)

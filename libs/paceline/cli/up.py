@@ -49,6 +49,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
         finished = await supervise(supervisor, started)
     finally:
         await stop_all(supervisor)
+
     if finished:
         return 0
     console.print(

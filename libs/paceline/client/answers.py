@@ -128,6 +128,7 @@ class Tokens:
             raise DataLoss(
                 "tokens and log-probs differ in number", seen=len(logprobs), allowed=len(tokens)
             )
+
         return cls(
             completion_id=need(data, "id", str),
             token_ids=tuple(tokens),

@@ -95,6 +95,7 @@ class Joined:
             self._calls[call.index] = ToolCall(
                 known.id or call.id, known.name or call.name, known.arguments + call.arguments
             )
+
         return delta
 
     def answer(self) -> ChatAnswer:
@@ -103,6 +104,7 @@ class Joined:
             raise FailedPrecondition(
                 "the streamed answer has not ended; iterate to its end first", reason="NOT_ENDED"
             )
+
         text, reasoning = "".join(self._text), "".join(self._reasoning)
         calls = tuple(self._calls[index] for index in sorted(self._calls))
         message: Json = {"role": "assistant", "content": text or (None if calls else "")}
@@ -117,6 +119,7 @@ class Joined:
                 }
                 for one in calls
             ]
+
         choice = {
             "index": 0,
             "message": message,

@@ -64,10 +64,12 @@ def body_fields(options: Mapping[str, Any], known: frozenset[str]) -> dict[str, 
             seen=", ".join(unknown),
             allowed=", ".join(sorted(known)),
         )
+
     extra = dict(options.get("extra") or {})
     taken = sorted(set(extra) & (known | _OUR_OWN))
     if taken:
         raise InvalidInput(
             "extra holds fields that are not free", seen=", ".join(taken), allowed="other names"
         )
+
     return {name: value for name, value in options.items() if name not in _NOT_IN_BODY} | extra

@@ -44,6 +44,7 @@ class EventReader:
             event = self._event()
             if event is not None:
                 yield event
+
         held = len(self._rest) + sum(map(len, self._data))
         if held > MAX_EVENT_BYTES:
             raise DataLoss(

@@ -57,6 +57,7 @@ def load_config(
         _refuse_unknown(cls, source, section)
         merge(merged, source.values)
         origins.update(dict.fromkeys(_dotted(source.values), source.name))
+
     try:
         return cls.model_validate(merged)
     except ValidationError as error:
@@ -80,6 +81,7 @@ def _file_source(path: Path, cls: type[Config], section: str) -> _Source:
             )
         if name in SHARED_SECTIONS and name in cls.model_fields:
             merge(values, {name: content})
+
     merge(values, document.get(section, {}))
     return _Source(str(path), values)
 

@@ -115,6 +115,7 @@ class Child:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await process.wait()
+
         signal_group(process.pid, signal.SIGKILL)
         await process.wait()
         self._tell("stopped")

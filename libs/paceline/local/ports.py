@@ -34,6 +34,7 @@ def free_ports(count: int) -> list[int]:
             break
         if _is_free(port):
             found.append(port)
+
     if len(found) < count:
         raise Unavailable("too few free ports on 127.0.0.1", seen=len(found), allowed=count)
     return found

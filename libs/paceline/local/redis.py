@@ -87,6 +87,7 @@ class RedisLauncher:
             options |= {"appendonly": "yes", "appendfsync": "always"}
         else:
             options |= {"appendonly": "no", "maxmemory": str(self.max_bytes)}
+
         words = [word for name, value in options.items() for word in (f"--{name}", value)]
         return [str(find_redis_server()), *words]
 
@@ -192,6 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PacelineError as error:
         sys.stderr.write(f"redis ({words.role}): {error}\n")
         return 2 if isinstance(error, ConfigError) else 1
+
     return 0
 
 

@@ -170,6 +170,7 @@ def in_order(launches: Sequence[Launch]) -> list[Launch]:
             )
         waiting.remove(ready)
         ordered.append(ready)
+
     return ordered
 
 

@@ -159,6 +159,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise InvalidInput(
             "architectures names a model not known here", seen=name, allowed=sorted(ARCHITECTURES)
         )
+
     _reject_unsupported(raw)
     heads = read_count(raw, "num_attention_heads")
     attention_bias = read_flag(raw, "attention_bias")
@@ -245,6 +246,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
         raise InvalidInput(
             f"{key} must be an object", seen=scaling, allowed="an object with rope_type"
         )
+
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ROPE_TYPES:
         raise InvalidInput("unknown rope_type", seen=kind, allowed=ROPE_TYPES)
@@ -255,6 +257,7 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
                 seen=source["partial_rotary_factor"],
                 allowed=1.0,
             )
+
     rope = RopeConfig(
         theta=_number(scaling, "rope_theta", _number(raw, "rope_theta", 10_000.0)), kind=kind
     )
@@ -270,5 +273,6 @@ def _rope(raw: Mapping[str, Any]) -> RopeConfig:
         raise InvalidInput(
             "high_freq_factor must be above low_freq_factor", seen=high, allowed=f"> {low}"
         )
+
     original = read_count(scaling, "original_max_position_embeddings")
     return replace(rope, low_freq_factor=low, high_freq_factor=high, original_max_position=original)

@@ -163,12 +163,14 @@ def make_block(
         keys, values = cache.views(rows, length)
     else:
         slots = rows
+
     mask = None
     if masked or batch > 1 or tokens > 1:
         visible = layout.visible
         if visible is None:
             visible = torch.arange(length, device=positions.device) <= positions[:, :, None]
         mask = _bias(visible, config.group, cache.data.dtype)
+
     stored = positions if layout.stored is None else layout.stored
     index, cells = slots[:, None] * cache.capacity + stored, cache.cells(slots, stored)
     kept, padding = layout.kept, None
@@ -292,6 +294,7 @@ def _attend(
     else:
         assert isinstance(block.rows, Tensor)
         keys, values = cache.gather(index, block.rows, block.length)
+
     if block.padding is not None:
         queries = queries.index_select(0, block.padding)
     # The query heads of one KV head stand as extra queries: no copy of keys or values per query

@@ -32,6 +32,7 @@ def default_inner_layers(num_layers: int) -> tuple[int, int, int]:
             seen=num_layers,
             allowed=f">= {SHALLOWEST} layers",
         )
+
     low, middle, high = 2, num_layers // 2, num_layers - 3
     if low < middle < high:
         return low, middle, high

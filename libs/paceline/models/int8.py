@@ -68,6 +68,7 @@ def quantized(weight: Tensor) -> Int8Matrix:
             seen=str(error),
             allowed="quantize = ''",
         ) from error
+
     exact, block = weight.float(), (1, weight.shape[1])
     wanted, zeros = choose_qparams_affine(
         exact,

@@ -56,6 +56,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                 allowed="one file for each tensor",
             )
         tensors |= part
+
     return tensors
 
 
@@ -88,6 +89,7 @@ def layer_shapes(config: ModelConfig, prefix: str) -> dict[str, tuple[int, ...]]
         shapes[f"{prefix}self_attn.{name}_proj.weight"] = (width, hidden)
         if config.qkv_bias:
             shapes[f"{prefix}self_attn.{name}_proj.bias"] = (width,)
+
     shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, widths["q"])
     if config.output_bias:
         shapes[f"{prefix}self_attn.o_proj.bias"] = (hidden,)
@@ -131,6 +133,7 @@ def check_tensors(
             seen=f"{len(tensors)} tensors",
             allowed=f"the {len(shapes)} of this model, this one of shape {shapes[missing[0]]}",
         )
+
     if extra:
         near = get_close_matches(extra[0], shapes, 2, 0.0)
         raise WeightsError(
@@ -138,6 +141,7 @@ def check_tensors(
             seen=f"{len(tensors)} tensors, this one of shape {tuple(tensors[extra[0]].shape)}",
             allowed=f"the {len(shapes)} of this model, such as {', '.join(near)}",
         )
+
     for name, shape in shapes.items():
         _check_tensor(
             name,
@@ -204,6 +208,7 @@ def fuse_layer(
             for kind, n in heads.items()
         ]
         qk_norm = torch.cat(rows)
+
     has_norm = f"{prefix}input_layernorm.weight" in tensors
     return LayerWeights(
         input_norm=get("input_layernorm.weight") if has_norm else None,

@@ -216,6 +216,7 @@ def draw(
         if params.any_greedy:
             noise.masked_fill_((params.temperatures <= 0)[:, None], 0.0)
         scores = noise.add_(scores)
+
     top = scores.topk(2, dim=-1)
     tokens = top.indices[:, 0]
     gaps = top.values[:, 0] - top.values[:, 1]

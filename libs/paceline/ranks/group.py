@@ -192,6 +192,7 @@ class RankGroup:
                 stderr=log,
                 env=environment,
             )
+
         self._processes.append(process)
         self._watches.append(asyncio.create_task(self._watch(rank, process)))
 
@@ -233,6 +234,7 @@ class RankGroup:
         finally:
             if not message.done():
                 message.cancel()
+
         if message in done:
             identity, kind, payload = message.result()
             return int(identity), kind, payload

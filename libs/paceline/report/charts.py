@@ -143,6 +143,7 @@ def stacked_columns(
                 f"{y:.1f}h{width:.1f}V{frame.y(base):.1f}h{-width:.1f}z"
             )
             base += part
+
     bars = [
         f'<path class="fill {color}" d="{d}"/>' for color, d in zip(colors, paths, strict=True) if d
     ]
@@ -172,6 +173,7 @@ def timeline(
             parts.append(_rect(bar, x0, y, w, _ROW - 4))
         else:
             paths.setdefault(bar.color, []).append(f"M{x0:.1f} {y}h{w:.1f}v{_ROW - 4}h{-w:.1f}z")
+
     parts += [f'<path class="fill {color}" d="{"".join(path)}"/>' for color, path in paths.items()]
     return _svg(parts, label, width, height, wide=True)
 
@@ -196,6 +198,7 @@ def waterfall(labels: Sequence[str], bars: Sequence[Bar], *, label: str) -> str:
             _rect(bar, x0, y, w, _ROW - 6)
             + _text(at, y + 12, duration(bar.end - bar.start), anchor)
         )
+
     return _svg(parts, label, width, height, wide=True)
 
 
@@ -232,6 +235,7 @@ def _line(series: Series, frame: _Frame) -> str:
             continue
         path.append(f"{pen}{frame.x(x):.1f} {frame.y(y):.1f}")
         pen = "L"
+
     shown = (
         f'<path class="line {series.color}{" faint" if series.faint else ""}" d="{"".join(path)}"/>'
     )
@@ -242,6 +246,7 @@ def _line(series: Series, frame: _Frame) -> str:
             for x, y in series.points[::stride]
             if math.isfinite(y)
         )
+
     return shown
 
 

@@ -70,6 +70,7 @@ async def copy_journal(client: Redis, run_id: str, path: Path) -> int:
             file.writelines(fields[b"entry"] + b"\n" for _, fields in page)
             count += len(page)
             last = "(" + page[-1][0].decode()
+
     temporary.replace(path)
     return count
 
@@ -130,6 +131,7 @@ def read_history(path: Path) -> RunHistory:
             tokens += int(data.get("details", {}).get("tokens", 0))
         elif event in ("GatePromoted", "GateDecided"):
             decisions[str(data.get("decision", "promoted"))] += 1
+
     if not began_s:
         raise DataLoss("the journal is empty: the run has not begun", seen=path)
     return RunHistory(

@@ -87,6 +87,7 @@ def slot_sections(history: RunHistory) -> str:
             label="slots in some steps",
         )
         shown += f"<h3>Steps {first.step + 1} to {last.step + 1}</h3>{zoomed}"
+
     return shown
 
 

@@ -92,6 +92,7 @@ def read_report(directory: Path, trace_id: str = "") -> SpanReport:
             trace.append(span)
         for key, seconds in _hops(span, first.callers):
             edges.setdefault(key, _Sample()).add(seconds)
+
     return SpanReport(
         edges=tuple(sample.edge(*key) for key, sample in sorted(edges.items())),
         trace=tuple(sorted(trace, key=lambda span: span.start_ns)),

@@ -38,11 +38,13 @@ class EpochGuard:
                 seen=repr(run),
                 allowed=RUN_ID,
             )
+
         highest = self._highest.get(run, 0)
         if epoch < highest:
             raise StaleEpoch(
                 f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}"
             )
+
         self._highest[run] = epoch
         self._highest.move_to_end(run)
         if len(self._highest) > _RUNS_KEPT:

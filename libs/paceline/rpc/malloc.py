@@ -26,6 +26,7 @@ def set_malloc_thresholds() -> bool:
         "GLIBC_TUNABLES", ""
     ):
         return False
+
     libc = ctypes.CDLL(None)
     wanted = (
         (_M_MMAP_THRESHOLD, 64 * _MIB),

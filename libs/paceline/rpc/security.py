@@ -43,6 +43,7 @@ def check_security(address: str, security: SecurityConfig) -> None:
             "security.tls_cert and security.tls_key go together",
             seen=f"tls_cert={security.tls_cert!r} tls_key={security.tls_key!r}",
         )
+
     if is_loopback(address) or security.allow_insecure:
         return
     needed = {

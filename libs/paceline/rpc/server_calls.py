@@ -124,6 +124,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 failed = status_of(known)
             else:
                 _record(opened, grpc.StatusCode.OK)
+
         if failed is not None:
             await context.abort_with_status(rpc_status.to_status(failed))
 

@@ -116,6 +116,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PacelineError:
         return family(
             message, reason=info.reason, seen=seen, allowed=allowed, retry_after_s=retry_after_s
         )
+
     family = _FOREIGN.get(error.code(), errors.InternalError)
     own = error.code() in _CODES.values()
     return family(message, reason=None if own else error.code().name, retry_after_s=retry_after_s)

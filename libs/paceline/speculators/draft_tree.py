@@ -58,6 +58,7 @@ def grow_tree(first: Tensor, expand: Callable[[Beam], Tensor], shape: DraftShape
         best = children.topk(topk, dim=-1)
         beam = Beam(level, tokens.gather(1, best.indices), best.indices // topk)
         scores, ids, offset = best.values, best.indices + offset + 1, offset + topk * topk
+
     tokens, scores, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     return _most_likely(tokens, scores, parents, shape.drafts)
 

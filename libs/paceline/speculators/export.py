@@ -73,6 +73,7 @@ def export_drafter(
             seen=form.value,
             allowed=[one.value for one in (*mappers, Format.NATIVE)],
         )
+
     return _cast(exported, dtype)
 
 

@@ -112,6 +112,7 @@ class NetDrafter(ABC, Generic[Net]):
             scores.append(share if not step else scores[-1] * share)
             if shape.floor > 0 and bool(scores[-1].max() < shape.floor):
                 break
+
         return Drafts(torch.stack(tokens, dim=1), torch.stack(scores, dim=1).float())
 
 

@@ -64,6 +64,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
         )
     except ValueError as error:
         raise ConfigError("not a Redis URL", seen=chosen, allowed="redis://host:port/db") from error
+
     return client
 
 

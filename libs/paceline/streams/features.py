@@ -82,6 +82,7 @@ class FeatureBatch:
             raise InvalidInput(
                 "hidden rows have another form", seen=seen, allowed=f"[T, H] of {FEATURE_DTYPES}"
             )
+
         rows = self.rows
         lengths = tuple(
             array.shape for array in (self.token_ids, self.positions, self.mask, self.versions)
@@ -92,6 +93,7 @@ class FeatureBatch:
                 seen=lengths,
                 allowed=f"{rows} rows",
             )
+
         if self.rejected is not None:
             self._check_rejected(self.rejected)
 
@@ -106,6 +108,7 @@ class FeatureBatch:
                 seen=form,
                 allowed=(self.hidden.dtype, self.hidden_size),
             )
+
         lengths = {
             array.shape for array in (rejected.token_ids, rejected.positions, rejected.parents)
         }
@@ -113,12 +116,14 @@ class FeatureBatch:
             raise InvalidInput(
                 "arrays of rejected rows do not fit", seen=lengths, allowed=f"{rejected.rows} rows"
             )
+
         if (rejected.parents < 0).any() or (
             rejected.parents >= self.rows + np.arange(rejected.rows)
         ).any():
             raise InvalidInput(
                 "a rejected row's parent does not stand before it", seen=rejected.parents.tolist()
             )
+
         positions = np.concatenate((self.positions, rejected.positions)).astype(np.int64)
         if (positions[rejected.parents] + 1 != rejected.positions).any():
             raise InvalidInput(
@@ -158,6 +163,7 @@ def encode_features(batch: FeatureBatch) -> tuple[dict[str, str], bytes]:
         if whose is not None:
             value = getattr(whose, one.name.removeprefix(_REJECTED))
             tensors.append(_tensor(one, value))
+
     return header, encode_safetensors(tensors)
 
 
@@ -195,6 +201,7 @@ def _decode(header: Mapping[str, str], payload: bytes) -> FeatureBatch:
         sizes["R"] = part("rejected_hidden").shape[0]
         drafts = [name for name, apart in parts.items() if apart]
         rejected = RejectedRows(**{name.removeprefix(_REJECTED): part(name) for name in drafts})
+
     return FeatureBatch(
         **values,
         **{name: part(name) for name, apart in parts.items() if not apart},

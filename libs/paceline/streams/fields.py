@@ -122,6 +122,7 @@ class EntryLayout:
                 seen=(tensor.dtype, tensor.shape),
                 allowed=(dtype, declared.shape, sizes),
             )
+
         return tensor
 
 

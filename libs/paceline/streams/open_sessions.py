@@ -191,6 +191,7 @@ class OpenSessions:
             raise InvalidInput(
                 f"{_API_KEY} of a session is no hash", allowed="64 hexadecimal digits"
             )
+
         told = {**record, "session_id": session_id, "opened_at_s": time.time()}
         note = {name: record[name] for name in NOTED if name in record}
         note |= {"key": str(BranchKey(self._run_id, session_id, "0")), "reward": None, "tokens": 0}
@@ -201,10 +202,12 @@ class OpenSessions:
             raise InvalidInput(
                 f"the record of session {session_id} is not JSON: {error}"
             ) from error
+
         if len(value) > MAX_RECORD_BYTES:
             raise InvalidInput(
                 "the record of a session is too long", seen=len(value), allowed=MAX_RECORD_BYTES
             )
+
         return value
 
     def _put(self, session_id: str, value: str | None) -> None:
@@ -257,6 +260,7 @@ class OpenSessions:
                 error=str(error),
             )
             return False
+
         self._written.difference_update(gone)
         return True
 

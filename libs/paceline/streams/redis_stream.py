@@ -197,6 +197,7 @@ class RedisStream:
                 self._hold(group, consumer, missed)
                 return missed
             self._doubtful.discard((group, consumer))
+
         left_s = deadline - asyncio.get_running_loop().time()
         block = ["BLOCK", max(1, int(left_s * 1000))] if left_s > 0 else []
         async with asyncio.timeout(max(left_s, 0) + _ANSWER_S):
@@ -212,6 +213,7 @@ class RedisStream:
                 self._key,
                 ">",
             )
+
         entries = entries_of(reply[0][1]) if reply else []
         self._hold(group, consumer, entries)
         return entries

@@ -99,11 +99,13 @@ def _traces(service: str, config: TelemetryConfig, resource: Resource) -> Tracer
 
         path = Path(config.spans_dir) / f"{service}-{os.getpid()}.jsonl"
         provider.add_span_processor(span_file_processor(path, service))
+
     if _otlp_wanted("TRACES"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+
     return provider
 
 

@@ -25,4 +25,5 @@ def first_fit(
             free[row] = row_tokens
         rows[row].append(index)
         free[row] -= lengths[index]
+
     return rows

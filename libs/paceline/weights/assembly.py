@@ -70,6 +70,7 @@ class Assembly:
             raise InvalidInput(
                 f"{self._name(chunk)} has a wrong length", seen=len(chunk.data), allowed=end - start
             )
+
         if self.started_s is None:
             self.started_s = time.monotonic()
         known = self._checksums[chunk.chunk_index]
@@ -79,6 +80,7 @@ class Assembly:
             raise DataLoss(
                 f"{self._name(chunk)} is corrupt", seen=f"{checksum:#010x}", allowed=allowed
             )
+
         if known is not None:
             return
         self.buffer[start:end] = chunk.data

@@ -69,6 +69,7 @@ def build_manifest(
             )
         )
         offset += nbytes
+
     manifest.total_bytes = offset
     check_manifest(manifest, max_bytes=offset)
     checksums = (
@@ -95,15 +96,18 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
         raise InvalidInput(
             "this receiver takes full pushes only", seen=seen, allowed="WEIGHT_ENCODING_FULL"
         )
+
     if not MIN_CHUNK_BYTES <= manifest.chunk_bytes <= MAX_CHUNK_BYTES:
         allowed = f"{MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
         raise InvalidInput(
             "chunk_bytes is out of range", seen=manifest.chunk_bytes, allowed=allowed
         )
+
     if not 0 < manifest.total_bytes <= max_bytes:
         raise InvalidInput(
             "total_bytes is out of range", seen=manifest.total_bytes, allowed=f"1 to {max_bytes}"
         )
+
     offset = 0
     names = set()
     for spec in manifest.tensors:
@@ -121,6 +125,7 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
             raise InvalidInput(f"offset of {spec.name} {fault}", seen=spec.offset, allowed=offset)
         names.add(spec.name)
         offset += spec.nbytes
+
     if offset != manifest.total_bytes:
         raise InvalidInput(
             "total_bytes is not the sum of the tensors", seen=manifest.total_bytes, allowed=offset
@@ -181,6 +186,7 @@ def cut_chunks(
             (len(given), len(described)),
         )
         raise InvalidInput("tensors are not those of the manifest", seen=odd[0], allowed=odd[1])
+
     first = 0
     for index in wanted:
         start, end = chunk_span(manifest, index)

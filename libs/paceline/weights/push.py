@@ -82,6 +82,7 @@ async def push_weights(
         )
         chunks = _messages(manifest, tensors, wanted.wanted_chunks, context)
         response = await push(chunks, timeout=deadline_s - (time.monotonic() - started_s))
+
     return PushReport(
         bytes=response.bytes_received,
         push_s=time.monotonic() - started_s,

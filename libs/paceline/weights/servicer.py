@@ -141,6 +141,7 @@ class WeightServicer(WeightServiceServicer):
                 raise self._not_announced(part)
             assembly.place(chunk)
             received += len(chunk.data)
+
         if part is None:
             raise InvalidInput("a push carries at least one chunk", seen=0, allowed=">= 1")
         return await self._whole(self._finish(part, received))

@@ -108,12 +108,14 @@ class Spool:
                 seen=len(buffer),
                 allowed=manifest.total_bytes,
             )
+
         spooled = self.manifest(manifest.target, manifest.version)
         name = f"{target_name(manifest.target)}-{manifest.version}"
         if spooled is not None and spooled != manifest:
             raise WeightsError(
                 f"{name} is spooled with another content", seen=manifest.content_hash
             )
+
         path = self._directory / name
         if spooled is None:
             try:
@@ -121,6 +123,7 @@ class Spool:
             except OSError as error:
                 self._remove_leftovers()
                 raise ResourceExhausted(f"{path} cannot be written", seen=error) from error
+
         if not self._committed((manifest.target, manifest.version)):
             self._prepared.add((manifest.target, manifest.version))
         return path
@@ -134,6 +137,7 @@ class Spool:
             raise WeightsError(
                 "seq of a commit must grow", seen=versions.seq, allowed=f"> {serving.seq}"
             )
+
         sets = [*self._sets, versions][-self._keep :]
         temporary = self._directory / f"{_TEMPORARY}versions.json"
         _write_synced(temporary, json.dumps({"sets": [*map(to_object, sets)]}).encode())

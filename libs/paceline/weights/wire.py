@@ -50,11 +50,13 @@ def encode_push(chunk: PushChunk) -> bytes:
         if value:
             head.append(tag)
             _write_varint(head, value)
+
     if chunk.context is not None:
         context = chunk.context.SerializeToString()
         head.append(_CONTEXT)
         _write_varint(head, len(context))
         head += context
+
     head.append(_DATA)
     _write_varint(head, len(chunk.data))
     return b"".join((head, chunk.data))
@@ -86,6 +88,7 @@ def decode_push(message: bytes) -> PushChunk:
         raise DataLoss(
             "a pushed chunk is not a valid PushRequest", seen=f"{error} at byte {position}"
         ) from error
+
     target = numbers[_TARGET] & _U32
     return PushChunk(
         target=target - (1 << 32) if target >> 31 else target,

@@ -32,4 +32,5 @@ async def save(calls: Calls, command: commands.SaveCheckpoints) -> None:
             context = calls.context(command)
             answer = await save_now(request(context=context), timeout=CHECKPOINT_DEADLINE_S)
         paths[name] = answer.path
+
     calls.emit(events.CheckpointsSaved(calls.now(), command.epoch, paths))

@@ -130,6 +130,7 @@ def round_costs(arms: Iterable[ArmStats]) -> dict[str, float]:
             cost = seconds[arm.arm, arm.batch_group] / plain
             summed[arm.arm] = summed.get(arm.arm, 0.0) + cost * arm.pulls
             weights[arm.arm] = weights.get(arm.arm, 0) + arm.pulls
+
     return {arm: summed[arm] / weights[arm] for arm in sorted(summed)}
 
 

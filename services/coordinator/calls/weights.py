@@ -31,6 +31,7 @@ async def commit(calls: Calls, command: commands.Commit) -> None:
             await commit_versions(
                 calls.peers.channels[service], calls.context(command), command.versions
             )
+
     calls.emit(events.Committed(calls.now(), command.versions))
 
 

@@ -40,6 +40,7 @@ def facts_of(
                 version_committed=pb.VersionCommitted(versions=versions_to_proto(after.versions))
             )
         )
+
     if record is not None:
         facts.append(pb.Fact(step_finished=pb.StepFinished(record=record)))
     facts += [

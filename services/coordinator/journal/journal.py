@@ -74,6 +74,7 @@ class Journal:
                     reason="JOURNAL_TAKEN",
                     seen=str(error),
                 ) from error
+
         self._count += 1
 
     async def _range(self, first: str, last: str) -> list[tuple[bytes, dict[bytes, bytes]]]:

@@ -95,6 +95,7 @@ def judge(
         sums = np.stack([np.bincount(index, weights=column) for column in one.accepted.T], axis=1)
         drawn.append(sums[draws].sum(axis=1) / weights)  # [resamples, K]
         survival.append(one.accepted.mean(axis=0))
+
     lengths = [1.0 + resampled.sum(axis=1) for resampled in drawn]
     speedups = [
         speedup(resampled, one.costs)

@@ -87,6 +87,7 @@ def chain_survival(
         possible = inside & drawn[there]
         survival.append(reached * alpha * possible)
         reached = reached * follows * possible
+
     return torch.stack(survival, dim=1)[drawn]
 
 

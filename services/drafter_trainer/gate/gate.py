@@ -171,6 +171,7 @@ class PublishGate:
                 "the serving drafter is not kept here", seen=version, kept=self._candidates.versions
             )
             return
+
         before, self.serving = self.serving, DrafterState(version, net)
         self.next_version = max(self.next_version, version + 1)
         self._round = None  # it compared with another
@@ -243,6 +244,7 @@ class PublishGate:
             rank = (all(one.better for one in against), against[0].candidate_speedup, -number)
             if self._place(drafter, against[0], head.policy_version, now.steps[drafter.kind]):
                 best = rank if best is None else max(best, rank)
+
         if best is None:
             return []
         promoted, number = best[0], -best[2]
@@ -261,6 +263,7 @@ class PublishGate:
             judgements[number], head.policy_version, promoted=promoted or learning
         ):
             return [decision]
+
         self._checked_policy = head.policy_version
         return [decision, replace(decision, decision="frozen")]
 
@@ -309,6 +312,7 @@ class PublishGate:
                 at_freeze=frozen_at,
             )
             return []
+
         decision = reopened(self.serving.kind, self.serving.version, itself, head)
         return [self._complete(decision, measured)]
 

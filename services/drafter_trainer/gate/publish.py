@@ -44,6 +44,7 @@ async def push_drafter(
         raise DataLoss(
             "the promoted drafter is not where the rank wrote it", seen=str(error)
         ) from error
+
     tensors = list(decode_safetensors(data).values())
     manifest = build_manifest(
         WEIGHT_TARGET_DRAFTER,

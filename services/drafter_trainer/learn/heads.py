@@ -40,12 +40,14 @@ def load_policy_head(path: Path, policy_version: int) -> PolicyHead:
         with safe_open(file, framework="pt") as opened:
             for name in set(opened.keys()) & {EMBED, HEAD}:
                 tensors[name] = opened.get_tensor(name)
+
     if EMBED not in tensors:
         raise InvalidInput(
             f"no {EMBED} in {path}",
             seen=[file.name for file in files],
             allowed="a checkpoint with it",
         )
+
     head = tensors.get(HEAD, tensors[EMBED]).contiguous()
     raw = head.view(torch.uint8).numpy().tobytes()
     return PolicyHead(head_hash(raw), policy_version, tensors[EMBED].float(), head.float())

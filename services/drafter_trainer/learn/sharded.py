@@ -202,6 +202,7 @@ def _move_one(
             elif part.numel():
                 dist.send(part.contiguous(), other)
         return
+
     if source is not None and shape is not None and source.numel():
         dist.send(source.contiguous(), 0)
     if target is not None and target.numel():

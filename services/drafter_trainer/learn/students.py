@@ -59,11 +59,13 @@ class Students(Sequence[Student]):
             raise ConfigError(
                 "two drafters of one kind", seen=", ".join(kinds), allowed="one of each"
             )
+
         servable = config.servable or kinds[:1]
         if not set(servable) & set(kinds):
             raise ConfigError(
                 "no drafter that is trained can be served", seen=servable, allowed=", ".join(kinds)
             )
+
         steps = config.micro_batches_per_step
         self._students = [
             Student(

@@ -131,6 +131,7 @@ async def follow(config: OfflineConfig, progress: TerminalLines) -> int:
                 await group.send(b"bye")
                 break
             progress.show(message)
+
     if message["kind"] == "error":
         raise ConfigError(message["text"])
     return 0 if message["whole"] else 130

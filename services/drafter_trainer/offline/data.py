@@ -138,6 +138,7 @@ def read_samples(
             except InvalidInput as error:
                 message = f"{file}, {unit} {number}: {error.message}"
                 raise InvalidInput(message, seen=error.seen, allowed=error.allowed) from error
+
     if not samples:
         raise ConfigError("the data holds no record", seen=path, allowed=" or ".join(FORMS))
     return samples

@@ -43,6 +43,7 @@ def answer_prompts(
             seen=f"{len(samples)} prompts",
             allowed=f"1 to {limit - 2} tokens",
         )
+
     # Similar lengths together: a batch is padded to its longest.
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))[rank::world]
     own: list[tuple[int, list[int]]] = []
@@ -53,6 +54,7 @@ def answer_prompts(
         ):
             own.append((index, ids))
         tell(len(own), len(order))
+
     shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(world)]
     dist.all_gather_object(shares, own)
     answers = dict(pair for share in shares for pair in share)

@@ -43,6 +43,7 @@ def train(config: OfflineConfig, tell: Tell, stopping: Callable[[], bool]) -> bo
         raise ConfigError(
             "a base model that is trained needs float32", seen=config.dtype, allowed="float32"
         )
+
     target = read_config(config.model)
     net = make_net(config, target)  # before the data: a wrong option is told at once
     encoder = cache(lambda: ModelText(config.model, target.eos_token_ids))
@@ -132,6 +133,7 @@ def main() -> None:
         tell({"kind": "done", "whole": train(config, tell, lambda: stop[0])})
     except PacelineError as error:
         tell({"kind": "error", "text": str(error)})
+
     link.receive(FAREWELL_S)  # the parent has read what was sent
     link.close()
     dist.destroy_process_group()

@@ -127,6 +127,7 @@ class TargetModel:
                 said_at.append(at + begin)
                 said.append(ids[1:][at])
             begin += len(ids) - 1
+
         none = torch.zeros(0, dtype=torch.int64)
         with torch.set_grad_enabled(self.trained and torch.is_grad_enabled()):
             result: tuple[Tensor, Tensor] = self._module(
@@ -135,6 +136,7 @@ class TargetModel:
                 torch.cat([none, *said_at]),
                 torch.cat([none, *said]),
             )
+
         return result
 
     def head(self) -> PolicyHead:
@@ -167,6 +169,7 @@ class TargetModel:
             )
             samples.append(whole.cut(document.start, document.length))
             begin += len(ids) - 1
+
         return pack(samples, window=max(sample.positions for sample in samples))
 
     def _reshard(self) -> None:

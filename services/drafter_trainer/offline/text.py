@@ -44,6 +44,7 @@ class ModelText:
             answers = []
         else:
             whole = self._render(messages)
+
         parts, done = list[tuple[str, bool]](), 0
         for i in answers:
             before, after = self._render(messages[:i], answer=True), self._render(messages[: i + 1])
@@ -53,10 +54,12 @@ class ModelText:
                     (whole[len(before) : len(after)], True),
                 ]
                 done = len(after)
+
         if answers and not parts:
             raise InvalidInput(
                 "the chat template does not begin an answer as it ends a prompt", seen=whole[-80:]
             )
+
         parts.append((whole[done:], False))
         encoded = [(self._encode(text), said) for text, said in parts]
         first = encoded[0][0][:1]

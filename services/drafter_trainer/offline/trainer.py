@@ -132,6 +132,7 @@ class OfflineTrainer:
                 self._evaluate()
             if self.step % config.save_every == 0 and self.step < self.steps:
                 self._save()
+
         self._evaluate()
         self._save()
         self._writer.wait()
@@ -161,6 +162,7 @@ class OfflineTrainer:
             sums["positions"] += result.positions
             for name, mean in result.terms.items():
                 sums[f"term/{name}"] = sums.get(f"term/{name}", 0.0) + mean * result.positions
+
         if self._target.trained:
             self._target.step(self.step)
         return sums | {"seconds": (time.perf_counter() - started) / self._world}
@@ -204,6 +206,7 @@ class OfflineTrainer:
             packed, head = self._target.row(documents, states), self._target.head()
             if self._rank == 0:
                 matches.append(chain_matches(net, packed, head, self._config.draft_steps).numpy())
+
         if self._rank == 0:
             figures = acceptance(np.concatenate(matches))
             self._log.write({"step": self.step, "heldout": figures})
@@ -273,6 +276,7 @@ class OfflineTrainer:
                 self._target.load_state(state["base"])
             self._saved = self.step
             self._tell({"kind": "resumed", "step": self.step})
+
         self._members.meet()  # nobody reads any more
         if newest is not None and not self._config.resume and self._rank == 0:
             shutil.rmtree(self._states)

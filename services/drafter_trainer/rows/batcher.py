@@ -35,6 +35,7 @@ def pack(samples: Sequence[FeatureSample], *, window: int) -> PackedRow:
                 part["documents"] = torch.full_like(parents, number)
                 parts.append(part)
         first += sample.size
+
     return PackedRow(
         **{name: torch.cat([part[name] for part in parts]) for name in parts[0]},
         lm_head_hash=samples[0].lm_head_hash,

@@ -70,6 +70,7 @@ class FeatureBuffer:
                 )
             )
             return
+
         self._place(sample if self._config.rejected else replace(sample, branches=None))
         while len(self) > self._config.samples or self.nbytes > self._config.byte_budget:
             self._count(

@@ -171,6 +171,7 @@ def _branches(rejected: RejectedRows, own: npt.NDArray[np.bool_], session: str) 
         roots.append(root)
         depths.append(depth)
         stack += [(child, root, depth + 1) for child in reversed(children[rows + draft])]
+
     if not order:
         return None
     places = {rows + draft: rows + place for place, draft in enumerate(order)}
@@ -199,6 +200,7 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
             seen=f"{batch.rows} rows",
             allowed="at least 2",
         )
+
     names = batch.layers.split(",")
     if names[-1] != "last" or batch.convention != "post_norm":
         raise DataLoss(
@@ -206,10 +208,12 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
             seen=(batch.layers, batch.convention),
             allowed=("..., last", "post_norm"),
         )
+
     if batch.hidden_size != len(names) * target.hidden_size:
         raise DataLoss(
             "rows of another width", seen=batch.hidden_size, allowed=len(names) * target.hidden_size
         )
+
     tokens = (
         batch.token_ids
         if batch.rejected is None
@@ -220,5 +224,6 @@ def _check(batch: FeatureBatch, target: ModelConfig) -> None:
         raise DataLoss(
             "tokens of another vocabulary", seen=seen, allowed=f"0 to {target.vocab_size - 1}"
         )
+
     if (np.diff(batch.positions) != 1).any():
         raise DataLoss("rows of a batch do not follow each other", seen=batch.session_id)

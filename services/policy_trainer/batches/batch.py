@@ -95,6 +95,7 @@ def make_micro_batch(batch: TrainBatch, rows: Sequence[Sequence[int]]) -> MicroB
             sources.append(trained + starts[i] + 1)
             owners.append(torch.full_like(trained, i))
             column += inputs
+
     empty = torch.zeros(0, dtype=torch.int64)
     source, owner = torch.cat([empty, *sources]), torch.cat([empty, *owners])
     return MicroBatch(

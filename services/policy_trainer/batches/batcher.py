@@ -159,6 +159,7 @@ class Batcher:
             ):
                 for entry in entries:
                     await self._admit(entry)
+
         return self._close(wanted)
 
     def take(self, record: StepRecord) -> Batch:
@@ -291,6 +292,7 @@ class Batcher:
                 choice.drop_session(session, refused)
             else:
                 usable.append(session)
+
         opened_for = max(
             (h.trajectory.group_size for one in sessions for h in one.branches),
             default=LEAST_SIBLINGS,

@@ -51,6 +51,7 @@ class RecordFile:
                 raise DataLoss(
                     f"{self._path} line {number} is no batch record", seen=line[:80]
                 ) from error
+
         return records
 
     def append(self, record: StepRecord) -> None:

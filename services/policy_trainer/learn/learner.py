@@ -55,6 +55,7 @@ class Learner:
             norm = self._update()
             if update == 0:
                 first, first_norm = sums, norm
+
         loss, entropy, gap, clipped = (first / trained).tolist()
         return StepFacts(
             loss,
@@ -100,6 +101,7 @@ class Learner:
             (loss.loss_sum * (self.mesh.size() / trained)).backward()
             gap = (proximal[i] - micro.behavior_logprobs).sum()
             sums += torch.stack([loss.loss_sum.detach(), entropy.sum(), gap, loss.clipped]).double()
+
         dist.all_reduce(sums)
         return sums.cpu()
 

@@ -50,6 +50,7 @@ def bucket_arms(arms: Sequence[str], groups: Sequence[int]) -> dict[int, tuple[s
             seen=f"draft tokens {descending}",
             allowed=f"{len(groups)} numbers, for the groups from {list(groups)} rows on",
         )
+
     return {
         group: tuple(arm for arm in arms if budgets.get(arm) == budget)
         for group, budget in zip(groups, descending, strict=True)

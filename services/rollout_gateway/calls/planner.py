@@ -117,6 +117,7 @@ class Planner:
                         queue_key=asked.caller.queue_key,
                     )
                 )
+
         return drawn
 
     def _within(self, session: Session | None, plans: list[Plan], *, implicit: bool) -> list[Plan]:
@@ -129,6 +130,7 @@ class Planner:
                 if not implicit:
                     raise
                 session, plans = None, [replace(plan, parent=None) for plan in plans]
+
         if session is None and implicit and self._config.sessions.implicit:
             session = self._sessions.open(self._implicit(plans))
         if session is None:

@@ -103,6 +103,7 @@ class FairQueue:
             metrics.QUEUE_RUNNING.record(1)
             metrics.QUEUE_WAIT.record(0)
             return 0.0
+
         self._check_room(key)
         loop, wait_s = asyncio.get_running_loop(), self._config.wait_s
         since_s, called = loop.time(), loop.create_future()
@@ -122,6 +123,7 @@ class FairQueue:
                 message = "no place came free in time"
                 raise self._refusal("QUEUE_WAIT", message, waited, f"{wait_s:g} s") from None
             raise
+
         metrics.QUEUE_WAIT.record(loop.time() - since_s)
         return loop.time() - since_s
 

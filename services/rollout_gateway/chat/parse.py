@@ -126,6 +126,7 @@ class ChatParser:
             text.take(len(THINK))
         elif not started:
             return  # the white space is kept, for the content
+
         if (yield from text.at("\n")):
             text.take()
         text.forget()
@@ -169,6 +170,7 @@ class ChatParser:
             self._news.append(Delta(text.forget()))
             openings = tool_format.markers
             yield from text.blanks()
+
         self._news.append(Delta(text.forget()))
 
     def _at_any(self, words: Iterable[str]) -> Reading[bool]:
@@ -250,4 +252,5 @@ def reasoning_tokens(
         short, enough = (
             (short, middle) if THOUGHT in decode(token_ids[:middle]) else (middle, enough)
         )
+
     return enough

@@ -101,17 +101,20 @@ class ChatPrompts:
                 seen=choice.name or choice.mode,
                 allowed=", ".join(names),
             )
+
         if self._format is None:
             raise InvalidInput(
                 "tool_choice: the model's chat template shows no tool format",
                 seen=choice.mode,
                 allowed="auto, none, or gateway.chat.tool_format set",
             )
+
         if request.prefill:
             raise InvalidInput(
                 "an answer that has to be a tool call cannot begin with a prefill",
                 allowed="tool_choice auto or none",
             )
+
         return forced_beginning(
             self._format, choice.name if choice.mode == "named" else "", in_reasoning=inside
         )

@@ -33,6 +33,7 @@ class TextCodec:
             raise ConfigError(
                 "no tokenizer in the model directory", seen=directory, allowed="tokenizer.json"
             )
+
         self._tokenizer, self._within = _read_tokenizers(path)
         settings = _read_json(directory / "tokenizer_config.json")
         tokens = {

@@ -97,6 +97,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
         value = getattr(sampling, name)
         if not allowed.holds(value):
             raise InvalidInput(f"{name} is out of range", seen=value, allowed=allowed)
+
     if not all(sampling.stop):
         raise InvalidInput("stop holds an empty string", seen="''", allowed="non-empty strings")
     if len(sampling.logit_bias) > MAX_BIASED_TOKENS:
@@ -105,6 +106,7 @@ def check_sampling(sampling: Sampling, vocab_size: int) -> None:
             seen=len(sampling.logit_bias),
             allowed=MAX_BIASED_TOKENS,
         )
+
     for token, bias in sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise InvalidInput(

@@ -68,6 +68,7 @@ class ToolUse:
                         error=failures[0],
                     )
                     return _episode(task, messages, "error")
+
         return _episode(task, messages, "length")
 
     def _offered(self, task: EpisodeTask) -> Mapping[str, Tool]:

@@ -57,6 +57,7 @@ def hanging_drafts(rows: RowArray, path: Indices) -> tuple[Indices, Indices]:
         if np.array_equal(narrowed, held):
             break
         held = narrowed
+
     drafts = np.flatnonzero(held & ~own)
     places = np.empty(len(rows), dtype=np.int64)
     places[path] = np.arange(len(path))

@@ -66,6 +66,7 @@ class CircuitBreaker:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
         return False
 
     def _leave(self, probe: bool, failed: bool | None, late: bool) -> None:

@@ -77,6 +77,7 @@ def unpack(packed: Any, find: Callable[[int], Any]) -> Any:
         if isinstance(packed, list):
             raise ValueError("not a packed value")
         return packed
+
     [(kind, content)] = packed.items()
     if kind == "dict":
         return {unpack(key, find): unpack(one, find) for key, one in content}
@@ -113,6 +114,7 @@ class Servant:
         except BaseException as error:  # noqa: BLE001  (whatever the code raises: the tests decide what it is worth)
             self._wire.send({"error": [type(error).__name__, str(error)]})
             return
+
         public = {name: value for name, value in vars(module).items() if not name.startswith("__")}
         self._wire.send({"value": pack(public, self._keep)})
         while True:
@@ -333,6 +335,7 @@ def main() -> None:
         os.dup2(nowhere, 1)
         Servant(Wire(to_child, from_child)).run()
         os._exit(0)
+
     os.close(to_child)
     os.close(from_child)
     sys.set_int_max_str_digits(0)
@@ -342,6 +345,7 @@ def main() -> None:
         space = Master(Wire(to_parent, from_parent)).names(asked["modules"], asked["entry_point"])
     except Exception:  # noqa: BLE001  (the code does not load: no test passes)
         return
+
     run_tests(
         asked["statements"],
         space,

@@ -144,6 +144,7 @@ class CodeTests:
                 "the tests' own process did not start",
                 seen=f"{result.reason}: {result.stderr[-300:]}",
             )
+
         reported = {line for line in result.stdout.splitlines() if line.startswith(f"{nonce} ")}
         return sum(f"{nonce} {number}" in reported for number in range(asked.test_count))
 

@@ -80,6 +80,7 @@ def same_answer(given: str, expected: str) -> bool | None:
         return int(given) == int(expected)
     except ValueError:
         pass
+
     if max(len(given), len(expected)) > MAX_ANSWER:
         return False
     bare = re.sub(r"[\s$]|\\[()\[\]]", "", given)

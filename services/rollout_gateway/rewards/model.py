@@ -138,6 +138,7 @@ def check_directory(model: str) -> None:
         raise ConfigError(
             "gateway.rewards.model.model is no checkpoint", seen=model or "nothing", allowed=allowed
         )
+
     if not any(path.glob("*.safetensors")):
         found = ", ".join(
             sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))

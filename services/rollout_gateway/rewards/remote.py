@@ -98,6 +98,7 @@ class RemoteReward:
                 raise _TryLater(f"{type(error).__name__}: {error}") from error
             if status >= 500:
                 raise _TryLater(f"status {status}: {shown(answer)}", later_s)
+
         if status == _TOO_MANY_REQUESTS:
             raise _TryLater(f"status {status}: {shown(answer)}", later_s)
         if not 200 <= status < 300:
@@ -106,6 +107,7 @@ class RemoteReward:
                 seen=f"status {status}: {shown(answer)}",
                 allowed="200",
             )
+
         return reward_of(answer)
 
     async def _post(self, body: bytes, headers: dict[str, str]) -> tuple[int, float | None, bytes]:
@@ -150,6 +152,7 @@ def reward_of(answer: bytes) -> float | None:
             return None if reward is None else float(reward)
     except (ValueError, KeyError, RecursionError, OverflowError):
         pass  # said below, in the same words as for JSON of another form
+
     raise Unavailable(
         "the reward at a URL answered something else",
         seen=shown(answer),

@@ -155,6 +155,7 @@ class MeasuredRule:
             raise
         finally:
             metrics.REWARD_TIME.record(clock() - started, rule=self._name)
+
         (metrics.UNSCORED if value is None else metrics.SCORES).record(rule=self._name)
         return value
 

@@ -61,6 +61,7 @@ class OpenRuns:
                         samples = self._take(taken, group, step)
                         for sample in totals.group(group.group_id, samples):
                             yield rpb.RunTasksResponse(sample=sample)
+
         yield rpb.RunTasksResponse(finished=await totals.closing(gateway))
 
     def _take(self, taken: _Taken, group: OpenGroup, step: int) -> list[rpb.SampleFinished]:

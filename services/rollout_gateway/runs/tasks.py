@@ -59,6 +59,7 @@ class TaskRuns:
                 async for response in news:
                     yield response
             return
+
         await self._check(request)
         self._gateway.admit()
         started = asyncio.get_running_loop().time()
@@ -91,11 +92,13 @@ class TaskRuns:
                 seen=int(request.purpose),
                 allowed="PURPOSE_TRAIN, PURPOSE_EVAL",
             )
+
         samples = len(request.tasks) * request.samples_per_task
         if not 1 <= samples <= MAX_SAMPLES:
             raise InvalidInput(
                 "tasks times samples_per_task", seen=samples, allowed=f"1 to {MAX_SAMPLES}"
             )
+
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
         if request.environment != EXTERNAL:

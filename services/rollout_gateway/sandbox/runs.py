@@ -119,11 +119,13 @@ class Sandbox:
                 "the sandbox is too slow to be tried out",
                 seen=f"{answer.reason}, {answer.wall_s:.1f} s",
             )
+
         if not answer.failed and answer.stdout.strip() != word:
             return (
                 f"a trivial program ended with {answer.reason} {answer.exit_code}: "
                 f"{answer.stderr[-300:]}"
             )
+
         return answer.failed
 
     async def _launch(
@@ -133,6 +135,7 @@ class Sandbox:
             box = tempfile.mkdtemp(prefix="paceline-box-")
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
+
         request = RunRequest(
             parent=os.getpid(),
             box=box,
@@ -169,6 +172,7 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
         )
     except OSError as error:
         raise Unavailable("no launcher of a sandbox could be started", seen=error) from error
+
     deadline_s = request.wall_s + patient(START_S)
     try:
         async with asyncio.timeout(deadline_s):
@@ -177,12 +181,14 @@ async def _ask_launcher(request: RunRequest) -> SandboxResult:
         raise Unavailable("a sandbox's launcher does not answer", seen=f"{deadline_s} s") from error
     finally:
         await asyncio.shield(_stop(process))
+
     if process.returncode != 0 or not out:
         last_words = err[-500:].decode(errors="replace")
         raise Unavailable(
             "a sandbox's launcher was lost",
             seen=f"exit code {process.returncode} {last_words}".strip(),
         )
+
     return SandboxResult(**json.loads(out))
 
 

@@ -124,11 +124,13 @@ class Agents:
                 await self._refuse_lost(api_key)
                 raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
             return Caller(session)
+
         token = self._config.security.token
         if token and not hmac.compare_digest(api_key.encode(), token.encode()):
             raise InvalidInput(
                 "the request carries no token or a wrong one", reason="UNAUTHENTICATED"
             )
+
         return Caller()
 
     async def complete(self, session: Session) -> None:
@@ -183,6 +185,7 @@ class Agents:
                 notes.append((trajectory, dropped))
             elif not about.implicit:
                 notes.append((trajectory, "unscored" if final else session.outcome))
+
         if not notes:
             self._records.ended(session.session_id)
             return

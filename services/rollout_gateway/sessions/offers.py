@@ -79,12 +79,14 @@ class TaskOffers:
                     await self._news.wait()
         except TimeoutError:
             return None
+
         offer = self._waiting.popleft()
         try:
             session = self._open(replace(offer.assignment, timeout_s=timeout_s), offer.session_id)
         except BaseException:
             self._waiting.appendleft(offer)
             raise
+
         session.worker_index = offer.worker_index
         self._led[offer.session_id] = offer
         return session, offer.task
@@ -125,6 +127,7 @@ class TaskOffers:
             if offer.failures[reason] < ATTEMPTS[reason]:
                 self._put(offer)
                 return True
+
         offer.outcome.set_result(session)
         return False
 

@@ -86,6 +86,7 @@ class OpenGroups:
             group = self._gathering[group_id] = OpenGroup(group_id, about.group_size)
             loop = asyncio.get_running_loop()
             group.alarm = loop.call_later(self._deadline_s, self._close, group)
+
         if len(group.members) >= group.size:
             return False
         member = Member(session, tuple(session.trajectories()))

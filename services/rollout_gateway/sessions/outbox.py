@@ -146,6 +146,7 @@ class Outbox:
                 "branch not sent; it is tried again", branch=str(trajectory.key), error=str(error)
             )
             return False
+
         if parcel.sent is not None:
             parcel.sent()
         return True

@@ -85,6 +85,7 @@ class Sessions:
             raise ResourceExhausted(
                 "too many sessions are open", seen=len(self._open), allowed=self._config.limit
             )
+
         key = "" if assignment.implicit else KEY_PREFIX + secrets.token_hex(24)
         session = Session(
             session_id or uuid.uuid4().hex,

@@ -29,6 +29,7 @@ def samples(
         found = [(line, _sum(line.path, reward)) for line in lines]
     else:
         found = [one for line in lines for one in _turns(line, reward, about.turn_discount)]
+
     scored = sum(value is not None for _, value in found)
     return [
         _trajectory(BranchKey(about.run_id, session_id, str(index)), about, line, value, scored)
@@ -83,6 +84,7 @@ def _trajectory(
         mask += [0] * len(turn.prompt_ids) + [bit] * len(turn.response_ids)
         logprobs += [0.0] * len(turn.prompt_ids)
         logprobs += turn.behavior_logprobs if bit else [0.0] * len(turn.response_ids)
+
     last = line.path[-1]
     return Trajectory(
         key=key,

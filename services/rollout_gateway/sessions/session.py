@@ -92,6 +92,7 @@ class Session:
             if used is not None and sampling.temperature != used:
                 message = "a session to be trained keeps one temperature"
                 raise TrainabilityError(message, seen=sampling.temperature, allowed=used)
+
         limits, active = self._limits, self._active + ahead
         if active >= limits.max_parallel:
             message = "too many requests of one session are under way"
@@ -151,6 +152,7 @@ class Session:
         else:
             self.require_open()
             known = grant.value
+
         if turn is None:
             self.reward = known
         else:
@@ -198,6 +200,7 @@ class Session:
             raise InvalidInput(
                 "an accumulated reward needs an idempotency_key", allowed="a name of its own"
             )
+
         before = self._added.get(grant.idempotency_key)
         if before == grant and known is not None:
             return known
@@ -211,6 +214,7 @@ class Session:
             raise InvalidInput(
                 "accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}"
             )
+
         self._added[grant.idempotency_key] = grant
         return total
 

@@ -122,6 +122,7 @@ class WorkerProcess:
             )
         finally:
             del self._answers[command.command_id]
+
         if not answer.done():
             if self.lost.done():
                 raise Unavailable(f"engine worker {self.index} was lost", seen=self.lost.result())
@@ -129,6 +130,7 @@ class WorkerProcess:
             raise DeadlineExceeded(
                 f"engine worker {self.index} did not answer {kind}", seen=f"{deadline_s} s"
             )
+
         event = answer.result()
         if event.HasField("failed"):
             raise wire.error_from(event.failed, f"engine worker {self.index}: ")

@@ -26,4 +26,5 @@ def regret(arms: Iterable[pb.ArmStats]) -> float:
         best = max(one.mean_tokens_per_s for one in group)
         lost += sum(one.pulls * (best - one.mean_tokens_per_s) / best for one in group)
         rounds += sum(one.pulls for one in group)
+
     return lost / rounds if rounds else 0.0

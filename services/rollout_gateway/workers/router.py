@@ -270,6 +270,7 @@ class Router:
         except BaseException:
             await process.close()
             raise
+
         slot.process = process
         self._flush()
         return process

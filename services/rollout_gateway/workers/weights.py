@@ -122,6 +122,7 @@ class WorkerWeights:
                 path = str(self._spool.path(target, version))
                 prepare = pb.PrepareWeights(target=target, version=version, path=path)
                 await self._ask(process, pb.WorkerCommand(prepare_weights=prepare))
+
         commit = pb.CommitWeights(
             versions=versions_to_proto(versions),
             mode=pb.PauseMode.Name(mode or pb.PAUSE_MODE_IN_PLACE),

@@ -29,6 +29,7 @@ def layer_config_json(config: ModelConfig, architecture: str) -> dict[str, Any]:
             "high_freq_factor": config.rope.high_freq_factor,
             "original_max_position_embeddings": config.rope.original_max_position,
         }
+
     return {
         "architectures": [architecture],
         "model_type": config.family,

@@ -234,4 +234,5 @@ def chain_features(
         features = net.features(features, tokens, positions + step, mask, chain)
         outputs.append(features)
         tokens = functional.pad(tokens[:, 1:], (0, 1))
+
     return outputs

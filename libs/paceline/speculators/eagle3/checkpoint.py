@@ -80,6 +80,7 @@ def parse_eagle3(
         raise InvalidInput(
             "architectures is not an EAGLE-3 drafter", seen=name, allowed=ARCHITECTURE
         )
+
     check_one_layer(raw, target)
     inside = raw.get("eagle_config") or {}
     if not isinstance(inside, dict):
@@ -89,18 +90,21 @@ def parse_eagle3(
             raise InvalidInput(
                 f"{key} is not supported in an EAGLE-3 drafter", seen=True, allowed=False
             )
+
     if inside.get("use_aux_hidden_state") is False:
         raise InvalidInput("use_aux_hidden_state is not supported", seen=False, allowed=True)
     if raw.get("target_hidden_size", target.hidden_size) != target.hidden_size:
         raise InvalidInput(
             "target_hidden_size differs", seen=raw["target_hidden_size"], allowed=target.hidden_size
         )
+
     size = raw.get("draft_vocab_size")
     if type(size) is not int or not 0 < size <= target.vocab_size:
         allowed = f"1 to {target.vocab_size}: the rows of its own lm_head"
         raise InvalidInput(
             "draft_vocab_size", seen="(none)" if size is None else size, allowed=allowed
         )
+
     config = parse_config({**raw, "architectures": ["LlamaForCausalLM"]})
     return (
         replace(config, max_position_embeddings=target.max_position_embeddings),
@@ -155,10 +159,12 @@ def check_maps(d2t: Tensor, t2d: Tensor) -> None:
             seen=int(outside[0]),
             allowed=f"< {len(t2d)}",
         )
+
     if bool((token_ids.diff() <= 0).any()):
         raise WeightsError(
             "d2t is not ascending", seen=token_ids[:8].tolist(), allowed="ascending token ids"
         )
+
     if not torch.equal(token_maps(token_ids, len(t2d))[1], t2d):
         raise WeightsError(
             "t2d and d2t name other tokens",

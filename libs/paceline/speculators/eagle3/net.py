@@ -202,6 +202,7 @@ class Eagle3Net(LayerNet):
             raise InvalidInput(
                 "a draft vocabulary is chosen once, of all tokens", seen=seen, allowed=vocab_size
             )
+
         chosen = frequent_tokens(counts, self.options.draft_vocab_size or vocab_size).to(
             self.d2t.device
         )
@@ -262,6 +263,7 @@ class Eagle3Net(LayerNet):
             if step == 0:
                 terms["correct"] = (logits.argmax(-1) == log_p.argmax(-1)).sum()
                 terms["alpha"] = alpha.detach().sum()
+
         return Objective(loss, row.valid.sum(), terms)
 
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:

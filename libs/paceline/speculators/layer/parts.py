@@ -98,6 +98,7 @@ class Attention(nn.Module):
             )
         else:
             out = packed_attention(queries, keys, values, mask)
+
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

@@ -115,11 +115,13 @@ class LstmNet(RecurrentNet):
                 raise InvalidInput(
                     f"{key} is not supported in an LSTM drafter", seen=raw.get(key), allowed=value
                 )
+
         widths = {key: _width(raw, key) for key in ("inner_dim", "proj_dim", "emb_dim")}
         if len(set(widths.values())) > 1:
             raise InvalidInput(
                 "inner_dim, proj_dim and emb_dim must be equal", seen=widths, allowed="one width"
             )
+
         return {
             "n_predict": read_count(raw, "n_predict", least=2),
             "inner_dim": widths["inner_dim"],

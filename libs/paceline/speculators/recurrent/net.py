@@ -226,6 +226,7 @@ class RecurrentNet(DraftNet):
                 terms["correct"] = (
                     log_q.argmax(-1) == drawn.index_put((by_soft,), p.argmax(-1))
                 ).sum()
+
         return Objective(total, row.valid.sum(), terms)
 
     def chain_logits(self, row: PackedRow, steps: int) -> list[Tensor]:

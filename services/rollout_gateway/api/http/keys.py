@@ -59,6 +59,7 @@ async def session_of(request: Request) -> Session | Ended:
         raise InvalidInput(
             "the key is that of another session", reason="NOT_ALLOWED", allowed=owner
         )
+
     return sessions.find(owner or named)
 
 

@@ -80,6 +80,7 @@ def _described(operation: Operation) -> dict[str, Any]:
             "required": any(field.is_required() for field in operation.body.model_fields.values()),
             "content": _json(operation.body.__name__),
         }
+
     if operation.open:
         described["security"] = []
     return described

@@ -139,6 +139,7 @@ async def _pieces(calls: Sequence[Call]) -> Pieces:
             async for piece in pieces:
                 yield 0, piece
         return
+
     queue: asyncio.Queue[tuple[int, Piece | PacelineError]] = asyncio.Queue(STREAM_QUEUE)
     tasks = [asyncio.create_task(_feed(queue, index, call)) for index, call in enumerate(calls)]
     left = len(calls)

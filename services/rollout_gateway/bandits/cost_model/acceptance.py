@@ -125,6 +125,7 @@ class GroupAcceptance:
             reached = np.bincount(accepted, minlength=span.steps + 1)[::-1].cumsum()[::-1]
             fresh = reached[:-1] if more.all() else reached[:-1] - _ends(accepted, more, span.steps)
             keep[0, group, span.first : span.end][fresh > 0] = 1.0
+
         self._trials *= keep
         self._accepted *= keep
         self._pool *= keep[0, group]
@@ -137,6 +138,7 @@ class GroupAcceptance:
             self._pool[1, span.first : end] += fresh
             if own.max() > SLACK * self._window:
                 self._cap(group, self._window)
+
         self._age(
             len(slots), self._window if span is None else float(self._trials[0, group, span.first])
         )
@@ -172,6 +174,7 @@ class GroupAcceptance:
                 total += path
                 best += best_path
                 tokens[at + 1], bounds[at + 1] = total, best
+
         ends = [0 if span is None else span.end for span in self._spans]
         return Beliefs(
             np.array(chances), [tokens[end] for end in ends], [bounds[end] for end in ends]
@@ -209,6 +212,7 @@ class GroupAcceptance:
             self._changed()
             for span in spans:
                 self.rows.forget(span, self.beliefs(0).tokens)
+
         self._changed()
 
     def snapshot(self) -> tuple[AcceptanceEvidence, ...]:
@@ -241,6 +245,7 @@ class GroupAcceptance:
             self._pool[0, span.first : span.first + steps] += one.accepted[:steps]
             self._pool[1, span.first : span.first + steps] += one.trials[:steps]
             self._seen[group][span.family] = max(self._seen[group][span.family], TRIAL_ROWS)
+
         self._cap(slice(None), self._window)
         self._changed()
 

@@ -122,12 +122,14 @@ class CostModel(WindowedBandit):
             if sum(self._rounds) - self._met[family] > OLD_SHARE * window:
                 acceptance.doubt(group, family)
             return place
+
         for place, index in enumerate(allowed):
             worth, family = believed[place] / best, acceptance.family(index)
             if (now - used[index]) * worth > window:
                 return place
             if family and (sum(self._rounds) - self._met[family]) * worth > RETEST_SHARE * window:
                 acceptance.doubt(group, family)
+
         return None
 
     def _tokens(self, situation: Situation, group: int, seconds: list[float]) -> list[float]:

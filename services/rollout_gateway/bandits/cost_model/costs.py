@@ -128,11 +128,13 @@ class CostTable:
                 places.setdefault((self._arms[one.arm], one.context, one.batch_size), []).append(
                     one.seconds
                 )
+
         self._measured = {}
         for (arm, context, size), seconds in sorted(places.items()):
             sizes, values = self._measured.setdefault(arm, {}).setdefault(context, ([], []))
             sizes.append(size)
             values.append(median(seconds))
+
         self._tables.clear()
         self._estimates = [None] * len(self._estimates)
 
@@ -226,6 +228,7 @@ class CostTable:
             one.told_weight *= self._keep
             if other != index:
                 one.weight *= self._keep
+
         here.size = batch if here.weight <= 1.0 else here.size + SIZE_SHARE * (batch - here.size)
         if not primed and here.weight > 1.0:
             self._fit(index, batch, table * math.exp(here.factor + min(max(off, -CLIP), CLIP)))

@@ -72,6 +72,7 @@ def json_members(text: GrowingText) -> Reading[dict[str, str]]:
             yield from text.blanks()
         else:
             yield from text.expect(open_.pop())
+
     return members
 
 

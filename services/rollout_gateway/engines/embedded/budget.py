@@ -243,6 +243,7 @@ def _only(drafts: Drafts, chosen: Sequence[Node]) -> Drafts:
         rows[0].append([tokens[index] for index in indices] + [-1] * rest)
         rows[1].append([scores[index] for index in indices] + [1.0] * rest)
         rows[2].append([names[parents[index]] for index in indices] + [0] * rest)
+
     device = drafts.tokens.device
     shape = (len(kept), width)
     return Drafts(

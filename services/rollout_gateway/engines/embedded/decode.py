@@ -199,6 +199,7 @@ class Decoder:
                     path, sequence.request.sampling.temperature, wanted
                 )
             taken.append(count)
+
         self.tokens_emitted += sum(taken)
         return taken
 

@@ -57,6 +57,7 @@ class Drafters:
                     kinds.configured, self._built(kinds.configured, kinds.directory), None
                 )
             )
+
         for name, kind in kinds.untrained.items():
             if name in used:
                 self.live[name] = build_drafter(kind, setup)

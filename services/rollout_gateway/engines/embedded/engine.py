@@ -98,6 +98,7 @@ class EmbeddedEngine:
             self._decoder.round(
                 slots, [self._scheduler.running[slot] for slot in slots], draining=draining
             )
+
         ended = [sequence for sequence in rows if sequence.finish is not None]
         news = [s.chunk() for s in rows if s.request.stream or s.finish is not None]
         self._release(ended)
@@ -123,6 +124,7 @@ class EmbeddedEngine:
             self._store.move(move.source, move.destination, move.sequence.length)
             self._speculation.drafters.move(move.source, move.destination, move.sequence.length)
             self._prefixes.move(move.source, move.destination)
+
         self._speculation.drafters.free(freed)
 
     # ---- requests

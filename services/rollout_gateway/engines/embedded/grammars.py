@@ -125,6 +125,7 @@ class Grammars:
                 nodes.tokens[row, torch.tensor(lost, dtype=torch.int64, device=logits.device)] = -1
             places += [row * nodes.width + node for node in found]
             masks += found.values()
+
         _mask_(logits, nodes, places, masks)
 
     def drop(self, ended: Iterable[RunningSequence]) -> None:
@@ -207,6 +208,7 @@ class Grammars:
             # draft is drawn.
             del self._followed[sequence]
             return masks, False
+
         return masks, True
 
     def _descend(

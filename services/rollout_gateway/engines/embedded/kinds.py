@@ -63,6 +63,7 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
         named = [find_architecture(directory, [*SPECULATORS.values(), *more]), *more]
     elif spec.drafter != OFF:
         named = [find_kind(spec.drafter), *more]
+
     if spec.drafter != OFF:
         named = [*named, SPECULATORS["ngram"]]  # has no weights to load: drafts beside any other
     kinds: dict[str, SpeculatorKind] = {}
@@ -71,6 +72,7 @@ def engine_kinds(spec: EmbeddedSpec) -> Kinds:
             raise ConfigError(
                 "two speculators have one name", seen=kind.name, allowed="names that differ"
             )
+
     trained = {name: kind for name, kind in kinds.items() if kind.trained}
     untrained = {name: kind for name, kind in kinds.items() if not kind.trained}
     configured = named[0].name if spec.drafter != OFF and named[0].trained else ""

@@ -156,5 +156,6 @@ def merge_drafts(rows: int, parts: Sequence[tuple[Sequence[int], Drafts]]) -> Dr
         count = drafts.tokens.shape[1]
         tokens[members, :count], scores[members, :count] = drafts.tokens, drafts.scores
         parents[members, :count] = chain[:count] if drafts.parents is None else drafts.parents
+
     chains = all(drafts.parents is None for _, drafts in parts)
     return Drafts(tokens, scores, None if chains else parents)

@@ -41,6 +41,7 @@ def leaders_of(
             seen[key] = len(leaders)
             leaders.append(row)
         leader_of_row.append(seen[key])
+
     return leaders, leader_of_row
 
 
@@ -81,6 +82,7 @@ class Prefill:
             positions, token_ids, hidden = (
                 part[leader_of_row] for part in (positions, token_ids, hidden)
             )
+
         for sequence, count in zip(rows, counts, strict=True):
             sequence.cached += count
         self._write(rows, counts, positions, token_ids, hidden)

@@ -111,6 +111,7 @@ class PrefixIndex:
             if found is None:
                 break
             holders, blocks = found, blocks + 1
+
         if not holders:
             return None
         # All of them share these blocks and none shares the next: they differ in less than one
@@ -210,6 +211,7 @@ class PrefixCache:
             self._store.copy(slot, self._first_retained + place, 0, len(tokens))
             self._retained.add(place, tokens, keys)
             self._use(place)
+
         self._stopwatch.lap("copy")
 
     def _place(self, tokens: TokenArray, keys: Sequence[int]) -> int | None:

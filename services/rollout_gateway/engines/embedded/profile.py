@@ -39,6 +39,7 @@ def profile(engine: Engine, arms: Sequence[str], max_batch: int) -> Sequence[Cos
                 break
             engine.force_arm(arm)
             samples += [CostSample(arm, size, PROMPT_TOKENS, one) for one in _rounds(engine, size)]
+
     engine.force_arm("")
     return samples
 
@@ -54,6 +55,7 @@ def _rounds(engine: Engine, size: int) -> list[float]:
                 number, prompt, Sampling(seed=number, max_tokens=room - length, ignore_eos=True)
             )
         )
+
     timed: list[float] = []
     before = 0
     while engine.has_work and len(timed) < WARM_UPS + ROUNDS:
@@ -65,5 +67,6 @@ def _rounds(engine: Engine, size: int) -> list[float]:
         if load.running == size and load.tokens_emitted - before >= size:
             timed.append(stopwatch.seconds)
         before = load.tokens_emitted
+
     engine.abort(None)
     return timed[WARM_UPS:]

@@ -158,6 +158,7 @@ def _walk(
         accepted = accepted + follow
         # the last column takes what is not followed
         path[rows, torch.where(follow, accepted, nodes)] = node
+
     return p, accepted, path[:, :nodes]
 
 

@@ -47,12 +47,14 @@ class GrammarJudge:
             fault = self._answer(process, BUILD_DEADLINE_S)
         except OSError:
             fault = None
+
         if fault is None:
             self.close()
             raise GrammarFault(
                 f"its grammar was not built within {BUILD_DEADLINE_S:g} s and "
                 f"{MAX_ADDRESS_BYTES >> 30} GiB"
             )
+
         if fault:
             raise GrammarFault(fault)
 

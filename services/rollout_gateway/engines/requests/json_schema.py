@@ -62,6 +62,7 @@ def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
             seen="ignore_eos=true",
             allowed="ignore_eos=false",
         )
+
     size = len(schema.encode("utf-8", "replace"))
     if size > MAX_SCHEMA_BYTES:
         raise InvalidInput(
@@ -69,10 +70,12 @@ def check_json_schema(schema: str, *, ignore_eos: bool) -> dict[str, Any]:
             seen=size,
             allowed=f"{MAX_SCHEMA_BYTES} bytes",
         )
+
     try:
         parsed: Any = json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise refused(f"it is not JSON: {error}", schema) from error
+
     if not isinstance(parsed, dict):
         raise refused("it is not a JSON object", schema)
     return parsed

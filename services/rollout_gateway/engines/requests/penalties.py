@@ -81,6 +81,7 @@ class Penalties:
             adjusted[index] = penalised(
                 logits[index], holds, counts, _params(counting.values(), logits.device)
             )
+
         for row, sequence in asking.items():
             _add_bias_(adjusted[row], sequence.request.sampling.logit_bias)
         return adjusted

@@ -41,6 +41,7 @@ class PreparedVersions(Generic[S]):
                 seen=versions.seq,
                 allowed=self.serving.seq,
             )
+
         found: dict[Target, S] = {}
         for target, prepared in self._prepared.items():
             version, serving = getattr(versions, target), getattr(self.serving, target)
@@ -53,6 +54,7 @@ class PreparedVersions(Generic[S]):
                     allowed=sorted({serving, *prepared}),
                     reason="WEIGHTS_NOT_PREPARED",
                 )
+
         return found
 
     def serve(self, versions: VersionSet) -> None:

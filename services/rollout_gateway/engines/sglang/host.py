@@ -68,6 +68,7 @@ def environment(spec: SGLangSpec, *, cuda: bool) -> dict[str, str]:
                 str(cores[rank % len(cores)]) for rank in ranks
             ),
         }
+
     return values
 
 
@@ -98,6 +99,7 @@ def arguments(spec: SGLangSpec, *, worker_index: int, cuda: bool) -> dict[str, A
             values |= {"enable_weights_cpu_backup": True, "enable_draft_weights_cpu_backup": True}
     else:
         values |= cpu_arguments(spec)
+
     return values | speculation(spec) | spec.arguments
 
 
@@ -161,6 +163,7 @@ def complete_drafter(spec: SGLangSpec, folder: Path) -> SGLangSpec:
             shutil.copy(given / "config.json", folder)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         given = folder
+
     return spec.model_copy(update={"drafter": str(given)})
 
 
@@ -179,6 +182,7 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         # The plugin compares new drafters with the one SGLang was started from.
         settings = complete.model_dump(mode="json")
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
+
     values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
     from sglang.srt.entrypoints.engine import Engine
 

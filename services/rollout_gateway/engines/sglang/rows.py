@@ -43,4 +43,5 @@ def row_layout(spec: SGLangSpec) -> RowLayout:
             seen=layers,
             allowed=f">= {SHALLOWEST} layers",
         )
+
     return RowLayout.entering(hidden_size, inner)

@@ -59,6 +59,7 @@ class SGLangSpec(SGLangConfig, ModelSpec):
             raise ConfigError(
                 "SGLang's EAGLE-3 does not know norm_before_residual", seen=True, allowed=False
             )
+
         name = (raw.get("architectures") or ["(none)"])[0]
         endings = {one.architecture_ending: kind for kind, one in SGLANG.items()}
         endings.pop("", None)

@@ -131,6 +131,7 @@ def main() -> int:
         return 1
     finally:
         peer.close()
+
     return 0
 
 

@@ -122,6 +122,7 @@ class RowRing:
                 seen=hidden.shape,
                 allowed=f"[n, {self.row_bytes}]",
             )
+
         written = self.rows_written
         kept = min(len(request_ids), self.capacity - (written - int(self._header[_READ])))
         slots = (written + np.arange(kept)) % self.capacity

@@ -54,6 +54,7 @@ class ChildProcess:
             )
         except OSError as error:
             raise Unavailable(f"a child process of the rewards cannot start: {error}") from error
+
         child = cls(process)
         answer = await child._exchange(b"", deadline_s)
         if isinstance(answer, pipes.Refused):
@@ -110,6 +111,7 @@ class ChildProcess:
         finally:
             if not answered:
                 await self.close()
+
         return answer
 
 

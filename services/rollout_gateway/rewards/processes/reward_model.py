@@ -58,11 +58,13 @@ class RewardModel:
             raise ConfigError(
                 f"the reward model cannot be loaded: {error}", seen=model, allowed=ALLOWED
             ) from error
+
         if loaded["missing_keys"]:  # transformers would go on with random numbers
             missing = ", ".join(sorted(loaded["missing_keys"])[:5])
             raise ConfigError(
                 f"the reward model lacks weights: {missing}", seen=model, allowed=ALLOWED
             )
+
         self._model.eval()
         config = self._model.config
         self._index = scalar_index(config)

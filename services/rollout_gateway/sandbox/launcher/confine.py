@@ -100,6 +100,7 @@ class Confinement:
             characters = len(request.code) + sum(map(len, request.files.values()))
             mounts.build(box, self._python, request.file_bytes, 4 * characters)
             box = mounts.BOX
+
         self._fill(box)
         os.setsid()
         child = _forked(lambda: self._code(box), self._ends.report)
@@ -109,6 +110,7 @@ class Confinement:
             pid, status, used = os.wait4(-1, 0)
             if pid == child:
                 break
+
         ended = {
             "exit_code": os.waitstatus_to_exitcode(status),
             "cpu_s": used.ru_utime + used.ru_stime,

@@ -50,6 +50,7 @@ def become(user: int | None, *, read_everything: bool) -> None:
             os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
+
     linux.set_capabilities(kept)
     if kept:
         linux.prctl(linux.PR_CAP_AMBIENT, linux.PR_CAP_AMBIENT_RAISE, linux.CAP_DAC_READ_SEARCH)

@@ -105,6 +105,7 @@ class _Launcher:
                     poll.unregister(fd)
             if ended in ready:
                 break
+
         if self._began is not None:
             self._seconds = time.monotonic() - self._began
         os.close(ended)
@@ -136,6 +137,7 @@ class _Launcher:
             return SandboxResult(
                 failed=str(lines.get("failed", "the sandbox ended before the code began"))
             )
+
         exit_code, cpu_s = lines.get("exit_code", -signal.SIGKILL), lines.get("cpu_s", 0.0)
         if not isinstance(exit_code, int) or not isinstance(cpu_s, float):
             return SandboxResult(failed=f"the sandbox's report is broken: {self._report[:200]!r}")
@@ -174,6 +176,7 @@ def main() -> None:
         answer = _Launcher(request).run()
     except OSError as error:
         answer = SandboxResult(failed=f"{type(error).__name__}: {error}")
+
     with contextlib.suppress(OSError):  # the gateway, if it is still there, tries again and tells
         remove_tree(request.box)
     with contextlib.suppress(BrokenPipeError):  # the gateway has gone; nobody wants to know

@@ -30,6 +30,7 @@ def remove_tree(path: str) -> None:
             os.rmdir(name, dir_fd=top)
     finally:
         os.close(top)
+
     os.rmdir(path)
 
 

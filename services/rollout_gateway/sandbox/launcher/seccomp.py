@@ -71,6 +71,7 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
         refused |= syscalls.SHARED_SYSTEM
         if not signals_are_scoped:
             refused |= syscalls.SIGNALS
+
     known = syscalls.numbers(machine, syscalls.WITH_CONDITIONS)
     filter_ = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -90,6 +91,7 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
         filter_ += _refuse_unless(known["prlimit64"], 0)
         if not signals_are_scoped:
             filter_ += _refuse_unless(known["tgkill"], pid)
+
     return [*filter_, (_RETURN, 0, 0, _ALLOW)]
 
 

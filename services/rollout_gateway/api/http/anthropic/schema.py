@@ -134,6 +134,7 @@ class MessageBody(StrictShape):
                 raise FieldError(
                     field, f"is not {self.role}'s", seen=block.type, allowed=", ".join(allowed)
                 )
+
         if self.role == "user":
             return list(_user(blocks))
         return [
@@ -203,12 +204,14 @@ class ConversationBody(StrictShape):
             if one.role == "assistant" and messages and messages[-1].role == "assistant":
                 said = [_both(messages.pop(), said[0])]
             messages += said
+
         choice = ToolChoice() if self.tool_choice is None else self.tool_choice.choice()
         prefill = self._prefill(messages.pop(), choice) if messages[-1].role == "assistant" else ""
         if not any(message.role != "system" for message in messages):
             raise FieldError(
                 "messages", "has nothing to answer", seen="no user's message", allowed="one or more"
             )
+
         return ChatRequest(
             tuple(messages), tuple(tool.shown() for tool in self.tools or ()), choice, prefill
         )

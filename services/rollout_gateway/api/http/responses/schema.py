@@ -234,5 +234,6 @@ def grouped(items: Sequence[Any]) -> Iterator[Message]:
         else:
             role = "system" if item.role == "developer" else item.role
             yield Message(cast("Role", role), joined_text(item.content))
+
     if turn.items:
         yield turn.message()

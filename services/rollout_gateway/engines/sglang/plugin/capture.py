@@ -46,6 +46,7 @@ def start(plugin: Any) -> None:
         raise ConfigError(
             "SGLang captures other layers than the rows declare", seen=captured, allowed=wanted
         )
+
     if plugin.rank != 0 or plugin.ring is None:
         return
     pool = plugin.scheduler.token_to_kv_pool_allocator
@@ -106,6 +107,7 @@ def add_last(
             aux_hidden_states = torch.cat((aux_hidden_states, hidden_states), dim=-1)
         else:
             aux_hidden_states = [*aux_hidden_states, hidden_states]
+
     return original(
         processor,
         input_ids,
@@ -144,6 +146,7 @@ def forwarded(
         stored.forget(slots)  # not one row per token: better none than shifted ones
     else:
         stored.put(slots, tokens, positions, plugin.versions.policy, rows)
+
     return output
 
 
@@ -219,6 +222,7 @@ def released(plugin: Any, req: Any, tree_cache: Any, is_insert: bool = True) -> 
         slots = tree_cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, first:count]
         gathered = stored.gather(slots, ids[first:count], first)
         stored.leaving.append(Leaving(tracked.request.request_id, gathered))
+
     drain(plugin)
 
 

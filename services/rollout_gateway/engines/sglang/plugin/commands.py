@@ -123,6 +123,7 @@ class SchedulerEngine:
                 raise RuntimeError(f"SGLang kept keys and values of the old weights at {versions}")
             if not was_paused:
                 self.resume()
+
         self._relabel()
         for target in changes:
             plugin.arms.forget(target)

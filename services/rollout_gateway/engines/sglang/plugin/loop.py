@@ -101,6 +101,7 @@ def _stream_one(plugin: Plugin, req: Any) -> None:
         if tracked.request.stream and len(tracked.sequence.tokens) > tracked.sequence.told:
             plugin.tell([tracked.sequence.chunk()])
         return
+
     if tracked.sequence.finish is not None:
         plugin.end(req.rid)
     else:

@@ -181,6 +181,7 @@ def row_advanced(
             tracked.sequence.count(0, taken)
         else:
             tracked.sequence.count(arm.drafted, taken, arm.shape.steps, trained=_trained(arm))
+
     original(processor, req, batch, result, row, logits_output)
 
 

@@ -73,10 +73,12 @@ def eagle_runtimes(worker: Any, arms: ArmChooser) -> Runtimes:
         raise ConfigError(
             "off needs the drafter kept in step", seen="SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND=1"
         )
+
     if worker.adaptive_controller is not None:
         raise ConfigError(
             "our bandit chooses the steps", seen="speculative_adaptive=True", allowed=False
         )
+
     launch_shape = TreeSize(
         worker.speculative_num_steps, worker.topk, worker.speculative_num_draft_tokens
     )
@@ -101,6 +103,7 @@ def _runtimes(
             seen=launch_shape,
             allowed=arms.maximum,
         )
+
     launch, sets = Values.now(slots), {}
     try:
         for arm in arms.arms.values():
@@ -110,6 +113,7 @@ def _runtimes(
             sets[arm.name] = Values.now(slots)
     finally:
         launch.put()
+
     return Runtimes(launch, sets)
 
 
@@ -146,6 +150,7 @@ def _shape_eagle(worker: Any, shape: TreeSize) -> None:
         one.topk = shape.topk
         one.speculative_num_steps = shape.steps
         one.speculative_num_draft_tokens = shape.draft_tokens
+
     with _published(speculative_eagle_topk=shape.topk):
         state = worker.build_adaptive_runtime_state(shape.steps, shape.draft_tokens)
     drafter.draft_attn_backend = drafter.draft_runner.draft_attn_backend = state.draft_attn_backend

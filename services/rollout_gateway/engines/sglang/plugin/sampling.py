@@ -139,6 +139,7 @@ def pending(
         parts = tuple(to_pinned(part) for part in parts)
         copied = torch.cuda.Event()
         copied.record()
+
     first, lengths, tokens, logprobs, gaps = parts
     return PendingDraws(rows, first, lengths, tokens, logprobs, gaps, version, alternatives, copied)
 
@@ -181,6 +182,7 @@ def sample_hook(
             token_ids_logprobs,
             positions,
         )
+
     ready = sampler._preprocess_logits(logits, sampling_info)
     # the request's last token
     roots = torch.zeros(len(batch.reqs), 1, dtype=torch.int64, device=logits.device)
@@ -233,6 +235,7 @@ def verify_hook(
             index,
         ):  # ranks must take the same path even if a near-tie rounds differently
             plugin.tp_group.broadcast(part, src=0)
+
     first = positions.view(size, nodes)[:, 0] + 1
     plugin.keep(pending(tracked, drawn, logits, first, accepted, plugin.versions.policy))
     plugin.verified(verify_input, batch, logits_output, predict, lengths, index)

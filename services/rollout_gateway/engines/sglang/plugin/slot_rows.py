@@ -86,6 +86,7 @@ class SlotRows:
                 seen=f"{free // MB} MB free",
                 allowed=f"at least {self.nbytes // MB} MB",
             )
+
         # One slot more takes the rows of rejected drafts: leaving them out would need their number
         # on the host.
         self.hidden = torch.zeros(slots + 1, width, dtype=dtype, device=device)
@@ -138,6 +139,7 @@ class SlotRows:
             hidden, token, position, version = (to_pinned(part) for part in picked)
             copied = torch.cuda.Event()
             copied.record(self._side)
+
         return Gathered(hidden, (token, position), version, token_ids, first, copied)
 
     def room(self) -> int:

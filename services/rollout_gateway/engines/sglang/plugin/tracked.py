@@ -92,6 +92,7 @@ class Tracked:
             sequence.take([drawn.token], [drawn.logprob], [drawn.gap], drawn.version)
             if sequence.finish is not None:
                 break
+
         self.draws = {
             index: drawn for index, drawn in self.draws.items() if index >= len(sequence.tokens)
         }

@@ -87,6 +87,7 @@ class PluginWeights:
                 tensors["fc.bias"] = tensors["fc.weight"].new_zeros(expected["fc.bias"])
         elif "lm_head.weight" not in expected:
             tensors.pop("lm_head.weight", None)  # a tied copy carries nothing
+
         check_tensors(tensors, expected)
         self.prepared.put(target, version, tensors)
 

@@ -64,6 +64,7 @@ def build_tree_kernel_efficient_cpu(
         raise InvalidInput(
             "tree mask mode", seen=int(tree_mask_mode), allowed=[FULL_MASK, QUERY_MASK]
         )
+
     batch, nodes = len(verified_seq_len), draft_token_num
     parents = _parents(parent_list.view(batch, -1), selected_index, topk)
     seen = _ancestors(parents, depth)
