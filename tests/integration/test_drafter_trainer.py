@@ -206,6 +206,7 @@ async def test_a_promotion_is_pushed_whole_committed_and_outlived_by_training(
         assert second.serving_accept_length == pytest.approx(gate.candidate_accept_length, abs=1e-9)
 
 
+@pytest.mark.slow
 async def test_lost_ranks_lost_callers_new_heads_and_many_preemptions(
     world: World, rows: list[FeatureBatch]
 ) -> None:

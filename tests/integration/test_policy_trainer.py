@@ -300,6 +300,7 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
     assert stepped.grad_norm > 0
 
 
+@pytest.mark.slow
 async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
     world: World,
 ) -> None:
@@ -329,6 +330,7 @@ async def test_a_killed_trainer_replays_what_its_checkpoint_misses_and_steps_on(
     assert (count.final, count.trained, count.open, count.lost) == (48, 48, 0, 0)
 
 
+@pytest.mark.slow
 async def test_another_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(world: World) -> None:
     await world.start(checkpoint_interval_steps=10)
     for step in range(2):
@@ -348,6 +350,7 @@ async def test_another_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(wor
     assert (await world.step(2, 2))[1].world_size == 1
 
 
+@pytest.mark.slow
 async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world: World) -> None:
     await world.start()
     call = asyncio.create_task(world.step(0, 0))
@@ -376,6 +379,7 @@ async def test_old_epochs_wrong_versions_and_foreign_directories_are_refused(wor
     assert await asyncio.wait_for(refused.wait(), patient(20)) == 2
 
 
+@pytest.mark.slow
 async def test_a_step_whose_push_failed_is_pushed_when_called_again_and_not_trained_twice(
     world: World,
 ) -> None:

@@ -73,7 +73,13 @@ def generated(model: Any, prompt: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(one, marks=() if one in ("llama3-scaled", "qwen3") else pytest.mark.slow)
+        for one in FAMILIES
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers_generate(family: str, tmp_path: Path) -> None:
     model = save_random(tmp_path, family, sharpness=6.0, max_position_embeddings=CONTEXT)
     rng = random.Random(5)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tokenizers import Tokenizer
 
 from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
@@ -99,9 +98,9 @@ class Oracle:
     """The scripted engine's own choice of an answer."""
 
     def __init__(self, served: Any) -> None:
-        spec = ScriptedSpec.model_validate(engine_settings(served.config))
         path = Path(served.config.tokenizer or served.config.model) / "tokenizer.json"
-        self._script = Script(spec, Tokenizer.from_file(str(path)))
+        settings = {**engine_settings(served.config), "tokenizer": str(path)}
+        self._script = Script(ScriptedSpec.model_validate(settings))
 
     def said(self, prompt: list[int], seed: int, limit: int = 64) -> list[int]:
         return list(self._script.answer(tuple(prompt), seed).token_ids[:limit])

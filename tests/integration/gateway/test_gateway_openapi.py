@@ -106,6 +106,7 @@ def run(url: str) -> Counter[tuple[str, int]]:
     return generated.statuses
 
 
+@pytest.mark.slow
 async def test_generated_requests_get_the_answers_of_the_document(
     conversations: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,6 +83,7 @@ def options(**changes: object) -> argparse.Namespace:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two threads on cores that others use are slow
 async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> None:
     result = await bench.run(options(quick=True))

@@ -102,7 +102,11 @@ def test_tokens_and_logprobs_equal_transformers_with_the_documented_draw(
 
 
 @pytest.mark.parametrize(
-    ("family", "shape", "count"), [*((f, {}, 60) for f in FAMILIES), ("llama", DEMO, 48)]
+    ("family", "shape", "count"),
+    [
+        *((family, {}, 60) for family in FAMILIES),
+        pytest.param("llama", DEMO, 48, marks=pytest.mark.slow),
+    ],
 )
 def test_same_seed_same_tokens_with_any_arm_and_batch(
     family: str, shape: dict[str, int], count: int, tmp_path: Path

@@ -108,7 +108,7 @@ def round_trip(source: Path, target: Path) -> None:
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
 
 
-@pytest.mark.parametrize("quantize", ["", "int8"])
+@pytest.mark.parametrize("quantize", ["", pytest.param("int8", marks=pytest.mark.slow)])
 def test_in_bfloat16_drafts_flip_near_ties_only(
     quantize: str,
     tmp_path: Path,
