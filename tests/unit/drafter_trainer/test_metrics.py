@@ -17,6 +17,9 @@ def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[Any, ...], Any
     assert data is not None
     (scope,) = data.resource_metrics[0].scope_metrics
     (metric,) = [one for one in scope.metrics if one.name == f"paceline.drafter.{name}"]
+    declared = getattr(metrics, name.upper())
+    for point in metric.data.data_points:
+        assert set(point.attributes or {}) == set(declared.labels)
     return {
         tuple(value for _, value in sorted((point.attributes or {}).items())): getattr(
             point, "value", None

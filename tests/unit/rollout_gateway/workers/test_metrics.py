@@ -8,14 +8,18 @@ import pytest
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from structlog.testing import capture_logs
 
+from paceline.telemetry.metrics import Metric
 from paceline.trajectory import SpeculationStats, VersionSet
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway import metrics
 from rollout_gateway.bandits.evidence import ArmReport
 from rollout_gateway.engines.nouns import EngineLoad, PrefixStats, RoundSplit
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.workers.generation import Generation
 from rollout_gateway.workers.metrics import EngineMetrics
+
+DECLARED = {one.name: one for one in vars(metrics).values() if isinstance(one, Metric)}
 
 
 def position_of(point: Any) -> int:
@@ -25,8 +29,11 @@ def position_of(point: Any) -> int:
 def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
     data = reader.get_metrics_data()
     assert data is not None
-    metrics = data.resource_metrics[0].scope_metrics[0].metrics
-    return {metric.name: list(metric.data.data_points) for metric in metrics}
+    found = data.resource_metrics[0].scope_metrics[0].metrics
+    for metric in found:
+        for point in metric.data.data_points:
+            assert set(point.attributes or {}) == set(DECLARED[metric.name].labels), metric.name
+    return {metric.name: list(metric.data.data_points) for metric in found}
 
 
 def test_a_request_gives_first_token_time_per_token_and_acceptance_length(
@@ -79,7 +86,7 @@ def test_a_request_of_one_token_has_no_time_per_output_token(
 
 
 def look(
-    metrics: EngineMetrics, pid: int = 1, *, worker: int = 0, tflops: float = 0.0, **facts: Any
+    seen: EngineMetrics, pid: int = 1, *, worker: int = 0, tflops: float = 0.0, **facts: Any
 ) -> None:
     """What a worker says at one look, as it comes over the wire."""
     known: dict[str, Any] = {
@@ -91,13 +98,13 @@ def look(
     }
     load = EngineLoad(**{**known, "speculation": SpeculationStats(), **facts})
     ready = pb.WorkerReady(worker_index=worker, pid=pid, device_tflops=tflops)
-    metrics.look(ready, wire.health_to(load, VersionSet()))
+    seen.look(ready, wire.health_to(load, VersionSet()))
 
 
 def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    metrics = EngineMetrics("embedded")
+    seen = EngineMetrics("embedded")
     for pid, pulls in (
         (7, 10),
         (7, 10),
@@ -105,7 +112,7 @@ def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
         (7, 12),
         (8, 20),
     ):  # 12: overtaken; 8: a new process
-        look(metrics, pid, arms=(ArmReport("off", 5, pulls, 0, 1.0, 1.0),))
+        look(seen, pid, arms=(ArmReport("off", 5, pulls, 0, 1.0, 1.0),))
     (point,) = points(metric_reader)["paceline.engine.arm_rounds"]
     assert point.value == 34
     assert dict(point.attributes) == {"engine": "embedded", "arm": "off", "batch_group": 5}
@@ -114,9 +121,9 @@ def test_rounds_of_an_arm_are_counted_once_and_from_zero_after_a_restart(
 def test_tokens_per_second_are_those_of_busy_seconds_since_the_last_look(
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    metrics = EngineMetrics("embedded")
+    seen = EngineMetrics("embedded")
     for worker, tokens, busy in ((0, 100, 2.0), (0, 400, 4.0), (0, 400, 4.0), (1, 30, 1.0)):
-        look(metrics, worker=worker, tflops=0.5, tokens_emitted=tokens, busy_s=busy)
+        look(seen, worker=worker, tflops=0.5, tokens_emitted=tokens, busy_s=busy)
     found = {
         name: {p.attributes["worker"]: p.value for p in each}
         for name, each in points(metric_reader).items()
@@ -145,12 +152,12 @@ def test_a_device_that_was_not_measured_has_no_tokens_per_second_per_tflops(
 def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    metrics = EngineMetrics("embedded")
-    look(metrics, split=RoundSplit(2, 12, 0.5, 0.25, 1.0, 0.125, 0.0625))
-    before = metrics.split
-    look(metrics, split=RoundSplit(3, 18, 1.0, 0.5, 2.0, 0.25, 0.125))
-    look(metrics, worker=1, split=RoundSplit(10, 10, 0.0, 0.0, 4.0, 0.0, 0.0))
-    look(metrics, pid=2, split=RoundSplit(1, 6, 0.25, 0.0, 0.5, 0.0, 0.0))
+    seen = EngineMetrics("embedded")
+    look(seen, split=RoundSplit(2, 12, 0.5, 0.25, 1.0, 0.125, 0.0625))
+    before = seen.split
+    look(seen, split=RoundSplit(3, 18, 1.0, 0.5, 2.0, 0.25, 0.125))
+    look(seen, worker=1, split=RoundSplit(10, 10, 0.0, 0.0, 4.0, 0.0, 0.0))
+    look(seen, pid=2, split=RoundSplit(1, 6, 0.25, 0.0, 0.5, 0.0, 0.0))
     found = points(metric_reader)
     stages = {
         point.attributes["stage"]: point.value for point in found["paceline.engine.round_time"]
@@ -158,7 +165,7 @@ def test_seconds_of_rounds_are_counted_by_stage_over_all_workers_and_lives(
     assert stages == {"prefill": 1.25, "draft": 0.5, "forward": 6.5, "sample": 0.25, "keep": 0.125}
     assert found["paceline.engine.rounds"][0].value == 14
     assert found["paceline.engine.verified_tokens"][0].value == 34
-    assert metrics.split - before == RoundSplit(12, 22, 0.75, 0.25, 5.5, 0.125, 0.0625)
+    assert seen.split - before == RoundSplit(12, 22, 0.75, 0.25, 5.5, 0.125, 0.0625)
 
 
 def test_regret_is_told_by_worker(metric_reader: InMemoryMetricReader) -> None:
@@ -172,7 +179,7 @@ def test_regret_is_told_by_worker(metric_reader: InMemoryMetricReader) -> None:
 def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    metrics = EngineMetrics("embedded")
+    seen = EngineMetrics("embedded")
 
     def tell(*deaths: int) -> None:
         names = ("off", "eagle:3_1_4", "eagle:5_1_6")
@@ -180,7 +187,7 @@ def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
             ArmReport(arm, 5, 20, 0, 1.0, 1.0, died)
             for arm, died in zip(names, deaths, strict=True)
         ]
-        look(metrics, worker=2, arms=tuple(arms))
+        look(seen, worker=2, arms=tuple(arms))
 
     with capture_logs() as lines:
         tell(0, 0, 0)
@@ -199,15 +206,15 @@ def test_a_dead_drafter_is_counted_and_logged_once_whatever_its_arms(
 def test_reuse_of_prompts_is_counted_once_and_from_zero_after_a_restart(
     metric_reader: InMemoryMetricReader,
 ) -> None:
-    metrics = EngineMetrics("embedded")
-    look(metrics, worker=1)  # nothing has ended: no rate
+    seen = EngineMetrics("embedded")
+    look(seen, worker=1)  # nothing has ended: no rate
     for pid, stats in (
         (1, PrefixStats(100, 20, 4, 0.5, 1.0)),
         (1, PrefixStats(100, 20, 4, 0.5, 1.0)),
         (1, PrefixStats(300, 80, 6, 0.75, 1.5)),
         (2, PrefixStats(40, 30, 1, 0.25, 0.5)),
     ):
-        look(metrics, pid, prefixes=stats)
+        look(seen, pid, prefixes=stats)
     found = points(metric_reader)
     sums = {
         name: found[f"paceline.engine.{name}"][0].value
