@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import subprocess
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
@@ -26,6 +27,11 @@ from paceline.telemetry.metrics import use_meter
 # takes to draw says something of the machine's load, nothing of the code.
 settings.register_profile("fixed", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("fixed")
+
+
+# A background job of a shell ignores Ctrl-C, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
