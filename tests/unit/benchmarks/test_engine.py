@@ -104,7 +104,7 @@ async def test_a_quick_run_has_every_section_and_equal_tokens_everywhere() -> No
     trained = {row["way"] for row in result.rows if row["section"] == "policy_trained, fp32"}
     assert trained == {"off", *ARMS, f"bandit {BanditSettings().kind}"}
     equal = [goal for goal in result.goals if "equal tokens" in goal.name]
-    assert len(equal) == 6
+    assert len(equal) == 7
     assert all(goal.met and goal.value == 1.0 for goal in equal)
     assert all(goal.met is None for goal in result.goals if goal not in equal), (
         "one pair judges no speed"
