@@ -21,6 +21,7 @@ COMPLETIONS, CHAT, RESPONSES, MESSAGES = (
     "/v1/messages",
 )
 COUNT, SESSIONS, REWARDS = "/v1/messages/count_tokens", "/v1/sessions", "/v1/rewards"
+JSON = {"content-type": "application/json"}
 HI = [{"role": "user", "content": "Hi"}]
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hi"},
@@ -86,9 +87,39 @@ async def test_bodies_that_are_no_json_of_a_fit_size_are_refused_everywhere(
                 b'{"model": "\\ud800"}',
                 deep,
             ):
-                told(path, await http.post(path, content=raw))
+                told(path, await http.post(path, content=raw, headers=JSON))
             whole = json.dumps({**good, "model": "x" * MAX_BODY_BYTES}).encode()
-            assert told(path, await http.post(path, content=whole), 413)["message"]
+            assert told(path, await http.post(path, content=whole, headers=JSON), 413)["message"]
+
+
+async def test_what_a_page_of_another_site_can_send_is_refused_everywhere(served: Any) -> None:
+    async with still_well(served) as http:
+        for path, good in GOOD.items():
+            raw = json.dumps(good).encode()
+            for media in ("text/plain", "application/x-www-form-urlencoded", "application/jsonp"):
+                answer = await http.post(path, content=raw, headers={"content-type": media})
+                assert media in told(path, answer, 415)["message"]
+            assert (
+                "no Content-Type" in told(path, await http.post(path, content=raw), 415)["message"]
+            )
+            for name in ("rebound.example", "rebound.example:8000", "10.0.0.9:8000", ""):
+                answer = await http.post(path, json=good, headers={"host": name})
+                assert "Host" in told(path, answer, 403)["message"]
+            for origin in ("https://page.example", "null", "http://127.0.0.1:1"):
+                answer = await http.post(path, json=good, headers={"origin": origin})
+                assert "another site" in told(path, answer, 403)["message"]
+
+        here = http.base_url.netloc.decode()
+        for headers in (
+            {"host": "localhost"},
+            {"host": "[::1]:80"},
+            {"origin": f"http://{here}"},
+            {"content-type": "application/json; charset=utf-8"},
+        ):
+            answer = await http.post(
+                COMPLETIONS, content=b'{"prompt": "Hi"}', headers=JSON | headers
+            )
+            assert answer.status_code == 200, answer.text
 
 
 async def test_a_body_without_a_length_is_cut_off_at_the_limit(served: Any) -> None:
@@ -100,7 +131,7 @@ async def test_a_body_without_a_length_is_cut_off_at_the_limit(served: Any) -> N
                 yield b"x" * 65_536
 
         for path in (CHAT, MESSAGES):
-            told(path, await http.post(path, content=endless()), 413)
+            told(path, await http.post(path, content=endless(), headers=JSON), 413)
 
 
 async def test_a_prompt_longer_than_the_model_reads_is_refused(served: Any) -> None:
@@ -130,7 +161,7 @@ async def test_sampling_out_of_range_is_told_by_field(served: Any) -> None:
             for number in ("NaN", "Infinity", "-Infinity", "1e999"):
                 good = json.dumps(GOOD[path])[:-1]
                 answer = await http.post(
-                    path, content=f'{good}, "temperature": {number}}}'.encode()
+                    path, content=f'{good}, "temperature": {number}}}'.encode(), headers=JSON
                 )
                 assert "temperature" in told(path, answer)["message"]
         for path in (COMPLETIONS, CHAT):
@@ -271,7 +302,9 @@ async def test_json_inside_the_body_may_be_hostile(served: Any) -> None:
                 body = f'{json.dumps(GOOD[path])[:-1]}, "tools": [{{{tool}}}]}}'
                 assert (
                     "tools[0]"
-                    in told(path, await http.post(path, content=body.encode()))["message"]
+                    in told(path, await http.post(path, content=body.encode(), headers=JSON))[
+                        "message"
+                    ]
                 )
 
 

@@ -128,7 +128,9 @@ async def test_wrong_fields_get_400_naming_the_field(serve_gateway: Any) -> None
             assert error["param"] == field, (body, error)
             assert error["type"] == "invalid_request_error"
         for raw in (b"{", b'{"prompt": "\xff"}', b'{"prompt": "1", "temperature": NaN}', b"[]"):
-            response = await served.http.post("/v1/completions", content=raw)
+            response = await served.http.post(
+                "/v1/completions", content=raw, headers={"content-type": "application/json"}
+            )
             assert response.status_code == 400, (raw, response.text)
         unknown = await served.http.post(
             "/v1/completions", json={"prompt": "2+2=", "max_tokens": 1, "user": "me"}

@@ -12,10 +12,12 @@ from starlette.routing import Route
 
 from paceline import telemetry
 from paceline.errors import InternalError, NotFound, PacelineError
+from paceline.rpc import is_loopback
 from rollout_gateway.api.http import errors, openapi, operators
 from rollout_gateway.api.http.observed import Observed
 from rollout_gateway.api.http.responses.store import PastResponses
 from rollout_gateway.api.http.routes import OPERATIONS
+from rollout_gateway.api.http.same_site import SameSite
 from rollout_gateway.gateway import Gateway
 
 log = telemetry.get_logger(__name__)
@@ -35,7 +37,8 @@ def build_app(gateway: Gateway) -> Observed:
     ]
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.gateway, app.state.past_responses = gateway, PastResponses()
-    return Observed(app)
+    loopback = is_loopback(gateway.config.addresses.http)
+    return Observed(SameSite(app, loopback=loopback))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

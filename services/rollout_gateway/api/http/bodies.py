@@ -26,9 +26,12 @@ class FieldError(InvalidInput):
 async def read(request: Request, kind: type[B]) -> B:
     """The body, checked.
 
-    Raises InvalidInput naming the first wrong field, or when it is too large.
+    Raises InvalidInput naming the first wrong field, when it is too large, or no JSON by its type.
     """
-    return parse(kind, await _bytes(request))
+    raw = await _bytes(request)
+    if raw:
+        _check_type(request)
+    return parse(kind, raw)
 
 
 def parse(kind: type[B], raw: bytes | Mapping[str, object]) -> B:
@@ -56,6 +59,18 @@ def _spelled(loc: tuple[Any, ...]) -> str:
         elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
             text += f".{part}" if text else part
     return text or "body"
+
+
+def _check_type(request: Request) -> None:
+    """Refuses what a page's form can send to another site without asking first."""
+    media = request.headers.get("content-type", "")
+    if media.partition(";")[0].strip().lower() != "application/json":
+        raise InvalidInput(
+            "the body has another media type",
+            reason="UNSUPPORTED_MEDIA_TYPE",
+            seen=media[:SEEN_CHARACTERS] or "no Content-Type",
+            allowed="Content-Type: application/json",
+        )
 
 
 async def _bytes(request: Request) -> bytes:

@@ -36,6 +36,7 @@ REASONS = {
     "UNAUTHENTICATED": (401, "authentication_error"),
     "NOT_ALLOWED": (403, "permission_error"),
     "BODY_TOO_LARGE": (413, "invalid_request_error"),
+    "UNSUPPORTED_MEDIA_TYPE": (415, "invalid_request_error"),
 }
 ANTHROPIC_TYPES = {409: "invalid_request_error", 413: "request_too_large", 503: "overloaded_error"}
 RETRY_STATUSES = (429, 503)

@@ -18,7 +18,7 @@ from rollout_gateway.api.http.routes import OPERATIONS, Operation
 
 READ = (400, 401, 403, 404, 409)
 """Errors of any operation that needs a key."""
-WRITE = (*READ, 413, 429, 503, 504)
+WRITE = (*READ, 413, 415, 429, 503, 504)
 """Errors of one that takes a body or makes the model speak."""
 SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"api_key": []}]
 SCHEMES = {
