@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from paceline.cli.live import RunView
 from paceline.cli.results import collect, print_results, write_results
@@ -35,7 +36,7 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 
-    say(f"[bold]run {files.run_id}[/] in {files.directory}")
+    say(f"[bold]run {escape(files.run_id)}[/] in {escape(str(files.directory))}")
     code = 0
     try:
         pids: dict[str, int] = {}
@@ -46,12 +47,12 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
         say("stopped; no process is left")
         code = EXIT_INTERRUPTED
     except PacelineError as error:
-        say(f"[bold red]the run failed:[/] {error}")
+        say(f"[bold red]the run failed:[/] {escape(str(error))}")
         code = EXIT_FAILED
 
     out = "" if options.out == Path("runs") else f" --out {options.out}"
     go_on = f"paceline demo --resume {files.run_id} --steps {options.steps}{out}"
-    say(f"continue with: [bold]{go_on}[/]")
+    say(f"continue with: [bold]{escape(go_on)}[/]")
     return code
 
 
@@ -106,6 +107,6 @@ async def _follow(config: ServiceConfig, view: RunView) -> None:
     try:
         await follow(config, view.state)
     except PacelineError as error:
-        view.say(f"the view lost the run: {error}")
+        view.say(f"the view lost the run: {escape(str(error))}")
     finally:
         refreshing.cancel()

@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import paceline
 from paceline.errors import NotFound, PacelineError
@@ -219,7 +220,7 @@ def _become(module: str, *arguments: str) -> NoReturn:
 
 def _refused(error: PacelineError) -> typer.Exit:
     """The exit of a command that cannot work; says why."""
-    console.print(f"[bold red]paceline:[/] {error}", highlight=False)
+    console.print(f"[bold red]paceline:[/] {escape(str(error))}", highlight=False)
     return typer.Exit(2)
 
 

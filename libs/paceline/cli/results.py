@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.run_files import RunFiles
@@ -72,7 +73,8 @@ def print_results(summary: Summary, files: RunFiles, console: Console) -> None:
         highlight=False,
     )
     console.print(
-        f"[bold]summary[/] {files.summary}\n[bold]report[/]  {files.report}",
+        f"[bold]summary[/] {escape(str(files.summary))}\n"
+        f"[bold]report[/]  {escape(str(files.report))}",
         highlight=False,
         soft_wrap=True,
     )

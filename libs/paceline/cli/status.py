@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from paceline.cli.live import step_line
@@ -25,7 +26,7 @@ async def show_status(address: str, console: Console) -> int:
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)
 
     console.print(
-        f"run [bold]{snapshot.run_id}[/]  step {snapshot.step} of {snapshot.total_steps}  "
+        f"run [bold]{escape(snapshot.run_id)}[/]  step {snapshot.step} of {snapshot.total_steps}  "
         f"phase [bold]{snapshot.phase}[/]  "
         f"serving p{snapshot.versions.policy}.d{snapshot.versions.drafter} (set "
         f"{snapshot.versions.seq})"
@@ -44,6 +45,6 @@ async def show_status(address: str, console: Console) -> int:
         line = step_line(snapshot.last_step, snapshot.total_steps)
         console.print(f"last: {line}", highlight=False, soft_wrap=True)
     if snapshot.failure:
-        console.print(f"[bold red]{snapshot.failure}[/]", highlight=False)
+        console.print(f"[bold red]{escape(snapshot.failure)}[/]", highlight=False)
         return 1
     return 0

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from paceline.config import SecurityConfig
 from paceline.errors import Unavailable
@@ -53,7 +54,9 @@ async def _wait(stub: Any, console: Console) -> int:
             console.print("the coordinator has left", highlight=False)
             return 0
         if snapshot.phase == "failed":
-            console.print(f"[bold red]the run failed:[/] {snapshot.failure}", highlight=False)
+            console.print(
+                f"[bold red]the run failed:[/] {escape(snapshot.failure)}", highlight=False
+            )
             return 1
         if snapshot.phase == "finished":
             console.print(f"the run has ended after {snapshot.step} steps", highlight=False)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
@@ -39,7 +40,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
         console.print(
             f"[bold]everything serves[/]: API http://{config.addresses.http}/v1, "
             f"coordinator {config.addresses.coordinator}; logs in "
-            f"{Path(config.run.dir) / 'logs'}. Ctrl-C stops all.",
+            f"{escape(str(Path(config.run.dir) / 'logs'))}. Ctrl-C stops all.",
             highlight=False,
         )
 
@@ -93,8 +94,8 @@ async def stop_all(supervisor: Supervisor) -> None:
 def event_line(event: ChildEvent) -> str:
     """One line for the terminal, with rich markup."""
     style = _STYLES.get(event.kind, "dim")
-    detail = f": {event.detail}" if event.detail else ""
-    return f"[{style}]{event.name} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
+    detail = f": {escape(event.detail)}" if event.detail else ""
+    return f"[{style}]{escape(event.name)} {event.kind}[/]{detail} [dim](pid {event.pid})[/]"
 
 
 @contextmanager
