@@ -22,6 +22,11 @@ _LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """Longest header the format allows."""
 
+MAX_DIMENSIONS = 8
+MAX_TENSOR_BYTES = 2**63 - 1
+MAX_TENSORS = 100_000
+"""Of one file or one push."""
+
 # numpy has no bfloat16 and no float8: their bits are shown as unsigned integers.
 NUMPY_CODES = {
     "BOOL": "?",
@@ -61,8 +66,20 @@ class TensorLayout:
             raise InvalidInput(
                 f"dtype of {self.name} is unknown", seen=self.dtype, allowed=", ".join(NUMPY_CODES)
             )
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise InvalidInput(
+                f"shape of {self.name} has too many dimensions",
+                seen=len(self.shape),
+                allowed=f"at most {MAX_DIMENSIONS}",
+            )
         if any(size < 0 for size in self.shape):
             raise InvalidInput(f"shape of {self.name} has a negative size", seen=self.shape)
+        if max(self.shape, default=0) > MAX_TENSOR_BYTES or self.nbytes > MAX_TENSOR_BYTES:
+            raise InvalidInput(
+                f"{self.name} is larger than any memory",
+                seen=self.shape,
+                allowed=f"{MAX_TENSOR_BYTES} bytes",
+            )
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +232,9 @@ def _read_header(view: memoryview) -> tuple[dict[str, Any], int]:
         raise DataLoss("safetensors header is not JSON", seen=str(error)[:120]) from error
     if not isinstance(header, dict):
         raise DataLoss("safetensors header is not a JSON object", seen=type(header).__name__)
+    if len(header) > MAX_TENSORS:
+        allowed = f"at most {MAX_TENSORS}"
+        raise DataLoss("a safetensors file has too many tensors", seen=len(header), allowed=allowed)
     return header, start
 
 

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 from paceline.errors import InvalidInput
-from paceline.tensors import NamedTensor, TensorLayout
+from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout
 from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, WeightEncoding
 
@@ -89,6 +89,12 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     overlap, a config that is a JSON object of at most MAX_CONFIG_BYTES.
     """
     target_name(manifest.target)
+    if len(manifest.tensors) > MAX_TENSORS:
+        raise InvalidInput(
+            "a push has too many tensors",
+            seen=len(manifest.tensors),
+            allowed=f"at most {MAX_TENSORS}",
+        )
     if CONFIG in manifest.metadata:
         _check_config(manifest.metadata[CONFIG])
     if manifest.encoding != WEIGHT_ENCODING_FULL:

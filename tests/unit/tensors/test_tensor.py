@@ -37,7 +37,14 @@ def test_bytes_that_do_not_fill_the_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "shape"), [("", "U8", (1,)), ("__metadata__", "U8", (1,)), ("w", "X", (1,))]
+    ("name", "dtype", "shape"),
+    [
+        ("", "U8", (1,)),
+        ("__metadata__", "U8", (1,)),
+        ("w", "X", (1,)),
+        ("w", "U8", (1,) * 9),
+        ("w", "U8", (2**32, 2**32)),
+    ],
 )
 def test_odd_names_and_dtypes_are_refused(name: str, dtype: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(InvalidInput):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.errors import InvalidInput
 from paceline.tensors import NamedTensor
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY
-from paceline.v1.weights_pb2 import Manifest
+from paceline.v1.weights_pb2 import Manifest, TensorSpec
 from paceline.weights import build_manifest
 from paceline.weights.manifest import check_manifest, chunk_count, chunk_span, cut_chunks
 
@@ -66,6 +66,12 @@ def spoil(change: Callable[[Manifest], object]) -> Manifest:
         (lambda one: setattr(one.tensors[1], "dtype", "F128"), "dtype"),
         (lambda one: one.tensors[0].shape.append(2), "nbytes"),
         (lambda one: setattr(one.tensors[1], "name", "t0"), "same name"),
+        (lambda one: one.tensors[0].shape.extend([1] * 100_000), "dimensions; seen: 100001"),
+        (lambda one: one.tensors[0].shape.extend([2**31, 2**31]), "larger than any memory"),
+        (
+            lambda one: one.tensors.extend(TensorSpec(name=str(i)) for i in range(100_000)),
+            "too many tensors; seen: 100002; allowed: at most 100000",
+        ),
     ],
 )
 def test_manifest_that_cannot_be_received_is_refused(
