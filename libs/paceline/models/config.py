@@ -21,6 +21,29 @@ ARCHITECTURES = {
 }
 """Architecture name in config.json -> family."""
 
+DEFAULTS = {
+    "llama": {"max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+    "qwen3": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+}
+"""What an absent key means to a family, as transformers has it."""
+
+WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "no_rope_layer_interval": (),
+    "no_rope_layers": ([],),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "use_qk_norm": (False,),
+}
+"""Keys of other models that change the mathematics -> values at which they do not; null is one."""
+
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -161,6 +184,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         )
 
     _reject_unsupported(raw)
+    raw = {**DEFAULTS[family], **raw}
     heads = read_count(raw, "num_attention_heads")
     attention_bias = read_flag(raw, "attention_bias")
     return ModelConfig(
@@ -173,7 +197,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=read_count(raw, "num_key_value_heads", heads),
         head_dim=read_count(raw, "head_dim", read_count(raw, "hidden_size") // heads),
         rms_norm_eps=_number(raw, "rms_norm_eps", 1e-6),
-        max_position_embeddings=read_count(raw, "max_position_embeddings", 2048),
+        max_position_embeddings=read_count(raw, "max_position_embeddings"),
         tie_word_embeddings=read_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=family != "qwen2" and attention_bias,
@@ -184,8 +208,11 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _reject_unsupported(raw: Mapping[str, Any]) -> None:
-    if read_flag(raw, "mlp_bias"):
-        raise InvalidInput("mlp_bias is not supported", seen=True, allowed=False)
+    for key, neutral in WITHOUT_EFFECT.items():
+        value = raw.get(key)
+        if value is not None and value not in neutral:
+            allowed = ", ".join(map(str, neutral)) or "none"
+            raise InvalidInput(f"{key} is not supported", seen=value, allowed=allowed)
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
     if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
