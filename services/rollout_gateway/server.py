@@ -100,7 +100,7 @@ async def _start_http(gateway: Gateway) -> tuple[HttpServer, asyncio.Task[None],
         )
 
     config = uvicorn.Config(
-        build_app(gateway),
+        build_app(gateway, loopback=is_loopback(address)),
         host=host.strip("[]"),
         port=int(port),
         log_config=None,

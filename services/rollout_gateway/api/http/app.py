@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from paceline import telemetry
 from paceline.errors import InternalError, NotFound, PacelineError
-from paceline.rpc import is_loopback
 from rollout_gateway.api.http import errors, openapi, operators
 from rollout_gateway.api.http.observed import Observed
 from rollout_gateway.api.http.responses.store import PastResponses
@@ -23,8 +22,8 @@ from rollout_gateway.gateway import Gateway
 log = telemetry.get_logger(__name__)
 
 
-def build_app(gateway: Gateway) -> Observed:
-    """The ASGI application."""
+def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
+    """The ASGI application; `loopback`: it listens there."""
     handlers: dict[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
         PacelineError: _on_error,
         HTTPException: _on_http,
@@ -37,7 +36,6 @@ def build_app(gateway: Gateway) -> Observed:
     ]
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.state.gateway, app.state.past_responses = gateway, PastResponses()
-    loopback = is_loopback(gateway.config.addresses.http)
     return Observed(SameSite(app, loopback=loopback))
 
 
