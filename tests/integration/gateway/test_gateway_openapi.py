@@ -124,7 +124,7 @@ def test_the_document_has_every_route_that_speaks_json() -> None:
     def methods(route: Any) -> set[str]:
         return set(route.methods or ()) - {"HEAD"}
 
-    app: Any = build_app(NoGateway())._app  # type: ignore[arg-type]
+    app: Any = build_app(NoGateway())._app._app  # type: ignore[arg-type]
     routed = {(method.lower(), route.path) for route in app.routes for method in methods(route)}
     published = {(method, path) for path, about in document()["paths"].items() for method in about}
     assert routed - published == {("get", "/metrics"), ("get", "/openapi.json")}
