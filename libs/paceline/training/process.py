@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
+D = TypeVar("D", bound="DataclassInstance")
 
 
 def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> None:
@@ -33,8 +37,8 @@ def from_rank_zero(value: T) -> T:
     return held[0]
 
 
-def on_device(value: T, device: torch.device | str) -> T:
+def on_device(value: D, device: torch.device | str) -> D:
     """A dataclass with its tensors on the device."""
-    held = ((field.name, getattr(value, field.name)) for field in fields(value))  # type: ignore[arg-type]
+    held = ((field.name, getattr(value, field.name)) for field in fields(value))
     moved: dict[str, Any] = {name: one.to(device) for name, one in held if isinstance(one, Tensor)}
-    return replace(value, **moved)  # type: ignore[type-var]
+    return replace(value, **moved)

@@ -89,12 +89,6 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     overlap, a config that is a JSON object of at most MAX_CONFIG_BYTES.
     """
     target_name(manifest.target)
-    if len(manifest.tensors) > MAX_TENSORS:
-        raise InvalidInput(
-            "a push has too many tensors",
-            seen=len(manifest.tensors),
-            allowed=f"at most {MAX_TENSORS}",
-        )
     if CONFIG in manifest.metadata:
         _check_config(manifest.metadata[CONFIG])
     if manifest.encoding != WEIGHT_ENCODING_FULL:
@@ -112,6 +106,18 @@ def check_manifest(manifest: Manifest, *, max_bytes: int) -> None:
     if not 0 < manifest.total_bytes <= max_bytes:
         raise InvalidInput(
             "total_bytes is out of range", seen=manifest.total_bytes, allowed=f"1 to {max_bytes}"
+        )
+
+    _check_tensors(manifest)
+
+
+def _check_tensors(manifest: Manifest) -> None:
+    """Raises InvalidInput unless the tensors fill the stream one after the other."""
+    if len(manifest.tensors) > MAX_TENSORS:
+        raise InvalidInput(
+            "a push has too many tensors",
+            seen=len(manifest.tensors),
+            allowed=f"at most {MAX_TENSORS}",
         )
 
     offset = 0

@@ -6,6 +6,7 @@ Owns no rule of choice.
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class GroupWindow:
         self._rounds = deque(one for one in self._rounds if one.arm not in names)
 
 
-class WindowedBandit:
+class WindowedBandit(ABC):
     """A bandit whose memory is a GroupWindow per batch-size group; a kind adds the rule of
     choice.
     """
@@ -118,11 +119,11 @@ class WindowedBandit:
             return ArmChoice(names[0], explored=False)
         return self._choose(situation, names)
 
+    @abstractmethod
     def _choose(self, situation: Situation, names: Sequence[str]) -> ArmChoice:
         """One of `names`, two at least."""
-        raise NotImplementedError
 
-    def prime(self, costs: Sequence[CostSample]) -> None:
+    def prime(self, costs: Sequence[CostSample]) -> None:  # noqa: B027 (a default)
         """Nothing: these kinds know tokens per second alone."""
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -146,7 +147,7 @@ class WindowedBandit:
         """Nothing: seconds of one engine's rounds say little of another's."""
         return Evidence()
 
-    def merge(self, evidence: Evidence) -> None:
+    def merge(self, evidence: Evidence) -> None:  # noqa: B027 (a default)
         """Nothing, as `snapshot`."""
 
     def reports(self) -> list[ArmReport]:

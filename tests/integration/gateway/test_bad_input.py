@@ -102,7 +102,7 @@ async def test_what_a_page_of_another_site_can_send_is_refused_everywhere(served
             assert (
                 "no Content-Type" in told(path, await http.post(path, content=raw), 415)["message"]
             )
-            for name in ("rebound.example", "rebound.example:8000", "10.0.0.9:8000", ""):
+            for name in ("rebound.example", "rebound.example:8000", "10.0.0.9:8000", "unix:80", ""):
                 answer = await http.post(path, json=good, headers={"host": name})
                 assert "Host" in told(path, answer, 403)["message"]
             for origin in ("https://page.example", "null", "http://127.0.0.1:1"):

@@ -29,14 +29,18 @@ def build_app(gateway: Gateway, *, loopback: bool = True) -> Observed:
         HTTPException: _on_http,
         Exception: _on_defect,
     }
-    routes = [
+    app = Starlette(routes=routes(), exception_handlers=handlers)
+    app.state.gateway, app.state.past_responses = gateway, PastResponses()
+    return Observed(SameSite(app, loopback=loopback))
+
+
+def routes() -> list[Route]:
+    """Every path and what handles it."""
+    return [
         Route("/metrics", operators.metrics),
         Route("/openapi.json", openapi.show),
         *(Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS),
     ]
-    app = Starlette(routes=routes, exception_handlers=handlers)
-    app.state.gateway, app.state.past_responses = gateway, PastResponses()
-    return Observed(SameSite(app, loopback=loopback))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

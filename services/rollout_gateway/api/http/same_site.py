@@ -40,7 +40,9 @@ class SameSite:
 def check_site(headers: Headers, *, loopback: bool) -> None:
     """Raises InvalidInput (NOT_ALLOWED) for a foreign Host on loopback or a foreign Origin."""
     host, origin = headers.get("host", ""), headers.get("origin")
-    if loopback and not is_loopback(host if ":" in host.rpartition("]")[2] else f"{host}:0"):
+    address = host if ":" in host.rpartition("]")[2] else f"{host}:0"
+    # unix:80 is a machine called unix here, no socket of ours.
+    if loopback and (host.startswith("unix:") or not is_loopback(address)):
         raise InvalidInput(
             "the Host header names another machine than this one",
             reason="NOT_ALLOWED",
