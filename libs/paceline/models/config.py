@@ -44,6 +44,10 @@ WITHOUT_EFFECT: dict[str, tuple[object, ...]] = {
 }
 """Keys of other models that change the mathematics -> values at which they do not; null is one."""
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW, FULL_LAYERS = 4096, 28
+"""What absent sliding_window and max_window_layers mean, as transformers has it."""
+
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -185,6 +189,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
 
     _reject_unsupported(raw)
     raw = {**DEFAULTS[family], **raw}
+    _reject_windows(raw)
     heads = read_count(raw, "num_attention_heads")
     attention_bias = read_flag(raw, "attention_bias")
     return ModelConfig(
@@ -215,10 +220,37 @@ def _reject_unsupported(raw: Mapping[str, Any]) -> None:
             raise InvalidInput(f"{key} is not supported", seen=value, allowed=allowed)
     if raw.get("hidden_act", "silu") != "silu":
         raise InvalidInput("unknown hidden_act", seen=raw["hidden_act"], allowed="silu")
-    if raw.get("use_sliding_window") or "sliding_attention" in (raw.get("layer_types") or ()):
+
+
+def _reject_windows(raw: Mapping[str, Any]) -> None:
+    """Raises InvalidInput where a layer sees less than a whole sequence.
+
+    As transformers has it for Qwen2 and Qwen3: without layer_types the layers from
+    max_window_layers on have the window, and all are full where it is null or switched off.
+    """
+    layers = read_count(raw, "num_hidden_layers")
+    window = None
+    if read_flag(raw, "use_sliding_window") and raw.get("sliding_window", 0) is not None:
+        window = read_count(raw, "sliding_window", WINDOW)
+    types = raw.get("layer_types")
+    if types is None:
+        full = layers if window is None else read_count(raw, "max_window_layers", FULL_LAYERS, 0)
+        types = [FULL] * min(full, layers) + [SLIDING] * (layers - full)
+    elif not isinstance(types, list) or len(types) != layers:
         raise InvalidInput(
-            "sliding-window attention is not supported", seen="sliding", allowed="full_attention"
+            "layer_types must be a list with one name a layer", seen=types, allowed=layers
         )
+
+    positions = read_count(raw, "max_position_embeddings")
+    for kind in types:
+        if kind == SLIDING and window is not None and window < positions:
+            raise InvalidInput(
+                "sliding_window is not supported where it is shorter than a sequence",
+                seen=window,
+                allowed=f"max_position_embeddings, {positions}, or more; or only {FULL} layers",
+            )
+        if kind != FULL and (kind != SLIDING or window is None):
+            raise InvalidInput("layer_types is not supported", seen=kind, allowed=FULL)
 
 
 def _shown(value: object) -> object:

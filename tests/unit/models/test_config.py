@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+import torch
+from transformers import (
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from paceline.errors import InvalidInput
 from paceline.models.config import WITHOUT_EFFECT, parse_config
@@ -52,3 +59,76 @@ def test_a_key_that_changes_the_mathematics_is_refused_by_name(key: str) -> None
     for value in (0.5, [1, 0], 30.0):
         with pytest.raises(InvalidInput, match=f"{key} is not supported; seen"):
             parse_config({**raw, key: value})
+
+
+MODELS: dict[str, Any] = {
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+SMALL = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 12,
+}
+SLIDING = "sliding_attention"
+FULL = "full_attention"
+ON = {"use_sliding_window": True}
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"sliding_window": 4, "max_window_layers": 0},
+        {"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0},
+        {**ON, "max_window_layers": 0},
+        {**ON, "sliding_window": 4},
+        {**ON, "sliding_window": 4, "max_window_layers": 3},
+        {**ON, "sliding_window": 4, "max_window_layers": 2},
+        {**ON, "sliding_window": 4, "max_window_layers": 0},
+        {**ON, "sliding_window": 11, "max_window_layers": 2},
+        {**ON, "sliding_window": 12, "max_window_layers": 0},
+        {**ON, "sliding_window": None, "max_window_layers": 0},
+        {**ON, "sliding_window": 4, "max_window_layers": 0, "layer_types": [FULL] * 3},
+        {**ON, "sliding_window": 4, "layer_types": [FULL, SLIDING, FULL]},
+        {**ON, "sliding_window": 12, "layer_types": [FULL, SLIDING, FULL]},
+    ],
+)
+def test_a_window_is_refused_exactly_where_transformers_computes_something_else(
+    architecture: str, keys: dict[str, Any]
+) -> None:
+    torch.manual_seed(1)
+    full = MODELS[architecture](ORACLES[architecture](**SMALL))
+    windowed = MODELS[architecture](ORACLES[architecture](**SMALL, **keys))
+    windowed.load_state_dict(full.state_dict())
+    ids = torch.arange(12)[None]  # as long as a sequence may be
+    same = torch.allclose(full(ids).logits, windowed(ids).logits, atol=1e-6)
+    raw = {**SMALL, "architectures": [architecture]}
+    if same:
+        assert parse_config({**raw, **keys}) == parse_config(raw)
+    else:
+        with pytest.raises(InvalidInput, match="sliding_window is not supported where"):
+            parse_config({**raw, **keys})
+
+
+@pytest.mark.parametrize("architecture", ORACLES)
+@pytest.mark.parametrize(
+    ("layer_types", "fault"),
+    [
+        ([FULL, SLIDING, FULL], "layer_types is not supported; seen: sliding_attention"),
+        ([FULL, "chunked_attention", FULL], "layer_types is not supported; seen: chunked"),
+        ([FULL], "layer_types must be a list with one name a layer"),
+        ("full", "layer_types must be a list with one name a layer"),
+    ],
+)
+def test_layers_of_another_kind_are_refused_by_name(
+    architecture: str, layer_types: object, fault: str
+) -> None:
+    raw = {**SMALL, "architectures": [architecture], "layer_types": layer_types}
+    with pytest.raises(InvalidInput, match=fault):
+        parse_config(raw)
