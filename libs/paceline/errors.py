@@ -10,6 +10,7 @@ PacelineError
  |    +-- StaleEpoch       a command of an old lease
  |    +-- MissingCapability  this engine cannot do that
  |    +-- WeightsError     a version is unknown, incomplete or out of order
+ |    +-- RunFailed        the run is over, and not by its last step
  +-- ResourceExhausted     a budget is spent; try later
  +-- DataLoss              bytes that do not decode or do not match their checksum
  +-- Unavailable           a peer is not there; retried by callers
@@ -112,6 +113,14 @@ class WeightsError(FailedPrecondition):
     """A version is unknown, incomplete or out of order."""
 
     reason = "WEIGHTS"
+
+
+class RunFailed(FailedPrecondition):
+    """The run is over, and not by its last step; its journal says where, and the same run id takes
+    it up again when somebody has seen to the cause.
+    """
+
+    reason = "RUN_FAILED"
 
 
 class ResourceExhausted(PacelineError):

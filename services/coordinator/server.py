@@ -15,7 +15,7 @@ from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.machine.step import LIVE
 from coordinator.runner import Runner
-from paceline.errors import FailedPrecondition
+from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
 from paceline.rpc import Server
@@ -31,14 +31,6 @@ SERVICE_NAME = "paceline.v1.CoordinatorService"
 FINISH_GRACE_S = 1.0
 """Between the last fact and the end of the process: a subscriber that missed one asks once more."""
 _STOP_GRACE_S = 1.0
-
-
-class RunFailed(FailedPrecondition):
-    """The run ended in phase failed; its journal says where, and the same run id takes it up
-    again.
-    """
-
-    reason = "RUN_FAILED"
 
 
 class CoordinatorServicer(CoordinatorServiceServicer):

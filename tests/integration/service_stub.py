@@ -30,7 +30,7 @@ async def serve(words: argparse.Namespace) -> int:
     await stop.wait()
     await server.stop(0.1)
     if words.exits:
-        sys.stderr.write("the disk is full\n")
+        sys.stderr.write("an earlier line\ncoordinator: the disk is full\nof data\n")
     return words.exits
 
 

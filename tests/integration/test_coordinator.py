@@ -26,7 +26,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.journal.journal import Journal
 from coordinator.machine.state import Phase
 from coordinator.runner import Runner
-from coordinator.server import RunFailed, serve
+from coordinator.server import serve
 from paceline.cli.stop import stop_run
 from paceline.config import SecurityConfig, load_config
 from paceline.errors import (
@@ -34,6 +34,7 @@ from paceline.errors import (
     FailedPrecondition,
     InternalError,
     InvalidInput,
+    RunFailed,
     Unavailable,
     WeightsError,
 )

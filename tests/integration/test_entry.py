@@ -13,6 +13,7 @@ import pytest
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.processes import EXIT_RUN_FAILED
 
 STUB = Path(__file__).parent / "entry_stub.py"
 
@@ -66,6 +67,12 @@ def test_an_error_is_one_line_without_a_traceback(tmp_path: Path) -> None:
     code, out, err = _ended(_start(tmp_path, "mode=fail"))
     assert (code, out) == (1, "")
     assert err == "policy_trainer: the model is [bold]not[/bold] there; seen: models/x\n"
+
+
+def test_a_failed_run_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
+    code, _, err = _ended(_start(tmp_path, "mode=run"))
+    assert code == EXIT_RUN_FAILED
+    assert err == "policy_trainer: run r failed in step 3: the loss is not finite; seen: nan\n"
 
 
 def test_an_error_in_a_task_group_is_one_line_too(tmp_path: Path) -> None:

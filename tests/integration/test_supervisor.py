@@ -17,10 +17,11 @@ import psutil
 import pytest
 
 from paceline.config import SecurityConfig
-from paceline.errors import DeadlineExceeded, Unavailable
+from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.processes import EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor
 from paceline.rpc import wait_healthy
 
@@ -142,6 +143,33 @@ async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path
             await asyncio.wait_for(supervisor.wait_finished(), patient(60))
         assert str(tmp_path / "logs" / "gateway.log") in str(caught.value)
         assert starts.read_text() == "xxx"
+
+
+async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> None:
+    events = Events()
+    launch = _launch("gateway", "--exits", "7")
+    async with Supervisor([launch], tmp_path, on_event=events.hear, policy=QUICK) as supervisor:
+        await supervisor.start(patient(30.0))
+        os.kill(supervisor.pids["gateway"], signal.SIGUSR1)
+        await events.until(lambda heard: "died" in heard.kinds("gateway"))
+        log = supervisor.log("gateway")
+        (died,) = (event for event in events if event.kind == "died")
+        assert died.detail == f"exited with status 7: of data; log {log}"
+
+
+async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    failing = ("--exits", str(EXIT_RUN_FAILED), "--starts", str(starts))
+    launch = _launch("coordinator", *failing, ends_run=True)
+    async with Supervisor(
+        [launch], tmp_path, on_event=_end_when_healthy("coordinator"), policy=QUICK
+    ) as supervisor:
+        await supervisor.start(patient(30.0))
+        with pytest.raises(RunFailed) as caught:
+            await asyncio.wait_for(supervisor.wait_finished(), patient(60))
+        log = supervisor.log("coordinator")
+        assert str(caught.value) == f"coordinator: the disk is full\nof data; log {log}"
+        assert starts.read_text() == "x"
 
 
 async def test_the_run_is_over_when_its_coordinator_exits_with_0(tmp_path: Path) -> None:

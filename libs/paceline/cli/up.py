@@ -34,7 +34,7 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     config = load_config(ServiceConfig, "local", files, overrides)
 
     def show(event: ChildEvent) -> None:
-        console.print(event_line(event), highlight=False)
+        console.print(event_line(event), highlight=False, soft_wrap=True)
 
     async def started() -> None:
         console.print(

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import PacelineError, Unavailable
-from paceline.local.processes import child_environment, describe_exit, last_lines, signal_group
+from paceline.errors import PacelineError, RunFailed, Unavailable
+from paceline.local.processes import (
+    EXIT_CONFIG,
+    EXIT_RUN_FAILED,
+    child_environment,
+    describe_exit,
+    last_lines,
+    last_words,
+    signal_group,
+)
 
 EventKind = Literal["started", "healthy", "died", "restarted", "finished", "stopped"]
-EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ class Child:
         self._on_event = on_event
         self._health_s = health_s
         self._process: asyncio.subprocess.Process | None = None
+        self._log_begins = 0  # byte of the log where the process that runs began
         self._crashes: deque[float] = deque()
 
     @property
@@ -83,8 +91,9 @@ class Child:
     async def run(self) -> None:
         """Start and restart; returns when the process exits with status 0.
 
-        Raises Unavailable, with the end of the log, when it dies before it was ever healthy, is not
-        healthy in time, exits for a config error or dies too often.
+        Raises RunFailed when it says that the run has failed; Unavailable, with the end of the log,
+        when it dies before it was ever healthy, is not healthy in time, exits for a config error or
+        dies too often.
         """
         if not self.launch.command:
             await self._become_healthy()
@@ -97,7 +106,7 @@ class Child:
                 self.is_healthy.set()  # it may have done its work before anyone saw it serve
                 self._tell("finished")
                 return
-            self._tell("died", describe_exit(code))
+            self._tell("died", last_words(code, self.log, self._log_begins))
             await self._pause_before_restart(code)
             first = False
 
@@ -124,6 +133,7 @@ class Child:
     async def _spawn(self, kind: EventKind) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
+            self._log_begins = log.tell()
             # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
             # can be killed whole.
             self._process = await asyncio.create_subprocess_exec(
@@ -165,6 +175,10 @@ class Child:
         self._tell("healthy")
 
     async def _pause_before_restart(self, code: int) -> None:
+        if code == EXIT_RUN_FAILED:
+            end = last_lines(self.log, since=self._log_begins)
+            reason = end.rfind(f"\n{self.launch.name}: ") + 1  # printed last, under its name
+            raise RunFailed(f"{end[reason:]}; log {self.log}")
         now = asyncio.get_running_loop().time()
         self._crashes.append(now)
         while now - self._crashes[0] > self._policy.window_s:
@@ -186,7 +200,7 @@ class Child:
         return self._process
 
     def _failure(self, what: str) -> Unavailable:
-        end = last_lines(self.log)
+        end = last_lines(self.log, since=self._log_begins)
         quoted = f"; its log {self.log} ends:\n{end}" if end else ""
         return Unavailable(f"{self.launch.name} {what}{quoted}", reason="SERVICE_FAILED")
 

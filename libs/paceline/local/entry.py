@@ -17,15 +17,19 @@ from rich.console import Console
 
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, RunFailed
 from paceline.local.ports import require_free
-from paceline.local.processes import die_with_parent
+from paceline.local.processes import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_RUN_FAILED,
+    die_with_parent,
+)
 from paceline.local.services import service
 from paceline.rpc import set_malloc_thresholds
 
-EXIT_FINISHED = 0
-EXIT_FAILED = 1
-EXIT_CONFIG = 2
+_STATUSES = {ConfigError: EXIT_CONFIG, RunFailed: EXIT_RUN_FAILED}
 
 C = TypeVar("C", bound=ServiceConfig)
 Serve = Callable[[C, asyncio.Event], Awaitable[None]]
@@ -37,7 +41,8 @@ def run_service(
     """Run one service until it ends by itself or a signal stops it; leaves the process.
 
     Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
-    config error, 1 for any other error of Paceline, printed as one line on stderr.
+    config error, 3 when the run failed, 1 for any other error of Paceline, printed as one line on
+    stderr.
     """
     die_with_parent()
     try:
@@ -47,7 +52,7 @@ def run_service(
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"{name}: {error}", style="red", markup=False
         )
-        code = EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+        code = next((_STATUSES[kind] for kind in _STATUSES if isinstance(error, kind)), EXIT_FAILED)
     raise SystemExit(code)
 
 

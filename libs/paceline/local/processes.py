@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import sys
-from collections import deque
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import InternalError
@@ -14,7 +15,17 @@ from paceline.errors import InternalError
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
 """Set by whoever starts a child; the child ends when that process is gone."""
 
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_CONFIG = 2
+EXIT_RUN_FAILED = 3
+"""Exit statuses of a service: the last two would be the same after a restart."""
+
+_MEANINGS = {EXIT_CONFIG: "a wrong setting", EXIT_RUN_FAILED: "the run failed"}
 _PR_SET_PDEATHSIG = 1
+_TAIL_BYTES = 1 << 16
+_NOT_SHOWN = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
+_ERROR = re.compile(r"error|exception|fatal|critical|terminate|assert", re.IGNORECASE)
 
 
 def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
@@ -56,20 +67,42 @@ def signal_group(pid: int, number: int) -> bool:
     return True
 
 
-def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log file; "" when there is none."""
+def last_lines(path: Path, count: int = 15, since: int = 0) -> str:
+    """The end of a log file from byte `since` on, without what would steer a terminal; "" when it
+    cannot be read.
+    """
     try:
-        with path.open(errors="replace") as lines:
-            return "".join(deque(lines, maxlen=count)).rstrip()
-    except FileNotFoundError:
+        with path.open("rb") as log:
+            log.seek(max(since, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            end = log.read(_TAIL_BYTES).decode(errors="replace")
+    except OSError:
         return ""
+    return "\n".join(_NOT_SHOWN.sub("", end).rstrip().split("\n")[-count:])
+
+
+def last_words(code: int, path: Path, since: int = 0) -> str:
+    """How a process ended, the last error line it printed from byte `since` of its log on, and
+    that log: one line.
+    """
+    lines = last_lines(path, since=since).split("\n")
+    # What dies by a signal has rarely said why: then its last line is an ordinary one.
+    errors = lines if code > 0 else [line for line in lines if _ERROR.search(line)]
+    said = f": {errors[-1].strip()}" if errors and errors[-1] else ""
+    return f"{describe_exit(code)}{said}; log {path}"
 
 
 def describe_exit(code: int) -> str:
     """An exit status in words."""
-    return (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    )
+    if code < 0:
+        return f"was killed by {_signal_name(-code)}"
+    meaning = f"stopped by {_signal_name(code - 128)}" if code > 128 else _MEANINGS.get(code, "")
+    return f"exited with status {code}{meaning and f' ({meaning})'}"
+
+
+def _signal_name(number: int) -> str:
+    with suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def usable_cores() -> int:

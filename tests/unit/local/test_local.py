@@ -14,7 +14,7 @@ from paceline.local import healthcheck
 from paceline.local import redis as local_redis
 from paceline.local.child import Launch
 from paceline.local.ports import free_port, free_ports, require_free, split_address
-from paceline.local.processes import describe_exit, last_lines
+from paceline.local.processes import describe_exit, last_lines, last_words
 from paceline.local.redis import RedisLauncher, find_redis_server, launcher, local_urls
 from paceline.local.services import SERVICES, service
 from paceline.local.supervisor import in_order, run_launches
@@ -168,10 +168,42 @@ def test_the_end_of_a_log_and_of_a_process_are_told(tmp_path: Path) -> None:
     assert last_lines(log) == ""
     log.write_bytes(b"".join(b"line %d \xff\n" % n for n in range(100)))
     assert last_lines(log, 2) == "line 98 \ufffd\nline 99 \ufffd"
-    assert (describe_exit(-9), describe_exit(3)) == (
-        "was killed by SIGKILL",
-        "exited with status 3",
+    log.write_bytes(b"x" * (1 << 20) + b"\nlist[int] \x1b[2J\xc2\x9b2Jover\r\n")
+    assert last_lines(log, 1) == "list[int] [2J2Jover"
+    assert last_lines(tmp_path) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (-35, "was killed by signal 35"),  # a real-time signal, which has no name
+        (143, "exited with status 143 (stopped by SIGTERM)"),
+        (255, "exited with status 255 (stopped by signal 127)"),
+        (1, "exited with status 1"),
+        (3, "exited with status 3 (the run failed)"),
+    ],
+)
+def test_an_exit_status_is_told_in_words(code: int, words: str) -> None:
+    assert describe_exit(code) == words
+
+
+def test_last_words_are_of_this_life_and_of_a_signal_only_what_speaks_of_an_error(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    log.write_text("ValueError: of the life before\n")
+    began = log.stat().st_size
+    assert last_words(1, log, began) == f"exited with status 1; log {log}"
+    with log.open("a") as more:
+        more.write("step 3 has ended\n")
+    assert last_words(-9, log, began) == f"was killed by SIGKILL; log {log}"
+    with log.open("a") as more:
+        more.write("Fatal Python error: Aborted\n  stack of 3 frames\n")
+    assert last_words(-6, log, began) == (
+        f"was killed by SIGABRT: Fatal Python error: Aborted; log {log}"
     )
+    assert last_words(1, log, began) == f"exited with status 1: stack of 3 frames; log {log}"
 
 
 def test_the_health_check_of_a_server_that_is_not_there_exits_1(
