@@ -12,7 +12,7 @@ from dataclasses import replace
 from drafter_trainer import messages as m
 from drafter_trainer.rows.sample import FeatureSample, sample_from
 from paceline import telemetry
-from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
+from paceline.errors import DataLoss, DeadlineExceeded, ResourceExhausted, Unavailable
 from paceline.models.config import ModelConfig
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Save
@@ -90,14 +90,14 @@ class TrainerLink:
         """What the stream holds now, at most `ENTRIES_PER_READ`, waiting up to `wait_s` for the
         first.
 
-        Entries leave the stream once decoded. A Redis that is away costs one deadline, not the
-        activation.
+        Entries leave the stream once decoded. A Redis that is away or full costs one deadline, not
+        the activation.
         """
         if self._stream is None:
             return []
         try:
             return self._runner.run(self._read(self._stream, wait_s))
-        except (Unavailable, TimeoutError) as error:
+        except (ResourceExhausted, Unavailable, TimeoutError) as error:
             log.warning("features cannot be read now", error=str(error) or "no answer in time")
             return []
 

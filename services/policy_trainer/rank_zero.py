@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError, Unavailable
+from paceline.errors import PacelineError, ResourceExhausted, Unavailable
 from paceline.ranks.group import RankLink
 from paceline.ranks.messages import Failed, Saved
 from paceline.streams import Ledger, RedisStream, connect, run_key
@@ -130,12 +130,12 @@ class RankZero:
         """A checkpoint lies on disk; acknowledges what it holds and tells so. Command 0 is the
         interval.
 
-        While Redis is away nothing is lost: the records stay, and the next checkpoint acknowledges
-        them.
+        While Redis is away or full nothing is lost: the records stay, and the next checkpoint
+        acknowledges them.
         """
         try:
             self.release(progress.step)
-        except Unavailable as error:
+        except (ResourceExhausted, Unavailable) as error:
             self.failed(command_id, error)
             return
         self.tell(Saved(command_id, str(path), progress.policy_version))

@@ -36,7 +36,8 @@ class Depth:
 class Stream(Protocol):
     """Entries in the order of their append; every group sees each of them at least once.
 
-    Errors of every call: Unavailable when the server stays away for longer than the outage allowed.
+    Errors of every call: Unavailable when the server stays away for longer than the outage allowed,
+    ResourceExhausted (reason REDIS_FULL) when its memory or disk is full.
     """
 
     @property

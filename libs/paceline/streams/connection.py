@@ -17,7 +17,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import OutOfMemoryError, ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from paceline.config.shared import DEFAULT_REDIS_URL, RUN_ID
@@ -28,6 +28,13 @@ OUTAGE_S = 10.0
 
 OUTAGE_ERRORS = (RedisConnectionError, RedisTimeoutError, OSError)
 _BACKOFF_CAP_S = 0.25
+REDIS_FULL = "REDIS_FULL"
+_FULL = {
+    "OOM": ("has no memory left", "free memory there, or more of it with maxmemory"),
+    "MISCONF": ("cannot write to its disk", "free space on its disk"),
+    "READONLY": ("is a replica that takes no writes", "the URL of its primary"),
+}
+"""What a server answers that takes no writes -> what is wrong, and what is needed."""
 
 
 def run_key(run_id: str, name: str) -> str:
@@ -56,7 +63,7 @@ def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis
             decode_responses=False,
             socket_timeout=max(5.0, outage_s / 2),
             socket_connect_timeout=2.0,
-            socket_keepalive=True,
+            **({} if chosen.startswith("unix:") else {"socket_keepalive": True}),
             health_check_interval=0,
             max_connections=64,
             retry=Retry(ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries),
@@ -84,7 +91,7 @@ def blocking_twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     twin = redis.asyncio.ConnectionPool(
         connection_class=pool.connection_class, max_connections=64, **settings
     )
-    return redis.asyncio.Redis(connection_pool=twin, single_connection_client=False)
+    return redis.asyncio.Redis.from_pool(twin)  # closed with the client
 
 
 def address_of(client: redis.asyncio.Redis) -> str:
@@ -95,8 +102,10 @@ def address_of(client: redis.asyncio.Redis) -> str:
 
 @contextmanager
 def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
-    """Raise errors of the Redis client as Unavailable or ResourceExhausted that say `what` was
-    tried and where.
+    """Raise errors of the Redis client as ours, which say `what` was tried and where.
+
+    Unavailable: no answer. ResourceExhausted (reason REDIS_FULL): memory or disk is full, or a
+    replica takes no writes; the same call works when that has ended. InvalidInput: anything else.
     """
     try:
         yield
@@ -104,12 +113,29 @@ def redis_errors(client: redis.asyncio.Redis, what: str) -> Iterator[None]:
         raise Unavailable(
             f"Redis at {address_of(client)} does not answer: {what}: {error}"
         ) from error
-    except OutOfMemoryError as error:
-        raise ResourceExhausted(
-            f"Redis at {address_of(client)} has no memory left: {what}"
-        ) from error
     except ResponseError as error:
-        raise InvalidInput(f"Redis at {address_of(client)} refused: {what}: {error}") from error
+        if (full := _full(error)) is None:
+            raise InvalidInput(f"Redis at {address_of(client)} refused: {what}: {error}") from error
+        wrong, needed = full
+        raise ResourceExhausted(
+            f"Redis at {address_of(client)} {wrong}: {what}",
+            reason=REDIS_FULL,
+            seen=error,
+            allowed=needed,
+        ) from error
+
+
+def _full(error: ResponseError) -> tuple[str, str] | None:
+    """Why the server takes no writes; None where it refused for another reason.
+
+    Redis 6.2 quotes the code in the midst of a script's error and of a transaction's; a pipeline
+    puts our own words, with the data sent, in front.
+    """
+    kinds = {OutOfMemoryError: "OOM", ReadOnlyError: "READONLY"}  # their text lacks the code
+    answer = str(error).rpartition("caused error: ")[2]
+    quoted = re.search(rf"\b({'|'.join(_FULL)})\b", answer)
+    code = kinds.get(type(error)) or (quoted and quoted.group())
+    return _FULL[code] if code else None
 
 
 class Outage:

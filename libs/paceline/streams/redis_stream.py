@@ -157,8 +157,10 @@ class RedisStream:
             entries, (total, trimmed), dead = await pipe.execute()
             try:
                 groups = await self._client.xinfo_groups(self._key)
-            except ResponseError:  # the stream does not exist yet
-                groups = []
+            except ResponseError as error:
+                if "no such key" not in str(error):
+                    raise
+                groups = []  # nothing was appended yet
         return Depth(
             entries,
             int(total or 0),

@@ -17,7 +17,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
-from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
 from paceline.rpc import responses, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -89,7 +89,7 @@ class Calls:
     def _failure(
         self, error: PacelineError, service: Service, what: str, epoch: int, deadline_s: float
     ) -> Event:
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable | ResourceExhausted):
             self.absent.setdefault(service, Absence(self.now()))
             return ServiceLost(self.now(), service, str(error))
         if isinstance(error, DeadlineExceeded):

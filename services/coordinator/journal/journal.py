@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from coordinator.journal.entry import JournalEntry
-from paceline.errors import DataLoss, FailedPrecondition, Unavailable
+from paceline.errors import DataLoss, FailedPrecondition
 from paceline.streams import run_key
-from paceline.streams.connection import OUTAGE_ERRORS, address_of, redis_errors
+from paceline.streams.connection import redis_errors
 
 NAME = "journal"
 _FIELD = b"entry"
@@ -55,25 +55,25 @@ class Journal:
     async def append(self, entry: JournalEntry) -> None:
         """Durable when this returns.
 
-        Raises FailedPrecondition when another coordinator has appended meanwhile.
+        Raises FailedPrecondition when another coordinator has appended meanwhile, Unavailable, and
+        ResourceExhausted when Redis is full.
         """
         body = json.dumps(entry.to_json(), separators=(",", ":")).encode()
         entry_id = f"{self._count + 1}-0"
-        try:
-            await self._client.xadd(self._key, {_FIELD: body}, id=entry_id)
-        except OUTAGE_ERRORS as error:
-            raise Unavailable(
-                f"Redis at {address_of(self._client)} does not take the journal: {error}"
-            ) from error
-        except ResponseError as error:
-            # A repetition after a lost answer finds its own entry.
-            here = await self._range(entry_id, entry_id)
-            if not here or here[0][1].get(_FIELD) != body:
-                raise FailedPrecondition(
-                    f"another coordinator writes the journal {self._key}",
-                    reason="JOURNAL_TAKEN",
-                    seen=str(error),
-                ) from error
+        with redis_errors(self._client, f"append to {self._key}"):
+            try:
+                await self._client.xadd(self._key, {_FIELD: body}, id=entry_id)
+            except ResponseError as error:
+                # A repetition after a lost answer finds its own entry.
+                here = await self._range(entry_id, entry_id)
+                if not here:
+                    raise
+                if here[0][1].get(_FIELD) != body:
+                    raise FailedPrecondition(
+                        f"another coordinator writes the journal {self._key}",
+                        reason="JOURNAL_TAKEN",
+                        seen=str(error),
+                    ) from error
 
         self._count += 1
 
