@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from paceline.config import SecurityConfig
-from paceline.local.processes import die_with_parent
+from paceline.local.news import VARIABLE, tell_supervisor
+from paceline.local.processes import child_environment, die_with_parent
 from paceline.rpc import Server
 
 
@@ -27,6 +28,9 @@ async def serve(words: argparse.Namespace) -> int:
     if words.starts:
         with words.starts.open("a") as starts:
             starts.write("x")
+    if words.part_dies:
+        tell_supervisor("impaired", f"a part [died]\nits pipe: {child_environment()[VARIABLE]!r}")
+        tell_supervisor("recovered", "x" * 10_000)
     await stop.wait()
     await server.stop(0.1)
     if words.exits:
@@ -43,6 +47,7 @@ def main() -> int:
     parser.add_argument("--deaf", action="store_true")
     parser.add_argument("--grandchild", type=Path)
     parser.add_argument("--starts", type=Path)
+    parser.add_argument("--part-dies", action="store_true")
     words = parser.parse_args()
     if words.grandchild:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

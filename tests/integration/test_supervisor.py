@@ -157,6 +157,23 @@ async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> No
         assert died.detail == f"exited with status 7: of data; log {log}"
 
 
+async def test_what_a_service_tells_of_its_parts_is_heard_before_and_after_it_serves(
+    tmp_path: Path,
+) -> None:
+    for arguments in (("--part-dies",), ("--part-dies", "--sick")):
+        events = Events()
+        launch = _launch("gateway", *arguments)
+        async with Supervisor([launch], tmp_path, on_event=events.hear) as supervisor:
+            starting = asyncio.create_task(supervisor.start(patient(30.0)))
+            await events.until(lambda heard: "recovered" in heard.kinds("gateway"))
+            told = [event for event in events if event.kind in ("impaired", "recovered")]
+            assert told[0].detail == "a part [died] its pipe: ''"
+            assert told[1].detail == "x" * (4096 - len("recovered \n"))
+            assert {event.pid for event in told} == {supervisor.pids["gateway"]}
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+
+
 async def test_a_run_that_failed_ends_at_once_with_its_reason(tmp_path: Path) -> None:
     starts = tmp_path / "starts"
     failing = ("--exits", str(EXIT_RUN_FAILED), "--starts", str(starts))

@@ -47,7 +47,7 @@ class RunView:
 
     def event(self, event: ChildEvent) -> None:
         """Starts are shown until everything serves, later only what went wrong."""
-        if not self._serving or event.kind in ("died", "restarted", "healthy"):
+        if not self._serving or event.kind not in ("started", "finished", "stopped"):
             self._line(event_line(event))
 
     def say(self, text: str) -> None:

@@ -22,7 +22,13 @@ START_DEADLINE_S = 300.0
 
 _STOP_GRACE_S = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STYLES = {"died": "bold red", "restarted": "yellow", "healthy": "green"}
+_STYLES = {
+    "died": "bold red",
+    "impaired": "red",
+    "restarted": "yellow",
+    "healthy": "green",
+    "recovered": "green",
+}
 
 
 async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Console) -> int:

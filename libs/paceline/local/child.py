@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import PacelineError, RunFailed, Unavailable
+from paceline.local import news
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_RUN_FAILED,
@@ -22,7 +24,7 @@ from paceline.local.processes import (
     signal_group,
 )
 
-EventKind = Literal["started", "healthy", "died", "restarted", "finished", "stopped"]
+EventKind = Literal["started", "healthy", "died", "restarted", "finished", "stopped"] | news.News
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,8 @@ class Child:
             return
         first = True
         while True:
-            await self._spawn("started" if first else "restarted")
-            code = await self._live()
+            news_pipe = await self._spawn("started" if first else "restarted")
+            code = await self._live(news_pipe)
             if code == 0:
                 self.is_healthy.set()  # it may have done its work before anyone saw it serve
                 self._tell("finished")
@@ -130,9 +132,11 @@ class Child:
         self._tell("stopped")
         self._process = None
 
-    async def _spawn(self, kind: EventKind) -> None:
+    async def _spawn(self, kind: EventKind) -> int:
+        """Returns the pipe to hear it by."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
+        reading, writing = news.news_pipe()
+        with self.log.open("ab") as log, os.fdopen(writing, "wb"):
             self._log_begins = log.tell()
             # A group of its own: a terminal's Ctrl-C reaches the supervisor alone, and the group
             # can be killed whole.
@@ -142,11 +146,18 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env=child_environment(dict(self.launch.environment)),
+                pass_fds=(writing,),
+                env=child_environment({**self.launch.environment, news.VARIABLE: str(writing)}),
             )
         self._tell(kind)
+        return reading
 
-    async def _live(self) -> int:
+    async def _hear(self, reading: int) -> None:
+        async with aclosing(news.heard(reading)) as lines:
+            async for kind, what in lines:
+                self._tell(kind, what)
+
+    async def _live(self, news_pipe: int) -> int:
         """Wait for health, then for the end; returns the exit status.
 
         What the process started ends with it.
@@ -154,6 +165,7 @@ class Child:
         process = self._running
         ending = asyncio.create_task(process.wait())
         health = asyncio.create_task(self._become_healthy())
+        hearing = asyncio.create_task(self._hear(news_pipe))
         try:
             await asyncio.wait({ending, health}, return_when=asyncio.FIRST_COMPLETED)
             if not ending.done():
@@ -162,9 +174,9 @@ class Child:
         except PacelineError as error:
             raise self._failure(f"is not healthy: {error}") from error
         finally:
-            for task in (health, ending):
+            for task in (health, ending, hearing):
                 task.cancel()
-            await asyncio.gather(health, ending, return_exceptions=True)
+            await asyncio.gather(health, ending, hearing, return_exceptions=True)
             if process.returncode is not None:
                 signal_group(process.pid, signal.SIGKILL)
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import InternalError
+from paceline.local import news
 
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
 """Set by whoever starts a child; the child ends when that process is gone."""
@@ -55,7 +56,9 @@ def _exists(pid: int) -> bool:
 
 def child_environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     """Environment of a child that is to die with this process."""
-    return {**os.environ, PARENT_VARIABLE: str(os.getpid()), **(extra or {})}
+    # The pipe for news is not inherited, so its number may be another file there.
+    own = {PARENT_VARIABLE: str(os.getpid()), news.VARIABLE: ""}
+    return {**os.environ, **own, **(extra or {})}
 
 
 def signal_group(pid: int, number: int) -> bool:

@@ -23,7 +23,7 @@ import zmq.asyncio
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from paceline.local.ports import free_port
-from paceline.local.processes import child_environment, describe_exit, die_with_parent, last_lines
+from paceline.local.processes import child_environment, die_with_parent, last_lines, last_words
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
@@ -34,7 +34,9 @@ C = TypeVar("C", bound=Config)
 
 
 class RankLost(Unavailable):
-    """A rank's process has ended; the group is to be stopped and started again."""
+    """A rank's process has ended; the group is to be stopped and started again. The message's first
+    line is the whole fact, the end of the rank's log follows.
+    """
 
     reason = "RANK_LOST"
 
@@ -182,6 +184,7 @@ class RankGroup:
             }
         )
         with self._log(rank).open("ab") as log:
+            began = log.tell()
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -194,19 +197,19 @@ class RankGroup:
             )
 
         self._processes.append(process)
-        self._watches.append(asyncio.create_task(self._watch(rank, process)))
+        self._watches.append(asyncio.create_task(self._watch(rank, process, began)))
 
     def _log(self, rank: int) -> Path:
         return self._log_dir / f"{self._module}-rank{rank}.log"
 
-    async def _watch(self, rank: int, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, rank: int, process: asyncio.subprocess.Process, began: int) -> None:
         code = await process.wait()
         if self._lost is not None and not self._lost.done():
             log = self._log(rank)
             self._lost.set_result(
                 RankLost(
-                    f"rank {rank} of {self._module} {describe_exit(code)}; its log {log} "
-                    f"ends:\n{last_lines(log)}"
+                    f"rank {rank} of {self._module} {last_words(code, log, began)}\n"
+                    f"{last_lines(log, since=began)}"
                 )
             )
 

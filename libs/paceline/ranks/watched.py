@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,6 +11,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from paceline.errors import DeadlineExceeded, PacelineError, Unavailable
+from paceline.local.news import tell_supervisor
 from paceline.ranks.group import RankGroup
 from paceline.ranks.messages import Failed
 from paceline.rpc import Server
@@ -64,6 +66,7 @@ class WatchedRanks(Generic[M]):
         Raises what the first start raised, or the last one after several in a row.
         """
         failures, ever_ready = 0, False
+        lost_s = 0.0  # when the ranks were lost last
         while True:
             try:
                 await self._group.start(self._start_deadline_s)
@@ -71,10 +74,17 @@ class WatchedRanks(Generic[M]):
                 await self._on_start()
                 self._down.clear()
                 self._ready.set()
+                if ever_ready:
+                    tell_supervisor(
+                        "recovered", f"its ranks work again after {time.monotonic() - lost_s:.1f} s"
+                    )
                 failures, ever_ready = 0, True
                 await self._listen()
             except PacelineError as error:
                 failures += 1
+                if self._ready.is_set():
+                    lost_s = time.monotonic()
+                tell_supervisor("impaired", str(error).partition("\n")[0])
                 self._ready.clear()
                 self._down.set()
                 lost = f"the ranks are restarted: {error}"

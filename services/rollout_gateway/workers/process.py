@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from paceline.errors import DeadlineExceeded, Unavailable
-from paceline.local.processes import child_environment
+from paceline.local.processes import child_environment, describe_exit
 from paceline.v1 import engine_pb2 as pb
 from rollout_gateway.background import background, cancel
 from rollout_gateway.engines import find_engine
@@ -184,4 +184,4 @@ class WorkerProcess:
         for _ in range(LAST_WORDS):  # what it said before it ended is read first
             if not await self._socket.poll(LAST_WORDS_MS):
                 break
-        self.lost.set_result(f"exit code {code}")
+        self.lost.set_result(describe_exit(code))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import zmq.asyncio
 
 from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.local.news import tell_supervisor
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -295,11 +297,15 @@ class Router:
                 return
             reason = await asyncio.shield(process.lost)
             slot.process = None
+            lost_s = time.monotonic()
             log.warning("engine worker lost", worker=slot.index, reason=reason)
+            tell_supervisor("impaired", f"engine worker {slot.index} {reason}")
             await process.close()
             metrics.WORKER_RESTARTS.record()
             self._requeue(slot)
             await self._replace(slot)
+            took_s = time.monotonic() - lost_s
+            tell_supervisor("recovered", f"engine worker {slot.index} after {took_s:.1f} s")
 
     async def _replace(self, slot: Seat) -> None:
         backoff, failures = FIRST_BACKOFF_S, 0
@@ -309,6 +315,7 @@ class Router:
                 await self._start_worker(slot)
             except (PacelineError, OSError) as error:
                 failures += 1
+                tell_supervisor("impaired", f"engine worker {slot.index} does not start: {error}")
                 backoff = min(backoff * 2, MAX_BACKOFF_S)
                 log.error(
                     "engine worker does not start",

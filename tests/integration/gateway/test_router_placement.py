@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline.local.news import VARIABLE as NEWS_VARIABLE
+from paceline.local.news import heard, news_pipe
 from paceline.local.patience import patient
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -88,6 +91,22 @@ async def test_a_session_moves_when_its_worker_dies_or_is_lent_out_and_comes_bac
         await asyncio.wait_for(asyncio.shield(lost.lost), DEADLINE_S)
         await asyncio.sleep(0)  # the keeper has heard of it
         assert (await ended(router, request(5, [5]), prefer=1))[0] == 0
+
+
+async def test_the_death_of_a_worker_and_its_replacement_are_told_to_the_supervisor(
+    serve_router: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, writing = news_pipe()
+    monkeypatch.setenv(NEWS_VARIABLE, str(writing))
+    async with serve_router("scripted") as router, aclosing(heard(reading)) as news:
+        (lost,) = [process for process in router.processes() if process.index == 1]
+        lost.kill()
+        async with asyncio.timeout(DEADLINE_S):
+            assert await anext(news) == ("impaired", "engine worker 1 was killed by SIGKILL")
+            kind, what = await anext(news)
+        assert (kind, what.partition(" after ")[0]) == ("recovered", "engine worker 1")
+        assert [process.index for process in router.processes()] == [0, 1]
+    os.close(writing)
 
 
 async def test_a_released_worker_serves_while_it_is_the_only_one(serve_router: Serve) -> None:

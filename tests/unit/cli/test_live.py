@@ -53,6 +53,8 @@ def shown(*, terminal: bool, width: int = 110) -> str:
             view.state.take_fact(finished(step))
         view.state.take_fact(slot_fact(0, pb.HOLDER_DRAFTER))
         view.event(ChildEvent("gateway", "died", 2, "was killed by SIGKILL"))
+        view.event(ChildEvent("gateway", "impaired", 2, "engine worker [1] died"))
+        view.event(ChildEvent("gateway", "recovered", 2, "engine worker [1]"))
         view.refresh()
     return output.getvalue()
 
@@ -66,8 +68,10 @@ def test_a_pipe_gets_plain_lines_alone() -> None:
     ]
     assert "redis healthy (pid 1)" in lines
     assert "gateway died: was killed by SIGKILL (pid 2)" in lines
+    assert "gateway impaired: engine worker [1] died (pid 2)" in lines
+    assert "gateway recovered: engine worker [1] (pid 2)" in lines
     assert not [line for line in lines if "gateway started" in line or "\x1b" in line]
-    assert len(lines) == 7
+    assert len(lines) == 9
 
 
 @pytest.mark.parametrize("width", [60, 110, 200])
