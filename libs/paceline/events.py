@@ -1,17 +1,21 @@
 """Facts over ZeroMQ PUB/SUB, numbered per run. Owns delivery and the finding of gaps; no right
 follows from a fact.
 
-Frames: topic (run id and a zero byte), traceparent, Fact. PUB drops for a slow or late subscriber:
-the numbers tell.
+With a key pair of CURVE, which all of a run share, facts are encrypted and nobody without it hears
+one. Frames: topic (run id and a zero byte), traceparent, Fact. PUB drops for a slow or late
+subscriber: the numbers tell.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 from collections.abc import Awaitable, Callable
 
 import zmq
 import zmq.asyncio
+import zmq.auth
+import zmq.auth.asyncio
 from google.protobuf.message import DecodeError
 
 from paceline.errors import ConfigError, DataLoss, DeadlineExceeded
@@ -21,22 +25,32 @@ from paceline.v1.coordinator_pb2 import Fact
 FACTS_QUEUED = 1000
 """Facts held for one subscriber; beyond it they are dropped and the subscriber sees a gap."""
 
+KEY_FILE = "the .key_secret file that zmq.auth.create_certificates writes"
+
 OnGap = Callable[[int, int], Awaitable[None]]
 
 
 class FactPublisher:
     """Publishes the facts of one run; numbers them from `first_sequence` on."""
 
-    def __init__(self, address: str, run_id: str, *, first_sequence: int = 1) -> None:
+    def __init__(
+        self, address: str, run_id: str, *, first_sequence: int = 1, curve_key: str = ""
+    ) -> None:
+        """`curve_key`: file of the run's key pair; needs a running event loop.
+
+        Raises ConfigError for an address that is taken, and a file that holds no key pair.
+        """
+        keys = _read_keys(curve_key)
         self._topic = _topic(run_id)
         self._next = first_sequence
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set_hwm(FACTS_QUEUED)
+        self._door = _guard(self._context, self._socket, keys) if keys is not None else None
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._end(linger_ms=0)
             raise ConfigError(
                 f"cannot publish events: {error.strerror}; set addresses.events", seen=address
             ) from error
@@ -62,7 +76,12 @@ class FactPublisher:
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and stop."""
-        self._context.destroy(linger=1000)
+        self._end(linger_ms=1000)
+
+    def _end(self, linger_ms: int) -> None:
+        if self._door is not None:
+            self._door.stop()
+        self._context.destroy(linger=linger_ms)
 
     def __enter__(self) -> FactPublisher:
         return self
@@ -80,8 +99,16 @@ class FactSubscriber:
     """
 
     def __init__(
-        self, address: str, run_id: str, on_gap: OnGap, *, deadline_s: float = 3600.0
+        self,
+        address: str,
+        run_id: str,
+        on_gap: OnGap,
+        *,
+        deadline_s: float = 3600.0,
+        curve_key: str = "",
     ) -> None:
+        """`curve_key`: file of the run's key pair. Raises ConfigError when it holds none."""
+        keys = _read_keys(curve_key)
         self._on_gap = on_gap
         self._deadline_s = deadline_s
         self._last = 0
@@ -91,6 +118,9 @@ class FactSubscriber:
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set_hwm(FACTS_QUEUED)
         self._socket.setsockopt(zmq.SUBSCRIBE, _topic(run_id))
+        if keys is not None:
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys
+            self._socket.curve_serverkey = keys[0]
         self._socket.connect(address)
 
     def __aiter__(self) -> FactSubscriber:
@@ -129,6 +159,41 @@ class FactSubscriber:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class _KeyHolders:
+    """Lets those in who hold the run's own key pair."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+def _guard(
+    context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: tuple[bytes, bytes]
+) -> zmq.auth.asyncio.AsyncioAuthenticator:
+    """What answers at the door of a socket; CURVE alone would encrypt and let anybody in."""
+    socket.curve_publickey, socket.curve_secretkey = keys
+    socket.curve_server = True
+    door = zmq.auth.asyncio.AsyncioAuthenticator(context)
+    door.start()
+    door.configure_curve_callback(credentials_provider=_KeyHolders(keys[0]))
+    return door
+
+
+def _read_keys(path: str) -> tuple[bytes, bytes] | None:
+    """(public, secret) of a file as zmq.auth.create_certificates writes it; None without a path."""
+    if not path:
+        return None
+    try:
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read security.curve_key: {error}", seen=path) from error
+    if secret is None:
+        raise ConfigError("security.curve_key holds no secret key", seen=path, allowed=KEY_FILE)
+    return public, secret
 
 
 def _topic(run_id: str) -> bytes:

@@ -18,7 +18,7 @@ from coordinator.runner import Runner
 from paceline.errors import FailedPrecondition, RunFailed
 from paceline.events import FactPublisher
 from paceline.messages import versions_to_proto
-from paceline.rpc import Server
+from paceline.rpc import Server, check_events
 from paceline.streams import connect
 from paceline.telemetry import get_logger
 from paceline.v1 import coordinator_pb2 as pb
@@ -77,9 +77,11 @@ async def serve(config: CoordinatorConfig, stop: asyncio.Event) -> None:
     Raises ConfigError for settings that cannot work together, RunFailed when the run failed.
     """
     config.check()
+    events, curve_key = config.addresses.events, config.security.curve_key
+    check_events(events, config.security)
     client = connect(config.redis.durable)
     peers = Peers.open(config.addresses, config.security)
-    facts = FactPublisher(config.addresses.events, config.run.id)
+    facts = FactPublisher(events, config.run.id, curve_key=curve_key)
     server = Server(config.addresses.coordinator, config.security)
     try:
         runner = Runner(config, Journal(client, config.run.id), peers, facts.publish, time.time)

@@ -320,6 +320,56 @@ async def test_a_message_of_8_mib_passes_and_a_larger_one_is_refused(
         await answer(echo[1], b"x" * (cap + 1))
 
 
+async def one_or_many(request: object, context: object) -> CommandContext:
+    raise AssertionError("what does not parse reaches no method")
+
+
+async def read_all(requests: AsyncIterator[object], context: object) -> CommandContext:
+    async for _ in requests:
+        raise AssertionError("what does not parse reaches no method")
+    raise AssertionError("a stream that does not parse has no end")
+
+
+MALFORMED = {
+    f"/{NAME}/unary_unary": grpc.unary_unary_rpc_method_handler(
+        one_or_many, CommandContext.FromString
+    ),
+    f"/{NAME}/unary_stream": grpc.unary_stream_rpc_method_handler(
+        one_or_many, CommandContext.FromString
+    ),
+    f"/{NAME}/stream_unary": grpc.stream_unary_rpc_method_handler(
+        read_all, CommandContext.FromString
+    ),
+    f"/{NAME}/stream_stream": grpc.stream_stream_rpc_method_handler(
+        read_all, CommandContext.FromString
+    ),
+    "/grpc.health.v1.Health/Check": None,
+    "/grpc.health.v1.Health/Watch": None,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": None,
+}
+"""Methods of all kinds that take a message of protobuf, ours and gRPC's own."""
+
+
+@pytest.mark.parametrize("path", MALFORMED)
+async def test_bytes_that_are_no_protobuf_are_refused_and_leave_no_traceback(
+    path: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Server("127.0.0.1:0", OFF)
+    methods = {name.rpartition("/")[2]: one for name, one in MALFORMED.items() if one is not None}
+    handlers = grpc.method_handlers_generic_handler(NAME, methods)
+    server.add(lambda _, inner: inner.add_generic_rpc_handlers((handlers,)), None, NAME)
+    port = await server.start()
+
+    async with channel(f"127.0.0.1:{port}", OFF) as to:
+        call: Any = to.stream_stream(path)(timeout=patient(10))
+        await call.write(b"\xff")
+        await call.done_writing()
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "the message that this method takes" in await call.details()
+    await server.stop(0)
+    assert "Traceback" not in "".join((caplog.text, *capfd.readouterr()))
+
+
 class Weights(WeightServiceServicer):  # type: ignore[misc]
     """Fenced; flaky at first; the rest of the service is not there."""
 

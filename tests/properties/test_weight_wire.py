@@ -115,6 +115,11 @@ def test_what_the_generated_class_refuses_is_data_loss(message: bytes) -> None:
             decode_push(message)
 
 
+def test_a_message_of_thousands_of_fields_is_refused_after_the_first() -> None:
+    with pytest.raises(DataLoss, match="more than 64 fields"):
+        decode_push(b"\x08\x01" * 4_000_000)
+
+
 def test_decoded_data_is_a_view_of_the_message() -> None:
     message = encode_push(PushChunk(1, 2, 3, 4, memoryview(b"bytes"), None))
     assert decode_push(message).data.obj is message

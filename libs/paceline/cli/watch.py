@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, PacelineError
 from paceline.events import FactSubscriber
-from paceline.rpc import channel, rpc_errors
+from paceline.rpc import channel, check_events, rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -101,7 +101,9 @@ async def follow(config: ServiceConfig, state: RunState) -> None:
                 state.take_record(record)
             state.take_snapshot(snapshot)
 
-        with FactSubscriber(config.addresses.events, config.run.id, catch_up) as facts:
+        events, curve_key = config.addresses.events, config.security.curve_key
+        check_events(events, config.security)
+        with FactSubscriber(events, config.run.id, catch_up, curve_key=curve_key) as facts:
             await catch_up(0, 0)
             # A failed run is taken up again by the next coordinator.
             while not state.finished or state.failure:

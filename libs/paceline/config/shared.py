@@ -73,8 +73,12 @@ class SecurityConfig(Config):
     """PEM file of its private key."""
     tls_ca: str = ""
     """PEM file of the authority that peers' certificates must come from."""
+    curve_key: str = ""
+    """File of the CURVE key pair that events are encrypted with and opened by, the same in every
+    process of a run; zmq.auth.create_certificates writes it (.key_secret).
+    """
     allow_insecure: bool = False
-    """Listen and connect beyond loopback without token and TLS."""
+    """Listen and connect beyond loopback without token, TLS and CURVE."""
 
     @property
     def token(self) -> str:

@@ -6,7 +6,7 @@ Owns transport, security, errors and fencing, no service.
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
 from paceline.rpc.epochs import EpochGuard, check_run
 from paceline.rpc.malloc import set_malloc_thresholds
-from paceline.rpc.security import is_loopback
+from paceline.rpc.security import check_events, is_loopback
 from paceline.rpc.server import Server
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
@@ -14,6 +14,7 @@ __all__ = [
     "EpochGuard",
     "Server",
     "channel",
+    "check_events",
     "check_run",
     "error_from_rpc",
     "is_loopback",

@@ -61,6 +61,19 @@ def check_security(address: str, security: SecurityConfig) -> None:
         )
 
 
+def check_events(endpoint: str, security: SecurityConfig) -> None:
+    """Raises ConfigError for a ZeroMQ endpoint beyond this machine without a CURVE key."""
+    transport, _, place = endpoint.partition("://")
+    local = transport in ("ipc", "inproc") or (transport == "tcp" and is_loopback(place))
+    if not (local or security.curve_key or security.allow_insecure):
+        raise ConfigError(
+            f"{endpoint} is reachable from other machines; missing: security.curve_key",
+            reason="INSECURE_ADDRESS",
+            seen=endpoint,
+            allowed="a loopback endpoint, or security.curve_key, or security.allow_insecure=true",
+        )
+
+
 def server_credentials(security: SecurityConfig) -> grpc.ServerCredentials | None:
     """TLS of a server; clients must show a certificate of tls_ca when that is set.
 

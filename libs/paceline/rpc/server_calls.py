@@ -7,15 +7,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import partial
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
-from paceline.errors import DeadlineExceeded, InternalError, MissingCapability, PacelineError
+from paceline.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidInput,
+    MissingCapability,
+    PacelineError,
+)
 from paceline.rpc.security import check_token
 from paceline.rpc.status import code_of, error_from_rpc, status_of
 from paceline.telemetry import current_trace_id, extract_metadata, get_logger, mark_failed, span
@@ -27,6 +35,8 @@ _FACTORIES = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+_Parser = Callable[[Any], Any]
+_Around = Callable[[Any], AbstractAsyncContextManager[None]]
 _log = get_logger("rpc")
 
 
@@ -34,9 +44,9 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps every method of a server.
 
     The call runs in a server span below the caller's; without the token it is refused (health
-    answers anyone); a PacelineError becomes its status; any other exception is logged and becomes
-    INTERNAL; cancellation passes through. A unary call that came without a deadline gets
-    `unary_cap_s`; calls that stream either way may last.
+    answers anyone) before its bytes are parsed; a PacelineError becomes its status; any other
+    exception is logged and becomes INTERNAL; cancellation passes through. A unary call that came
+    without a deadline gets `unary_cap_s`; calls that stream either way may last.
     """
 
     def __init__(self, token: str, unary_cap_s: float) -> None:
@@ -46,38 +56,45 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], call: Any
     ) -> Any:
-        """The method found, wrapped; its own (de)serializers are kept, None (raw bytes)
-        included.
+        """The method found, wrapped; it takes raw bytes from grpc.aio, which would log a traceback
+        for each that does not parse.
         """
         found = await continuation(call)
-        if found is None or call.method.startswith(HEALTH):
-            return found
-        behavior = found.stream_unary if found.request_streaming else found.unary_unary
-        answer = self._unary(call, behavior, found.request_streaming)
+        if found is None:
+            return None
+        around = _told if call.method.startswith(HEALTH) else partial(self._around, call)
+        several = bool(found.request_streaming)
+        parsed = partial(_all_parsed if several else _parsed, found.request_deserializer)
         if found.response_streaming:
-            behavior = found.stream_stream if found.request_streaming else found.unary_stream
-            answer = self._stream(call, behavior)
-        factory = _FACTORIES[bool(found.request_streaming), bool(found.response_streaming)]
-        return factory(answer, found.request_deserializer, found.response_serializer)
+            behavior = found.stream_stream if several else found.unary_stream
+            answer = self._stream(around, behavior, parsed)
+        else:
+            behavior = found.stream_unary if several else found.unary_unary
+            answer = self._unary(around, behavior, parsed, several)
+        factory = _FACTORIES[several, bool(found.response_streaming)]
+        return factory(answer, None, found.response_serializer)
 
     def _unary(
-        self, call: Any, behavior: Any, request_streaming: bool
+        self, around: _Around, behavior: Any, parsed: _Parser, request_streaming: bool
     ) -> Callable[[Any, Any], Awaitable[Any]]:
-        async def answer(request: Any, context: Any) -> Any:
-            async with self._around(call, context):
+        async def answer(raw: Any, context: Any) -> Any:
+            async with around(context):
+                request = parsed(raw)
                 if request_streaming or context.time_remaining() is not None:
                     return await behavior(request, context)
                 return await self._capped(behavior(request, context))
 
         return answer
 
-    def _stream(self, call: Any, behavior: Any) -> Callable[[Any, Any], Awaitable[None]]:
+    def _stream(
+        self, around: _Around, behavior: Any, parsed: _Parser
+    ) -> Callable[[Any, Any], Awaitable[None]]:
         # A coroutine that writes, not a generator: it unwinds in its own task when the caller goes
         # away, so the method's `finally` blocks run at once and the trace context is restored where
         # it was set.
-        async def answer(request: Any, context: Any) -> None:
-            async with self._around(call, context):
-                outcome = behavior(request, context)
+        async def answer(raw: Any, context: Any) -> None:
+            async with around(context):
+                outcome = behavior(parsed(raw), context)
                 if not hasattr(outcome, "__aiter__"):
                     await outcome
                     return
@@ -127,6 +144,37 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         if failed is not None:
             await context.abort_with_status(rpc_status.to_status(failed))
+
+
+@asynccontextmanager
+async def _told(context: Any) -> AsyncIterator[None]:
+    """Around a call that anyone may make and no trace shows: its refusal alone is ours to tell."""
+    try:
+        yield
+    except InvalidInput as error:
+        await context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+
+def _parsed(deserialize: _Parser | None, raw: bytes) -> Any:
+    """A request from its bytes, or these. Raises InvalidInput when they are none."""
+    if deserialize is None:
+        return raw
+    try:
+        return deserialize(raw)
+    except DecodeError as error:
+        raise InvalidInput(
+            "the request is not the message that this method takes",
+            reason="MALFORMED",
+            seen=f"{len(raw)} bytes: {error}",
+            allowed="that message as protobuf",
+        ) from error
+
+
+async def _all_parsed(
+    deserialize: _Parser | None, several: AsyncIterator[bytes]
+) -> AsyncIterator[Any]:
+    async for raw in several:
+        yield _parsed(deserialize, raw)
 
 
 def _known(error: Exception, method: str) -> PacelineError:

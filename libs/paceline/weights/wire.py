@@ -22,6 +22,10 @@ _TARGET, _VERSION, _CHUNK_INDEX, _CRC32 = (
     0x20,
 )
 _CONTEXT, _DATA = 0x2A, 0x7A
+_MAX_FIELDS = 64
+"""Fields of one message at most, far above those that it has: each unknown one costs a microsecond
+of the event loop.
+"""
 _U32 = (1 << 32) - 1
 _U64 = (1 << 64) - 1
 
@@ -70,9 +74,12 @@ def decode_push(message: bytes) -> PushChunk:
     view = memoryview(message)
     numbers = {_TARGET: 0, _VERSION: 0, _CHUNK_INDEX: 0, _CRC32: 0}
     data, context = view[:0], None
-    position = 0
+    position = fields = 0
     try:
         while position < len(view):
+            fields += 1
+            if fields > _MAX_FIELDS:
+                raise ValueError(f"more than {_MAX_FIELDS} fields")
             tag, position = _read_tag(view, position)
             if tag in numbers:
                 numbers[tag], position = _read_varint(view, position)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+import zmq.auth
 
 from paceline.errors import ConfigError, DeadlineExceeded
 from paceline.events import FactPublisher, FactSubscriber
@@ -126,3 +129,42 @@ async def test_publishing_never_waits_for_a_slow_subscriber(
 def test_a_taken_address_names_the_setting(publisher: FactPublisher) -> None:
     with pytest.raises(ConfigError, match=r"addresses\.events"):
         FactPublisher(publisher.address, "run-a")
+
+
+def make_key(directory: Path, name: str) -> str:
+    _, secret = zmq.auth.create_certificates(directory, name)
+    return str(secret)
+
+
+async def test_facts_under_a_key_reach_its_holders_and_nobody_else(
+    address: str, tmp_path: Path
+) -> None:
+    ours, foreign = make_key(tmp_path, "run"), make_key(tmp_path, "stranger")
+    public = str(Path(ours).with_suffix(".key"))
+    with ExitStack() as open_sockets:
+        publisher = open_sockets.enter_context(FactPublisher(address, "run-a", curve_key=ours))
+        holder, stranger, plain = [
+            open_sockets.enter_context(FactSubscriber(address, "run-a", Gaps().note, curve_key=key))
+            for key in (ours, foreign, "")
+        ]
+        # Knows whom to talk to, and is not let in.
+        knowing = zmq.auth.load_certificate(public)[0]
+        stranger._socket.disconnect(address)
+        stranger._socket.curve_serverkey = knowing
+        stranger._socket.connect(address)
+
+        await _connected(publisher, holder)
+        await publisher.publish(Fact(step_began=StepBegan(samples=7)))
+        assert (await holder.next(patient(5))).step_began.samples == 7
+        for shut_out in (stranger, plain):
+            with pytest.raises(DeadlineExceeded):
+                await shut_out.next(0.2)
+
+
+async def test_a_file_that_holds_no_key_pair_names_the_setting(
+    address: str, tmp_path: Path
+) -> None:
+    public = str(Path(make_key(tmp_path, "run")).with_suffix(".key"))
+    for path in (public, str(tmp_path / "absent"), __file__):
+        with pytest.raises(ConfigError, match=r"security\.curve_key"):
+            FactPublisher(address, "run-a", curve_key=path)

@@ -16,7 +16,7 @@ from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, InvalidInput, PacelineError, StaleEpoch
 from paceline.local.patience import patient
 from paceline.rpc import EpochGuard, error_from_rpc, is_loopback
-from paceline.rpc.security import check_security, check_token
+from paceline.rpc.security import check_events, check_security, check_token
 from paceline.rpc.status import code_of, status_of
 from paceline.v1.trajectory_pb2 import CommandContext
 
@@ -258,3 +258,22 @@ def test_malloc_thresholds_are_set_unless_the_environment_did(
         timeout=patient(60),
     )
     assert (run.returncode, run.stdout.strip()) == (0, set_here)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://127.0.0.1:7405", "tcp://[::1]:1", "tcp://localhost:1", "ipc://a", "inproc://a"],
+)
+def test_events_on_this_machine_need_no_key(endpoint: str) -> None:
+    check_events(endpoint, SecurityConfig())
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["tcp://*:7405", "tcp://0.0.0.0:1", "tcp://eth0:1", "tcp://host:1", "udp://127.0.0.1:1"],
+)
+def test_events_beyond_this_machine_need_a_key(endpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"missing: security\.curve_key"):
+        check_events(endpoint, SecurityConfig())
+    check_events(endpoint, SecurityConfig(allow_insecure=True))
+    check_events(endpoint, SecurityConfig(curve_key="file"))
