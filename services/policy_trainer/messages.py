@@ -105,6 +105,7 @@ class Pushed:
     bytes: int
     push_s: float
     lm_head_hash: str
+    replaced: bool = False  # other bits of it were at the gateway and did not serve yet
 
 
 News = Batched | Stepped | Pushed | Saved

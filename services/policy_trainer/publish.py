@@ -11,15 +11,19 @@ import torch
 from torch import Tensor
 
 from paceline.config import SecurityConfig
+from paceline.errors import DataLoss
 from paceline.rpc import channel, wait_ready
 from paceline.tensors import NamedTensor, from_numpy, head_hash
 from paceline.v1.engine_pb2 import WEIGHT_TARGET_POLICY, WEIGHT_TARGET_POLICY_HEAD
 from paceline.v1.trajectory_pb2 import CommandContext
-from paceline.weights import PushReport, build_manifest, push_weights
+from paceline.v1.weights_pb2 import Manifest
+from paceline.weights import PushReport, build_manifest, pull_weights, push_weights
+from paceline.weights.push import push_deadline_s
 from policy_trainer.config import PolicyTrainerConfig
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _CONNECT_S = 5.0
+_DTYPES = {"F32": (torch.float32, torch.int32), "BF16": (torch.bfloat16, torch.int16)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,57 @@ async def push(
     return replace(done[0], push_s=time.monotonic() - started_s)
 
 
+async def pull_served(
+    publication: Publication, config: PolicyTrainerConfig
+) -> list[NamedTensor] | None:
+    """The tensors that the gateway serves as this version; None when it serves another version, or
+    just these bits. Raises the gateway's PacelineErrors.
+    """
+    own = _manifest(WEIGHT_TARGET_POLICY, publication, publication.policy)
+
+    def differs(served: Manifest) -> bool:
+        return (
+            served.version == own.version
+            and bool(served.tensors)
+            and served.content_hash != own.content_hash
+        )
+
+    async with channel(config.addresses.gateway, config.security) as peer:
+        await wait_ready(peer, _CONNECT_S)
+        return await pull_weights(
+            peer,
+            WEIGHT_TARGET_POLICY,
+            differs,
+            deadline_s=push_deadline_s(own.total_bytes),
+        )
+
+
+def merged(own: dict[str, Tensor], served: Sequence[NamedTensor]) -> dict[str, Tensor]:
+    """fp32 weights that are published as `served`: `own`, but for the numbers that are not.
+
+    Raises DataLoss when the tensors are not those of `own`.
+    """
+    named = {tensor.name: tensor for tensor in served}
+    seen = {name: tensor.shape for name, tensor in named.items()}
+    allowed = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    if seen != allowed:
+        odd = sorted(set(seen.items()) ^ set(allowed.items()))[:4]
+        raise DataLoss("another model serves than is trained", seen=odd, allowed="the same tensors")
+    return {name: _merged(tensor, named[name]) for name, tensor in own.items()}
+
+
+def _merged(own: Tensor, served: NamedTensor) -> Tensor:
+    dtype, word = _DTYPES[served.dtype]
+    there = torch.frombuffer(bytearray(served.view), dtype=dtype).view(own.shape)
+    return torch.where(own.to(dtype).view(word) == there.view(word), own, there.to(own.dtype))
+
+
+def _manifest(target: int, publication: Publication, tensors: Sequence[NamedTensor]) -> Manifest:
+    return build_manifest(
+        target, publication.version, tensors, lm_head_hash=publication.lm_head_hash
+    )
+
+
 async def _push_to(
     address: str,
     security: SecurityConfig,
@@ -75,9 +130,7 @@ async def _push_to(
     tensors: Sequence[NamedTensor],
     context: CommandContext,
 ) -> PushReport:
-    manifest = build_manifest(
-        target, publication.version, tensors, lm_head_hash=publication.lm_head_hash
-    )
+    manifest = _manifest(target, publication, tensors)
     async with channel(address, security) as peer:
         await wait_ready(peer, _CONNECT_S)
         return await push_weights(peer, manifest, tensors, context)

@@ -37,7 +37,8 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.publish import make_publication, push
+from policy_trainer.metrics import VERSIONS_REPLACED, VERSIONS_TAKEN
+from policy_trainer.publish import make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
 
@@ -108,6 +109,24 @@ class RankZero:
     def tell(self, message: Message) -> None:
         """Sends news to the parent."""
         self._link.send(MESSAGES.encode(message))
+
+    def served(
+        self, command: Train, version: int, weights: dict[str, Tensor]
+    ) -> dict[str, Tensor] | None:
+        """The weights that serve as this version, empty where they are these or another version
+        serves; None when nobody knows and the parent has been told.
+        """
+        publication = make_publication(version, weights, self._config.publish_dtype)
+        try:
+            tensors = self._runner.run(pull_served(publication, self._config))
+            taken = merged(weights, tensors) if tensors is not None else {}
+        except PacelineError as error:
+            self.failed(command.command_id, error)
+            return None
+        if taken:
+            VERSIONS_TAKEN.record()
+            _log.warning("served_weights_taken", version=version)
+        return taken
 
     def push(self, command: Train, progress: Progress, weights: dict[str, Tensor]) -> None:
         """Tells that the step is done, pushes the version, marks its trajectories trained, tells
@@ -180,6 +199,9 @@ class RankZero:
             )
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
+        if report.replaced:
+            VERSIONS_REPLACED.record()
+            _log.warning("version_replaced", version=progress.policy_version)
 
         for record in self._records.load():
             if record.step == progress.step:
@@ -191,6 +213,7 @@ class RankZero:
                 report.bytes,
                 report.push_s,
                 publication.lm_head_hash,
+                report.replaced,
             )
         )
 

@@ -55,6 +55,7 @@ class PolicyTrainer:
         )
         self._begun = 0  # version of the last checkpoint that was begun, the same on all ranks
         self._unreported: tuple[int, Progress] | None = None  # the command it was begun for
+        self._resumed = False  # and not yet compared with what serves
 
     def resume(self) -> None:
         """Takes up the newest checkpoint, and replays the steps it misses."""
@@ -72,6 +73,7 @@ class PolicyTrainer:
         steps = from_rank_zero([collected.record.step for collected in replays])
         for number, step in enumerate(steps):
             self._advance(step, replays[number] if self.zero else None)
+        self._resumed = self.progress.policy_version > 0
 
     def started(self) -> None:
         """The rank takes commands from now on."""
@@ -97,7 +99,7 @@ class PolicyTrainer:
 
     def _train(self, command: Train) -> None:
         """One RL step; a step that is trained already is only pushed again."""
-        if not self._accepts(command):
+        if not self._accepts(command) or not self._goes_on_from_what_serves(command):
             return
         if command.sender.step == self.progress.step:
             if self.zero:
@@ -132,6 +134,21 @@ class PolicyTrainer:
             )
             self.zero.failed(command.command_id, error)
         return False
+
+    def _goes_on_from_what_serves(self, command: Train) -> bool:
+        """After a start, the weights of a version that serves become those that serve: what was
+        replayed on other ranks may differ in a bit. False when nobody knows; the parent is told.
+        """
+        if not self._resumed:
+            return True
+        weights = self.learner.weights()
+        version = self.progress.policy_version
+        served = self.zero.served(command, version, weights) if self.zero else None
+        known, differs = from_rank_zero((served is not None, bool(served)))
+        if differs:
+            self.learner.take(served or {})
+        self._resumed = not known
+        return known
 
     def _advance(
         self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE

@@ -350,6 +350,52 @@ async def test_another_number_of_ranks_goes_on_from_a_checkpoint_bit_for_bit(wor
     assert (await world.step(2, 2))[1].world_size == 1
 
 
+async def killed_and_started_with_two_ranks(world: World) -> None:
+    """The checkpoint misses both steps; two ranks replay them to other bits than one rank."""
+    await world.stop(signal.SIGKILL)
+    await world.start(ranks=2, checkpoint_interval_steps=10)
+    status = await world.status()
+    assert (status.policy_version, status.checkpoint_version, status.ranks) == (2, 0, 2)
+
+
+@pytest.mark.slow
+async def test_a_step_replayed_to_other_bits_takes_the_place_of_what_does_not_serve_yet(
+    world: World,
+) -> None:
+    await world.start(ranks=1, checkpoint_interval_steps=10)
+    for step in range(2):
+        await world.append(step, step)
+        await world.step(step, step)
+        if not step:
+            await world.commit(1)
+    before = world.weights(2)
+    await killed_and_started_with_two_ranks(world)
+    prepared = (await world.step(1, 1))[-1]
+    assert (prepared.replaced, prepared.policy_version) == (True, 2)
+    assert 0 < moved(world.weights(2), before) < 1e-5
+    await world.commit(2)
+    await world.append(2, 2)
+    assert not (await world.step(2, 2))[-1].replaced
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True], ids=["next", "again"])
+async def test_a_trainer_that_replayed_to_other_bits_goes_on_from_what_serves(
+    world: World, again: bool
+) -> None:
+    await world.start(ranks=1, checkpoint_interval_steps=10)
+    for step in range(2):
+        await world.append(step, step)
+        await world.step(step, step)
+        await world.commit(step + 1)
+    served = world.weights(2)
+    await killed_and_started_with_two_ranks(world)
+    if again:
+        assert (await world.step(1, 1))[-1].bytes == 0, "what serves was pushed again"
+    await world.step(2, 2, sessions=0)  # moves no weight
+    assert moved(world.weights(3), served) == 0.0
+
+
 @pytest.mark.slow
 async def test_a_lost_rank_is_unavailable_and_the_step_can_be_called_again(world: World) -> None:
     await world.start()

@@ -47,6 +47,7 @@ from paceline.weights import (
     add_weight_service,
     build_manifest,
     commit_versions,
+    pull_weights,
     push_weights,
 )
 from paceline.weights.manifest import cut_chunks
@@ -347,17 +348,110 @@ async def test_policy_versions_only_grow(start: Start) -> None:
     assert (await wanted(receiver.channel, manifest_of(given, P, 2))).complete
 
 
-async def test_other_content_of_a_version_needs_an_abort(start: Start) -> None:
+async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
+    start: Start,
+) -> None:
     receiver = await start()
     await receiver.push(P, 1, seed=1)
-    with pytest.raises(WeightsError, match="abort it first"):
-        await receiver.push(P, 1, seed=2)
-    await abort_version(receiver.channel, CONTEXT, P, 1)
-    assert receiver.hooks.told[-1] == ("abort", P, 1)
-    given = await receiver.push(P, 1, seed=2)
+    given = tensors(2)
+    manifest = manifest_of(given, P, 1)
+    report = await push_weights(receiver.channel, manifest, given, CONTEXT)
+    assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
+    assert [note[0] for note in receiver.hooks.told] == ["prepared", "abort", "prepared"]
     assert load_file(receiver.spool.path(P, 1) / "model.safetensors")["a"].tobytes() == bytes(
         given[0].data
     )
+    assert not (await push_weights(receiver.channel, manifest, given, CONTEXT)).replaced
+
+
+async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Start) -> None:
+    receiver = await start()
+    given, others = tensors(1), tensors(2)
+    with pytest.raises(WeightsError, match="misses"):
+        await send(receiver.channel, given, manifest_of(given, P, 1), [0, 1])
+    manifest = manifest_of(others, P, 1)
+    report = await push_weights(receiver.channel, manifest, others, CONTEXT)
+    assert (report.replaced, report.bytes) == (True, manifest.total_bytes)
+
+
+async def test_a_sender_that_another_has_replaced_places_no_chunk(start: Start) -> None:
+    receiver = await start()
+    given, others = tensors(1), tensors(2)
+    old, new = manifest_of(given, P, 1), manifest_of(others, P, 1)
+    await wanted(receiver.channel, old)
+    arrived, place = asyncio.Event(), receiver.servicer._receiving[P, 1].place
+
+    def seen(chunk: PushChunk) -> None:
+        place(chunk)
+        arrived.set()
+
+    receiver.servicer._receiving[P, 1].place = seen  # type: ignore[method-assign]
+    prepared = asyncio.Event()
+
+    async def messages() -> AsyncIterator[bytes]:
+        for index, data in cut_chunks(old, given, [0, 1]):
+            crc = zlib.crc32(data)
+            yield encode_push(PushChunk(P, 1, index, crc, data, CONTEXT if not index else None))
+            await prepared.wait()
+
+    call = receiver.channel.stream_unary(f"/{SERVICE_NAME}/Push")(messages(), timeout=patient(10))
+    await asyncio.wait_for(arrived.wait(), patient(10))
+    assert (await wanted(receiver.channel, new)).replaced
+    prepared.set()
+    with pytest.raises(WeightsError, match="no Prepare announced"), rpc_errors():
+        await call
+    assert 1 in receiver.servicer._receiving[P, 1].missing()
+
+
+@pytest.mark.parametrize("serving", [True, False], ids=["serving", "previous"])
+async def test_other_content_of_a_version_that_has_served_is_refused(
+    start: Start, serving: bool
+) -> None:
+    receiver = await start()
+    await receiver.push(D, 1, seed=1)
+    await receiver.commit(1, 0, 1)
+    if not serving:
+        await receiver.push(D, 2)
+        await receiver.commit(2, 0, 2)
+    with pytest.raises(WeightsError, match="drafter version 1 is kept with other content"):
+        await receiver.push(D, 1, seed=2)
+
+
+async def test_what_serves_can_be_pulled_bit_for_bit(start: Start) -> None:
+    receiver = await start()
+    never = await pull_weights(receiver.channel, P, lambda one: bool(one.tensors), deadline_s=10)
+    assert never is None
+    given = await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    await receiver.push(P, 2)
+    pulled = await pull_weights(
+        receiver.channel, P, lambda manifest: manifest.version == 1, deadline_s=patient(10)
+    )
+    assert pulled is not None
+    assert [(one.layout, bytes(one.view)) for one in pulled] == [
+        (one.layout, bytes(one.view)) for one in given
+    ]
+    other = await pull_weights(receiver.channel, P, lambda one: one.version == 2, deadline_s=10)
+    assert other is None
+
+
+async def test_a_pull_of_bytes_that_rotted_on_disk_is_data_loss(start: Start) -> None:
+    receiver = await start()
+    await receiver.push(P, 1)
+    await receiver.commit(1, 1, 0)
+    path = receiver.spool.path(P, 1) / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataLoss, match="not the manifest's content"):
+        await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
+    path.write_bytes(data[:-9])
+    with pytest.raises(DataLoss, match="ends inside chunk"):
+        await pull_weights(receiver.channel, P, lambda _: True, deadline_s=patient(10))
+
+
+async def test_a_version_that_is_not_here_is_forgotten_already(start: Start) -> None:
+    receiver = await start()
     await abort_version(receiver.channel, CONTEXT, P, 9)
 
 

@@ -81,16 +81,18 @@ class PolicyStepped(_message.Message):
     def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ...) -> None: ...
 
 class PolicyPrepared(_message.Message):
-    __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash")
+    __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash", "replaced")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     PUSH_S_FIELD_NUMBER: _ClassVar[int]
     LM_HEAD_HASH_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     bytes: int
     push_s: float
     lm_head_hash: str
-    def __init__(self, policy_version: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ..., lm_head_hash: _Optional[str] = ...) -> None: ...
+    replaced: bool
+    def __init__(self, policy_version: _Optional[int] = ..., bytes: _Optional[int] = ..., push_s: _Optional[float] = ..., lm_head_hash: _Optional[str] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
 class SavePolicyCheckpointRequest(_message.Message):
     __slots__ = ("context",)

@@ -72,12 +72,14 @@ class PrepareRequest(_message.Message):
     def __init__(self, context: _Optional[_Union[_trajectory_pb2.CommandContext, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ...) -> None: ...
 
 class PrepareResponse(_message.Message):
-    __slots__ = ("complete", "wanted_chunks")
+    __slots__ = ("complete", "wanted_chunks", "replaced")
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     WANTED_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    REPLACED_FIELD_NUMBER: _ClassVar[int]
     complete: bool
     wanted_chunks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ...) -> None: ...
+    replaced: bool
+    def __init__(self, complete: _Optional[bool] = ..., wanted_chunks: _Optional[_Iterable[int]] = ..., replaced: _Optional[bool] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("target", "version", "chunk_index", "crc32", "context", "data")
@@ -152,3 +154,17 @@ class GetVersionsResponse(_message.Message):
     prepared_policy: _containers.RepeatedScalarFieldContainer[int]
     prepared_drafter: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, versions: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., previous: _Optional[_Union[_trajectory_pb2.VersionSet, _Mapping]] = ..., prepared_policy: _Optional[_Iterable[int]] = ..., prepared_drafter: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("target",)
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    target: _engine_pb2.WeightTarget
+    def __init__(self, target: _Optional[_Union[_engine_pb2.WeightTarget, str]] = ...) -> None: ...
+
+class PullResponse(_message.Message):
+    __slots__ = ("manifest", "chunk")
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    manifest: Manifest
+    chunk: PushRequest
+    def __init__(self, manifest: _Optional[_Union[Manifest, _Mapping]] = ..., chunk: _Optional[_Union[PushRequest, _Mapping]] = ...) -> None: ...

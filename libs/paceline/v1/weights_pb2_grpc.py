@@ -61,6 +61,11 @@ class WeightServiceStub:
                 request_serializer=paceline_dot_v1_dot_weights__pb2.GetVersionsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_weights__pb2.GetVersionsResponse.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_stream(
+                '/paceline.v1.WeightService/Pull',
+                request_serializer=paceline_dot_v1_dot_weights__pb2.PullRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_weights__pb2.PullResponse.FromString,
+                _registered_method=True)
 
 
 class WeightServiceServicer:
@@ -69,7 +74,8 @@ class WeightServiceServicer:
     """
 
     def Prepare(self, request, context):
-        """Announces a version; answers which chunks are already here.
+        """Announces a version; answers which chunks are already here. One that was announced before with other content, and that
+        no kept set names, is forgotten first: a sender that started again may have come to other bits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +109,14 @@ class WeightServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Sends the version that serves: its manifest, then its chunks in order. Of a version that was never pushed, the manifest
+        has no tensors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WeightServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +144,11 @@ def add_WeightServiceServicer_to_server(servicer, server):
                     servicer.GetVersions,
                     request_deserializer=paceline_dot_v1_dot_weights__pb2.GetVersionsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_weights__pb2.GetVersionsResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=paceline_dot_v1_dot_weights__pb2.PullRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_weights__pb2.PullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +288,33 @@ class WeightService:
             '/paceline.v1.WeightService/GetVersions',
             paceline_dot_v1_dot_weights__pb2.GetVersionsRequest.SerializeToString,
             paceline_dot_v1_dot_weights__pb2.GetVersionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paceline.v1.WeightService/Pull',
+            paceline_dot_v1_dot_weights__pb2.PullRequest.SerializeToString,
+            paceline_dot_v1_dot_weights__pb2.PullResponse.FromString,
             options,
             channel_credentials,
             insecure,

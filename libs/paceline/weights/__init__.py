@@ -4,6 +4,7 @@ Owns bytes, not models.
 """
 
 from paceline.weights.manifest import CONFIG, build_manifest
+from paceline.weights.pull import pull_weights
 from paceline.weights.push import PushReport, abort_version, commit_versions, push_weights
 from paceline.weights.service import SERVICE_NAME, add_weight_service
 from paceline.weights.servicer import WeightHooks, WeightServicer
@@ -20,5 +21,6 @@ __all__ = [
     "add_weight_service",
     "build_manifest",
     "commit_versions",
+    "pull_weights",
     "push_weights",
 ]

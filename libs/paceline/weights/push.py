@@ -44,6 +44,7 @@ class PushReport:
     receive_s: float = 0.0  # receiver: first chunk to all checksums verified in memory
     spool_s: float = 0.0  # receiver: writing the spool
     fan_out_s: float = 0.0  # receiver: loading on its workers
+    replaced: bool = False  # receiver: other content of this version, which did not serve, is gone
 
     @property
     def transfer_s(self) -> float:
@@ -89,6 +90,7 @@ async def push_weights(
         receive_s=response.receive_s,
         spool_s=response.spool_s,
         fan_out_s=response.fan_out_s,
+        replaced=wanted.replaced,
     )
 
 

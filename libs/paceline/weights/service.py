@@ -28,6 +28,11 @@ def add_weight_service(servicer: WeightServiceServicer, server: grpc.aio.Server)
             ("GetVersions", pb.GetVersionsRequest, pb.GetVersionsResponse),
         )
     }
+    methods["Pull"] = grpc.unary_stream_rpc_method_handler(
+        servicer.Pull,
+        request_deserializer=pb.PullRequest.FromString,
+        response_serializer=pb.PullResponse.SerializeToString,
+    )
     methods["Push"] = grpc.stream_unary_rpc_method_handler(
         servicer.Push,
         request_deserializer=decode_push,

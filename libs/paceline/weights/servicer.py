@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,15 +16,17 @@ from typing import Any, Protocol, TypeVar
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted, WeightsError
 from paceline.messages import versions_from_proto, versions_to_proto
 from paceline.rpc import EpochGuard
+from paceline.telemetry import get_logger
 from paceline.trajectory import VersionSet
 from paceline.v1 import weights_pb2 as pb
 from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, WEIGHT_TARGET_POLICY
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
-from paceline.weights.manifest import check_manifest, target_name
+from paceline.weights.manifest import check_manifest, chunk_count, target_name
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 
+_log = get_logger(__name__)
 T = TypeVar("T")
 
 MAX_IN_FLIGHT = 2
@@ -102,6 +105,7 @@ class WeightServicer(WeightServiceServicer):
     async def _prepare(self, manifest: pb.Manifest) -> pb.PrepareResponse:
         part = (manifest.target, manifest.version)
         async with self._writer:
+            replaced = await self._make_way(manifest)
             if self._is_spooled(manifest):
                 if manifest.version > part_version(self.serving, manifest.target):
                     await self._load(part)
@@ -110,9 +114,27 @@ class WeightServicer(WeightServiceServicer):
             if assembly is None:
                 self._admit(part)
                 assembly = self._receiving[part] = Assembly(manifest, self._max_bytes)
-            elif assembly.manifest != manifest:
-                raise _differs(manifest, assembly.manifest)
-            return pb.PrepareResponse(wanted_chunks=assembly.wanted())
+            return pb.PrepareResponse(wanted_chunks=assembly.wanted(), replaced=replaced)
+
+    async def _make_way(self, manifest: pb.Manifest) -> bool:
+        """Forgets other content of the version; False when there is none.
+
+        Raises WeightsError when a kept set names the version: what has served stays what it was.
+        """
+        part = (manifest.target, manifest.version)
+        assembly = self._receiving.get(part)
+        known = assembly.manifest if assembly else self._spool.manifest(*part)
+        if known is None or known == manifest:
+            return False
+        if assembly is None and part not in self._spool.prepared:
+            raise WeightsError(
+                f"{_name(part)} is kept with other content",
+                seen=manifest.content_hash,
+                allowed=known.content_hash,
+            )
+        _log.warning("a version is announced with other content", version=_name(part))
+        await self._forget(part)
+        return True
 
     async def Push(
         self, request_iterator: AsyncIterator[PushChunk], context: Any
@@ -121,6 +143,7 @@ class WeightServicer(WeightServiceServicer):
         one.
         """
         part: Part | None = None
+        assembly: Assembly | None = None
         received = 0
         async for chunk in request_iterator:
             if part is None:
@@ -132,12 +155,12 @@ class WeightServicer(WeightServiceServicer):
                     )
                 self._guard.check(chunk.context)
                 part = (chunk.target, chunk.version)
+                assembly = self._receiving.get(part)
             elif part != (chunk.target, chunk.version):
                 raise InvalidInput(
                     "a push moves one version", seen=(chunk.target, chunk.version), allowed=part
                 )
-            assembly = self._receiving.get(part)
-            if assembly is None:
+            if assembly is None or assembly is not self._receiving.get(part):
                 raise self._not_announced(part)
             assembly.place(chunk)
             received += len(chunk.data)
@@ -183,11 +206,34 @@ class WeightServicer(WeightServiceServicer):
                     seen=_name(part),
                     allowed="a prepared version",
                 )
-            self._receiving.pop(part, None)
-            if part in self._loaded:
-                await self._hooks.on_abort(*part)
-                self._loaded.discard(part)
-            await asyncio.to_thread(self._spool.discard, *part)
+            await self._forget(part)
+
+    async def _forget(self, part: Part) -> None:
+        self._receiving.pop(part, None)
+        if part in self._loaded:
+            await self._hooks.on_abort(*part)
+            self._loaded.discard(part)
+        await asyncio.to_thread(self._spool.discard, *part)
+
+    async def Pull(self, request: pb.PullRequest, context: Any) -> AsyncIterator[pb.PullResponse]:
+        """The manifest of the version that serves, then its chunks."""
+        part = (request.target, part_version(self.serving, request.target))
+        target_name(part[0])
+        manifest = self._spool.manifest(*part)
+        if manifest is None:
+            yield pb.PullResponse(manifest=pb.Manifest(target=request.target, version=part[1]))
+            return
+        yield pb.PullResponse(manifest=manifest)
+        for index in range(chunk_count(manifest)):
+            data = await asyncio.to_thread(self._spool.read_chunk, manifest, index)
+            chunk = pb.PushRequest(
+                target=part[0],
+                version=part[1],
+                chunk_index=index,
+                crc32=zlib.crc32(data),
+                data=data,
+            )
+            yield pb.PullResponse(chunk=chunk)
 
     async def GetVersions(
         self, request: pb.GetVersionsRequest, context: Any
@@ -216,13 +262,8 @@ class WeightServicer(WeightServiceServicer):
         return sorted(version for kind, version in self._spool.prepared if kind == target)
 
     def _is_spooled(self, manifest: pb.Manifest) -> bool:
-        """Whether this very content is on disk; WeightsError when another is, or when the policy
-        version is too old.
-        """
-        spooled = self._spool.manifest(manifest.target, manifest.version)
-        if spooled is not None:
-            if spooled != manifest:
-                raise _differs(manifest, spooled)
+        """Whether the version is on disk; WeightsError when it is not, and too old to be pushed."""
+        if self._spool.manifest(manifest.target, manifest.version) is not None:
             return True
         serving = part_version(self.serving, manifest.target)
         if manifest.version in (0, serving) or (
@@ -315,15 +356,6 @@ class WeightServicer(WeightServiceServicer):
             seen=_name(part),
             allowed=[*map(_name, self._receiving)],
         )
-
-
-def _differs(manifest: pb.Manifest, known: pb.Manifest) -> WeightsError:
-    return WeightsError(
-        f"{_name((manifest.target, manifest.version))} was announced with another manifest; abort "
-        f"it first",
-        seen=manifest.content_hash,
-        allowed=known.content_hash,
-    )
 
 
 def _name(part: Part) -> str:

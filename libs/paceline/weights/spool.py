@@ -23,7 +23,14 @@ from paceline.tagged_json import from_object, to_object
 from paceline.tensors import safetensors_header
 from paceline.trajectory import VersionSet
 from paceline.v1.weights_pb2 import Manifest
-from paceline.weights.manifest import CONFIG, TARGET_NAMES, check_manifest, layouts, target_name
+from paceline.weights.manifest import (
+    CONFIG,
+    TARGET_NAMES,
+    check_manifest,
+    chunk_span,
+    layouts,
+    target_name,
+)
 
 _DRAFTER = 2
 _DIRECTORY = re.compile(r"(policy|drafter|policy_head)-(\d+)")
@@ -93,6 +100,18 @@ class Spool:
             return json_format.Parse(path.read_text(), Manifest())
         except json_format.ParseError as error:
             raise DataLoss(f"{path} is not a manifest", seen=str(error)[:120]) from error
+
+    def read_chunk(self, manifest: Manifest, index: int) -> bytes:
+        """Bytes of one chunk of a spooled version. Raises DataLoss when the file ends before it."""
+        start, end = chunk_span(manifest, index)
+        path = self.path(manifest.target, manifest.version) / "model.safetensors"
+        with path.open("rb") as file:
+            header = int.from_bytes(file.read(8), "little")
+            file.seek(8 + header + start)
+            data = file.read(end - start)
+        if len(data) != end - start:
+            raise DataLoss(f"{path} ends inside chunk {index}", seen=len(data), allowed=end - start)
+        return data
 
     def write(self, manifest: Manifest, buffer: memoryview | bytes | bytearray) -> Path:
         """Writes one version durably and returns its directory; the same version again replaces

@@ -20,7 +20,7 @@ from policy_trainer.batches.batch import MicroBatch, TrainBatch, make_micro_batc
 from policy_trainer.batches.packing import plan_micro_batches
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.model import PolicyModel
-from policy_trainer.learn.parallel import gather_full
+from policy_trainer.learn.parallel import gather_full, scatter_full
 from policy_trainer.messages import StepFacts
 
 
@@ -114,6 +114,10 @@ class Learner:
     def weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""
         return gather_full(self.optimizer.parameters.items())
+
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Goes on from rank 0's whole weights, as `weights` returns them."""
+        scatter_full(weights, self.optimizer.parameters.items())
 
     def state(self) -> dict[str, Any]:
         """Copies of this rank's shards on the CPU: "model" and "optimizer" by parameter."""

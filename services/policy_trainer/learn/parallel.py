@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from paceline.training.checkpoints import copy_local
 from paceline.training.process import join_ranks
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.model import PolicyModel
@@ -36,6 +37,16 @@ def shard(model: PolicyModel, mesh: DeviceMesh, *, reshard_after_forward: bool) 
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return model
+
+
+def scatter_full(full: Mapping[str, Tensor], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Undoes gather_full: gives each tensor the numbers of rank 0's whole one."""
+    for name, tensor in tensors:
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        whole = full[name].to(tensor.device) if full else empty
+        if isinstance(tensor, DTensor):
+            whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+        copy_local(whole, tensor)
 
 
 def gather_full(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

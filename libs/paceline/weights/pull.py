@@ -1,0 +1,63 @@
+"""Reader of weights: what a receiver serves, as tensors again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from paceline.errors import DataLoss
+from paceline.rpc import responses, rpc_errors
+from paceline.tensors import NamedTensor
+from paceline.v1 import weights_pb2 as pb
+from paceline.v1.weights_pb2_grpc import WeightServiceStub
+from paceline.weights.assembly import Assembly
+from paceline.weights.servicer import DEFAULT_MAX_BYTES
+from paceline.weights.wire import PushChunk
+
+
+async def pull_weights(
+    channel: grpc.aio.Channel,
+    target: int,
+    wanted: Callable[[pb.Manifest], bool],
+    *,
+    deadline_s: float,
+) -> list[NamedTensor] | None:
+    """The tensors that serve, in stream order; None unless their manifest is `wanted`.
+
+    Raises DataLoss when the bytes are not the manifest's, InvalidInput for a manifest that cannot
+    be received, and what the call raises.
+    """
+    stub: Any = WeightServiceStub(channel)  # type: ignore[no-untyped-call]
+    call = stub.Pull(pb.PullRequest(target=target), timeout=deadline_s)  # type: ignore[arg-type]
+    assembly: Assembly | None = None
+    with rpc_errors():
+        async with aclosing(responses(call)) as stream:
+            async for response in stream:
+                if assembly is not None:
+                    assembly.place(_chunk(response.chunk))
+                elif wanted(response.manifest):
+                    assembly = Assembly(response.manifest, DEFAULT_MAX_BYTES)
+                else:
+                    return None
+    if assembly is None or not assembly.complete:
+        raise DataLoss("what serves did not come whole", seen="end of stream")
+    assembly.check_content()
+    return [
+        NamedTensor(
+            spec.name, spec.dtype, tuple(spec.shape), assembly.buffer[spec.offset :][: spec.nbytes]
+        )
+        for spec in assembly.manifest.tensors
+    ]
+
+
+def _chunk(message: pb.PushRequest) -> PushChunk:
+    return PushChunk(
+        message.target,
+        message.version,
+        message.chunk_index,
+        message.crc32,
+        memoryview(message.data),
+    )

@@ -1,0 +1,54 @@
+"""`paceline demo` as a process, small enough for a test."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+SMALL = (
+    "coordinator.prompts_per_step=4",
+    "coordinator.samples_per_task=4",
+    "coordinator.evaluation.heldout_prompts=8",
+    "coordinator.evaluation.probe_prompts=4",
+    "coordinator.sampling.max_tokens=48",
+)
+
+
+def demo(out: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("REDIS_URL", None)
+    command = [sys.executable, "-m", "paceline.cli.main", "demo", "--out", str(out), *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def left_over(out: Path) -> list[str]:
+    """Command lines of processes that belong to a run below `out`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if str(out) in line and process.pid != os.getpid():
+            found.append(line)
+    return found
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Read the output up to the line that holds `text`."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    pytest.fail(f"{text!r} never came:\n{''.join(lines)}")
