@@ -92,7 +92,12 @@ async def gateway_with(
     The log is called `name` and lies in the folder.
     """
     port = free_port()
-    own = {**own, "addresses.gateway": "127.0.0.1:0", "addresses.http": f"127.0.0.1:{port}"}
+    own = {
+        **own,
+        "security.run_tokens": False,
+        "addresses.gateway": "127.0.0.1:0",
+        "addresses.http": f"127.0.0.1:{port}",
+    }
     words = [f"{key}={json.dumps(value)}" for key, value in own.items()]
     command = [sys.executable, "-m", "rollout_gateway", *words, *settings]
     async with _serving(name, command, port, "/health", folder) as front:

@@ -20,6 +20,8 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from paceline.client import find_token
+
 HERE = Path(__file__).parent
 TOLERANCE = 5e-4
 
@@ -83,7 +85,8 @@ async def evaluate(options: argparse.Namespace) -> dict[str, float]:
         if line.strip()
     ]
     places = asyncio.Semaphore(options.parallel)
-    async with openai.AsyncOpenAI(base_url=f"{options.url}/v1", api_key=options.token) as client:
+    token = options.token or find_token(options.url) or "none"
+    async with openai.AsyncOpenAI(base_url=f"{options.url}/v1", api_key=token) as client:
         model = (await client.models.list()).data[0].id
 
         async def one(task: Mapping[str, str]) -> list[bool]:
@@ -108,7 +111,7 @@ def mismatches(found: Mapping[str, float], expected: Mapping[str, float]) -> lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
-    parser.add_argument("--token", default="none", help="the gateway's token, if it wants one")
+    parser.add_argument("--token", help="the gateway's token; else what is found")
     parser.add_argument("--tasks", type=Path, default=HERE / "tasks.jsonl")
     parser.add_argument("--n", type=int, default=4, help="samples of a task")
     parser.add_argument("--parallel", type=int, default=16, help="tasks at once")

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import openai
 
+from paceline.client import find_token
+
 WAIT_S = 10.0  # the gateway answers a claim at once when it has a task, else after so long
 
 
@@ -33,10 +35,11 @@ class Agent:
     """Many sessions at once, until no task has come for `patience_s`."""
 
     def __init__(self, url: str, patience_s: float) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=WAIT_S + 30)
-        self._openai = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="each session has its own", max_retries=5
-        )
+        token = find_token(url) or "none"
+        headers = {"authorization": f"Bearer {token}"}
+        self._http = httpx.AsyncClient(base_url=url, headers=headers, timeout=WAIT_S + 30)
+        # For the model's name; each session has a key of its own.
+        self._openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=token, max_retries=5)
         self._patience_s = patience_s
         self._last_task_s = time.monotonic()
         self.counts: Counter[str] = Counter()

@@ -18,6 +18,8 @@ from pydantic_ai import Agent, RunContext
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from paceline.client import find_token
+
 QUESTION = "What are our bolts worth?"
 WORTH = "84.00"
 
@@ -114,7 +116,8 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:7408", help="address of the gateway")
     options = parser.parse_args()
-    async with httpx.AsyncClient(base_url=options.url, timeout=60) as http:
+    headers = {"authorization": f"Bearer {find_token(options.url) or 'none'}"}
+    async with httpx.AsyncClient(base_url=options.url, headers=headers, timeout=60) as http:
         outcomes = list(
             await asyncio.gather(*(attempt(http, options.url, index) for index in range(2)))
         )

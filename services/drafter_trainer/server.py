@@ -163,6 +163,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServiceServicer):
         No newer command fences it off: to free slots is always right.
         """
         check_run(request.context, self._config.run.id)
+        self._guard.check_proof(request.context)
         self._preempted_epoch = max(self._preempted_epoch, request.context.epoch)
         lease = self._ranks.lease
         if lease is None or lease.epoch > request.context.epoch:
@@ -234,7 +235,7 @@ def _detached(message: m.Stopped) -> pb.ActivateResponse:
 async def serve(config: DrafterTrainerConfig, stop: asyncio.Event) -> None:
     """Serves until `stop` is set or the ranks cannot be started; leaves no rank behind."""
     check_model(Path(config.model))
-    ranks, guard = DrafterDriver(config), EpochGuard()
+    ranks, guard = DrafterDriver(config), EpochGuard(config.security)
     spool = Spool(Path(config.run.dir) / "spool-drafter-trainer", keep=4)
     await _tell_spooled(spool, ranks)
     servicer = DrafterServicer(config, ranks, guard)

@@ -17,11 +17,15 @@ class Sender:
     run_id: str
     step: int
     epoch: int
+    lease_proof: str = ""
     carrier: dict[str, str] = field(default_factory=dict)  # trace context
 
     def context(self) -> CommandContext:
         """As the wire carries it."""
-        return CommandContext(run_id=self.run_id, step=self.step, epoch=self.epoch)
+        proof = self.lease_proof
+        return CommandContext(
+            run_id=self.run_id, step=self.step, epoch=self.epoch, lease_proof=proof
+        )
 
 
 @dataclass(frozen=True, slots=True)

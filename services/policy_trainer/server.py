@@ -32,7 +32,7 @@ class PolicyServicer(PolicyServiceServicer):
     def __init__(self, config: PolicyTrainerConfig, ranks: PolicyDriver) -> None:
         self._config = config
         self._ranks = ranks
-        self._guard = EpochGuard()
+        self._guard = EpochGuard(config.security)
 
     async def TrainStep(
         self, request: pb.TrainStepRequest, context: Any
@@ -73,7 +73,8 @@ class PolicyServicer(PolicyServiceServicer):
     def _sender(self, context: CommandContext) -> Sender:
         check_run(context, self._config.run.id)
         self._guard.check(context)
-        return Sender(context.run_id, context.step, context.epoch, inject())
+        proof = context.lease_proof
+        return Sender(context.run_id, context.step, context.epoch, proof, inject())
 
 
 def require_fresh(root: Path, *, resume: bool) -> None:

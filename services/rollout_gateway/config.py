@@ -176,6 +176,8 @@ class RewardsConfig(Config):
     """Children that score for rules which do not run in the gateway."""
     deadline_s: float = Field(default=30, gt=0)
     """Seconds of one score in a child; then it is killed and the sample unscored."""
+    own: dict[str, str] = Field(default={})
+    """Rules of your own: the name that requests use, and package.module:Class or file.py:Class."""
     sandbox: SandboxConfig = SandboxConfig()
     remote: RemoteRewardConfig = RemoteRewardConfig()
     model: ModelRewardConfig = ModelRewardConfig()
@@ -206,6 +208,10 @@ class GatewayConfig(ServiceConfig):
     sessions: SessionsConfig = SessionsConfig()
     queue: QueueConfig = QueueConfig()
     chat: ChatConfig = ChatConfig()
+    environments: dict[str, str] = Field(default={})
+    """Environments of your own: the name that requests use, and package.module:Class or
+    file.py:Class.
+    """
     rewards: RewardsConfig = RewardsConfig()
     release_after_s: float = Field(default=1.0, gt=0)
     """Seconds after which an idle worker gives its slot away, in open traffic."""

@@ -90,7 +90,7 @@ class Gateway:
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
         sandbox = Sandbox(config.rewards.sandbox)
         self.rewards = RewardRules(config.rewards, sandbox)
-        self.equipment = Equipment(sandbox)
+        self.equipment = Equipment(sandbox, config.environments)
         self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import shlex
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import uvicorn
 
 from paceline.errors import ConfigError
 from paceline.local.patience import patient
+from paceline.local.tokens import AGENT, token_file
 from paceline.rpc import EpochGuard, Server, is_loopback
 from paceline.telemetry import get_logger
 from paceline.v1.rollout_pb2_grpc import add_RolloutServiceServicer_to_server
@@ -50,15 +53,29 @@ async def serve(config: GatewayConfig, stop: asyncio.Event) -> None:
 
     Raises ConfigError for settings that cannot work.
     """
-    async with running(config):
+    async with running(config) as (_, port):
+        sys.stdout.write(f"{_example(config, port)}\n")
+        sys.stdout.flush()
         await stop.wait()
+
+
+def _example(config: GatewayConfig, port: int) -> str:
+    """A line to copy for the HTTP API."""
+    security, file = config.security, token_file(config, AGENT)
+    scheme = "https" if security.tls_cert else "http"
+    line = f"curl {scheme}://{config.addresses.http.rpartition(':')[0]}:{port}/v1/models"
+    if not security.token:
+        return f"{line}  # no token: every user of this machine may use and steer this gateway"
+    kept = security.run_tokens and file.exists()
+    token = f"$(cat {shlex.quote(str(file))})" if kept else f"${security.token_env}"
+    return f'{line} -H "Authorization: Bearer {token}"'
 
 
 @contextlib.asynccontextmanager
 async def running(config: GatewayConfig) -> AsyncIterator[tuple[int, int]]:
     """A gateway inside the block; gives its gRPC and HTTP ports."""
     gateway = Gateway(config)
-    guard = EpochGuard()
+    guard = EpochGuard(config.security)
     server = Server(config.addresses.gateway, config.security)
     server.add(
         add_RolloutServiceServicer_to_server, RolloutServicer(gateway, guard), ROLLOUT_SERVICE

@@ -20,7 +20,7 @@ from integration.gateway.http_agent import SLOW, Agent, user
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
 from paceline.local.ports import free_ports
-from paceline.rpc import channel, wait_healthy
+from paceline.rpc import channel, leased, wait_healthy
 from paceline.streams import Ledger, RedisStream, connect, decode_trajectory, run_key
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -113,7 +113,7 @@ async def until_broken(agent: Agent, begun: asyncio.Event) -> None:
 
 async def step_of(gateway: Gateway, run_id: str, groups: int) -> list[Any]:
     request = rpb.RunTasksRequest(
-        context=tpb.CommandContext(run_id=run_id, step=3, epoch=1),
+        context=leased(SecurityConfig(), run_id, 3, 1),
         purpose=tpb.PURPOSE_TRAIN,
         reward="agent",
         environment="external",
@@ -196,7 +196,7 @@ async def test_a_claimed_task_is_offered_again_by_the_next_gateway(
     gateway: Gateway, redis_url: str, run_id: str
 ) -> None:
     request = rpb.RunTasksRequest(
-        context=tpb.CommandContext(run_id=run_id, step=1, epoch=1),
+        context=leased(SecurityConfig(), run_id, 1, 1),
         purpose=tpb.PURPOSE_TRAIN,
         tasks=[rpb.TaskSpec(task_id="a", prompt="1+1=", group_id="g")],
         samples_per_task=2,

@@ -75,6 +75,7 @@ class World:
             "redis.durable_url": self.url,
             "addresses.drafter_trainer": self.address,
             "addresses.gateway": self.gateway,
+            "security.run_tokens": "false",
             "model": POLICY,
             "optimizer.lr": 1e-2,
             "buffer.heldout_every": 4,
@@ -162,7 +163,11 @@ class World:
 async def serve_receiver(spool: Spool, receiver: Receiver) -> tuple[Server, int]:
     """A real WeightService as the gateway runs one."""
     server = Server("127.0.0.1:0", SECURITY)
-    server.add(add_weight_service, WeightServicer(spool, EpochGuard(), receiver), SERVICE_NAME)
+    server.add(
+        add_weight_service,
+        WeightServicer(spool, EpochGuard(SecurityConfig()), receiver),
+        SERVICE_NAME,
+    )
     return server, await server.start()
 
 

@@ -201,7 +201,7 @@ class Policy(PolicyServiceServicer):
     """Trains at once."""
 
     def __init__(self, script: Script) -> None:
-        self.script, self.guard = script, EpochGuard()
+        self.script, self.guard = script, EpochGuard(SecurityConfig())
 
     async def TrainStep(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.guard.check(request.context)
@@ -279,7 +279,10 @@ class Peers:
     ports: dict[str, int]
     servers: dict[str, Server] = field(default_factory=dict)
     guards: dict[str, EpochGuard] = field(
-        default_factory=lambda: {"gateway": EpochGuard(), "drafter": EpochGuard()}
+        default_factory=lambda: {
+            "gateway": EpochGuard(SecurityConfig()),
+            "drafter": EpochGuard(SecurityConfig()),
+        }
     )
     drafter: Drafter | None = None
 

@@ -124,6 +124,7 @@ class World:
             "addresses.policy_trainer": self.address,
             "addresses.gateway": f"127.0.0.1:{self.receivers['gateway']}",
             "addresses.drafter_trainer": f"127.0.0.1:{self.receivers['drafter']}",
+            "security.run_tokens": "false",
             "model": self.model,
             "ranks": 2,
             "optimizer.lr": 1e-3,
@@ -198,7 +199,7 @@ class World:
 async def receiver(spool: Spool, target: int, port: int = 0) -> tuple[Server, int]:
     """A real WeightService over a spool."""
     server = Server(f"127.0.0.1:{port}", SECURITY)
-    servicer = WeightServicer(spool, EpochGuard(), NoHooks(), targets=(target,))
+    servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), NoHooks(), targets=(target,))
     server.add(add_weight_service, servicer, SERVICE_NAME)
     return server, await server.start()
 

@@ -374,7 +374,7 @@ class Weights(WeightServiceServicer):  # type: ignore[misc]
     """Fenced; flaky at first; the rest of the service is not there."""
 
     def __init__(self) -> None:
-        self.guard = EpochGuard()
+        self.guard = EpochGuard(SecurityConfig())
         self.failures_left = 2
         self.pushes = 0
 

@@ -121,7 +121,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
     async def start_one(**options: object) -> Receiver:
         hooks, spool = Recorder(), Spool(tmp_path / "spool")
-        servicer = WeightServicer(spool, EpochGuard(), hooks, **options)
+        servicer = WeightServicer(spool, EpochGuard(SecurityConfig()), hooks, **options)
         server = Server("127.0.0.1:0", SecurityConfig())
         server.add(add_weight_service, servicer, SERVICE_NAME)
         port = await server.start()

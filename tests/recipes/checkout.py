@@ -83,7 +83,8 @@ class Checkout:
     def gateway(self, *words: str) -> Iterator[tuple[httpx.Client, str]]:
         """`paceline serve gateway` as a process: its HTTP API and its gRPC address."""
         http, grpc = free_ports(2)
-        command = ["serve", "gateway", "--model", str(MODEL), "--http-port", str(http)]
+        command = ["serve", "gateway", "--no-token", "--model", str(MODEL)]
+        command += ["--http-port", str(http)]
         with (self.root / "gateway.log").open("wb") as log:
             process = subprocess.Popen(
                 [sys.executable, "-c", CLI, *command, "--grpc-port", str(grpc), *words],

@@ -87,11 +87,16 @@ OF_ONES_OWN = {
     "reward": (Change("my_reward.py", REWARD),),
     "engine": (Change("my_engine.py", ENGINE),),
 }
+CONFIGURED = (
+    "engine.options.words=7",
+    "environments.signed=my_environment:Signed",
+    "rewards.own.signature=my_reward.py:Signature",
+)
 BY_PATH = {
     "speculator": "my_speculator:KIND",
     "bandit": "my_bandit.py:LastArm",
-    "environment": "my_environment:Signed",
-    "reward": "my_reward.py:Signature",
+    "environment": "signed",
+    "reward": "signature",
     "engine": "my_engine.py:KIND",
 }
 
@@ -125,7 +130,7 @@ def test_a_new_engine_bandit_environment_and_reward_serve_tasks(
         environment=names["environment"],
         reward=names["reward"],
     )
-    own = () if names["engine"] == "twin" else ("engine.options.words=7",)
+    own = () if names["engine"] == "twin" else CONFIGURED
     engine = ("--engine", names["engine"], "engine.workers=1", *own)
     with (
         checkout.gateway(*engine, f"speculation.bandit.kind={names['bandit']}") as (http, address),

@@ -17,6 +17,7 @@ from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
 from paceline.local.child import ChildEvent
 from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.tokens import use_run_tokens
 from paceline.streams import LedgerCount
 
 EXIT_FAILED = 1
@@ -32,6 +33,7 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
     """
     files = prepare_run(options)
     config = load_config(ServiceConfig, "local", [files.config])
+    use_run_tokens(config)
 
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)

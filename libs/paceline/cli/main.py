@@ -43,6 +43,12 @@ Overrides = Annotated[
 ]
 
 
+NoToken = Annotated[
+    bool,
+    typer.Option(
+        "--no-token", help="make no tokens: every user of this machine may use and steer it"
+    ),
+]
 ConfigFiles = Annotated[
     list[Path] | None, typer.Option(help="TOML file; later files win", exists=True)
 ]
@@ -87,6 +93,7 @@ def serve(
         int | None, typer.Option(help="gateway: port of the OpenAI-compatible API")
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="port of the gRPC API")] = None,
+    no_token: NoToken = False,
     print_config: Annotated[
         bool, typer.Option("--print-config", help="print the settings and exit")
     ] = False,
@@ -107,10 +114,15 @@ def serve(
         "addresses.http": http_port is not None and f"127.0.0.1:{http_port}",
         f"addresses.{spec.address_key}": grpc_port is not None and f"127.0.0.1:{grpc_port}",
     }
-    settings = [*(overrides or ()), *(f'{key}="{value}"' for key, value in given.items() if value)]
+    settings = list(_settings(overrides, no_token))
+    settings += [f'{key}="{value}"' for key, value in given.items() if value]
     files = [part for file in config or [] for part in ("--config", str(file))]
     flags = ["--print-config"] if print_config else []
     _become(spec.module, *spec.arguments, *files, *flags, *settings)
+
+
+def _settings(overrides: list[str] | None, no_token: bool) -> tuple[str, ...]:
+    return (*(overrides or ()), *(("security.run_tokens=false",) if no_token else ()))
 
 
 def _drafter(value: str) -> str:
@@ -123,11 +135,12 @@ def _drafter(value: str) -> str:
 def up(
     overrides: Overrides = None,
     config: ConfigFiles = None,
+    no_token: NoToken = False,
 ) -> None:
     """Start and supervise Redis and all services from one TOML; Ctrl-C stops them all."""
     from paceline.cli.up import run_up
 
-    _run(run_up(list(config or []), list(overrides or []), console))
+    _run(run_up(list(config or []), _settings(overrides, no_token), console))
 
 
 @app.command()
@@ -148,6 +161,7 @@ def demo(
         str | None, typer.Option(metavar="ID", help="continue the run of this id")
     ] = None,
     out: Annotated[Path, typer.Option(help="folder of the runs")] = Path("runs"),
+    no_token: NoToken = False,
 ) -> None:
     """Train a small policy and its drafter end to end on this machine, then write a report."""
     from paceline.cli.demo import run_demo
@@ -161,7 +175,7 @@ def demo(
         frozen_drafter=frozen_drafter,
         resume=resume,
         out=out,
-        overrides=tuple(overrides or ()),
+        overrides=_settings(overrides, no_token),
     )
     _run(run_demo(options, console))
 

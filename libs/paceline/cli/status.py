@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from paceline.cli.access import operator_channel
 from paceline.cli.live import step_line
 from paceline.cli.watch import enum_word
-from paceline.config import SecurityConfig
-from paceline.rpc import channel, rpc_errors
+from paceline.rpc import rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -20,7 +20,7 @@ async def show_status(address: str, console: Console) -> int:
     """Prints phase, slots, versions and the last step; raises Unavailable when no coordinator
     answers.
     """
-    async with channel(address, SecurityConfig()) as connection:
+    async with operator_channel(address) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         with rpc_errors():
             snapshot = await stub.GetSnapshot(pb.GetSnapshotRequest(), timeout=DEADLINE_S)

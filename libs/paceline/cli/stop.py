@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from paceline.config import SecurityConfig
+from paceline.cli.access import operator_channel
 from paceline.errors import Unavailable
-from paceline.rpc import channel, rpc_errors
+from paceline.rpc import rpc_errors
 from paceline.v1 import coordinator_pb2 as pb
 from paceline.v1.coordinator_pb2_grpc import CoordinatorServiceStub
 
@@ -29,7 +29,7 @@ async def stop_run(address: str, console: Console) -> int:
     Raises Unavailable when no coordinator answers, FailedPrecondition when its run has not begun or
     is over. Whoever is cancelled waits no longer; the run ends all the same.
     """
-    async with channel(address, SecurityConfig()) as connection:
+    async with operator_channel(address) as connection:
         stub = CoordinatorServiceStub(connection)  # type: ignore[no-untyped-call]
         try:
             with rpc_errors():

@@ -15,6 +15,7 @@ from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
+from paceline.local.tokens import AGENT, token_file, use_run_tokens
 
 EXIT_INTERRUPTED = 130
 START_DEADLINE_S = 300.0
@@ -38,13 +39,14 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
     service that fails.
     """
     config = load_config(ServiceConfig, "local", files, overrides)
+    use_run_tokens(config)
 
     def show(event: ChildEvent) -> None:
         console.print(event_line(event), highlight=False, soft_wrap=True)
 
     async def started() -> None:
         console.print(
-            f"[bold]everything serves[/]: API http://{config.addresses.http}/v1, "
+            f"[bold]everything serves[/]: API http://{config.addresses.http}/v1{_key(config)}, "
             f"coordinator {config.addresses.coordinator}; logs in "
             f"{escape(str(Path(config.run.dir) / 'logs'))}. Ctrl-C stops all.",
             highlight=False,
@@ -63,6 +65,11 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
         "stopped; the run continues from its journal with the same command", highlight=False
     )
     return EXIT_INTERRUPTED
+
+
+def _key(config: ServiceConfig) -> str:
+    file = token_file(config, AGENT)
+    return f" (key: {escape(str(file))})" if config.security.run_tokens else ""
 
 
 async def supervise(supervisor: Supervisor, when_started: Callable[[], Awaitable[None]]) -> bool:

@@ -16,7 +16,7 @@ from paceline.client.aio.session import AsyncChatStream, AsyncSession
 from paceline.client.answers import ChatAnswer, Sample, SessionInfo, Task, Tokens, ToolCall, Usage
 from paceline.client.deltas import Delta, ToolCallDelta
 from paceline.client.options import ChatOptions, GenerationOptions
-from paceline.client.settings import Backoff
+from paceline.client.settings import Backoff, find_token
 from paceline.client.sync.client import Client
 from paceline.client.sync.session import ChatStream, Session
 
@@ -39,4 +39,5 @@ __all__ = [
     "ToolCall",
     "ToolCallDelta",
     "Usage",
+    "find_token",
 ]

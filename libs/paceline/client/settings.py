@@ -15,8 +15,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
+from paceline.local.tokens import token_at
 
-TOKEN_ENV = "PACELINE_TOKEN"  # noqa: S105  the name of a variable, not a secret
+TOKEN_VARIABLES = ("PACELINE_AGENT_TOKEN", "PACELINE_TOKEN")
 DEADLINE_S = 30.0
 GENERATION_DEADLINE_S = 600.0
 MAX_CONNECTIONS = 256
@@ -66,14 +67,23 @@ class ClientSettings:
         backoff: Backoff | None = None,
     ) -> ClientSettings:
         """Check and complete. Raises InvalidInput."""
-        given = os.environ.get(TOKEN_ENV, "") if token is None else token
+        url = _root(base_url)
+        given = find_token(url) if token is None else token
         check_header(given, "token")
         for name, value in (
             ("deadline_s", deadline_s),
             ("generation_deadline_s", generation_deadline_s),
         ):
             check_seconds(name, value)
-        return cls(_root(base_url), given, deadline_s, generation_deadline_s, backoff or Backoff())
+        return cls(url, given, deadline_s, generation_deadline_s, backoff or Backoff())
+
+
+def find_token(base_url: str) -> str:
+    """The agents' token: of $PACELINE_AGENT_TOKEN, $PACELINE_TOKEN, or of the run that serves there
+    on this machine; "" where there is none.
+    """
+    given = (os.environ.get(name, "") for name in TOKEN_VARIABLES)
+    return next(filter(None, given), "") or token_at(urlsplit(base_url).netloc)
 
 
 def check_seconds(name: str, value: float) -> float:

@@ -66,7 +66,11 @@ class SecurityConfig(Config):
     """Who may talk to the services. All off is right on loopback and refused elsewhere."""
 
     token_env: str = "PACELINE_TOKEN"  # noqa: S105  the name of a variable, not a secret
-    """Environment variable that holds the bearer token; unset or empty means no token."""
+    """Environment variable that holds the operators' bearer token: it opens everything."""
+    agent_token_env: str = "PACELINE_AGENT_TOKEN"  # noqa: S105
+    """Environment variable that holds the agents' bearer token: sessions and generation."""
+    run_tokens: bool = True
+    """Where these variables are empty, keep tokens in <run.dir>/tokens, for this user alone."""
     tls_cert: str = ""
     """PEM file of this process's certificate chain."""
     tls_key: str = ""
@@ -82,8 +86,13 @@ class SecurityConfig(Config):
 
     @property
     def token(self) -> str:
-        """The bearer token, read from the environment at each use; empty when there is none."""
+        """The operators' token, read from the environment at each use; empty when there is none."""
         return os.environ.get(self.token_env, "") if self.token_env else ""
+
+    @property
+    def agent_token(self) -> str:
+        """The agents' token, read likewise; empty: agents use the operators'."""
+        return os.environ.get(self.agent_token_env, "") if self.agent_token_env else ""
 
 
 class AddressesConfig(Config):

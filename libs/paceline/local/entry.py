@@ -27,6 +27,7 @@ from paceline.local.processes import (
     die_with_parent,
 )
 from paceline.local.services import service
+from paceline.local.tokens import announced, use_run_tokens
 from paceline.rpc import set_malloc_thresholds
 
 _STATUSES = {ConfigError: EXIT_CONFIG, RunFailed: EXIT_RUN_FAILED}
@@ -86,17 +87,28 @@ def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.
         sys.stdout.write(print_config(config, name))
         return EXIT_FINISHED
     _require_free_ports(name, config)
+    use_run_tokens(config)
     set_malloc_thresholds()
     telemetry.setup(name, config.telemetry)
     pid_file = Path(config.run.dir) / "pids" / f"{name}.pid"
     pid_file.parent.mkdir(parents=True, exist_ok=True)
     pid_file.write_text(str(os.getpid()))
     try:
-        stopped_by = uvloop.run(_serve_until_signal(config, serve))
+        with announced(_tokens(name, config)):
+            stopped_by = uvloop.run(_serve_until_signal(config, serve))
     finally:
         pid_file.unlink(missing_ok=True)
         telemetry.shutdown()
     return 128 + stopped_by if stopped_by else EXIT_FINISHED
+
+
+def _tokens(name: str, config: ServiceConfig) -> dict[str, str]:
+    """The token that opens each address of a service: agents' for HTTP, else operators'."""
+    spec, security, addresses = service(name), config.security, config.addresses
+    return {
+        getattr(addresses, spec.address_key): security.token,
+        **{getattr(addresses, key): security.agent_token or security.token for key in spec.links},
+    }
 
 
 def _require_free_ports(name: str, config: ServiceConfig) -> None:

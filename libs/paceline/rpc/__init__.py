@@ -4,9 +4,9 @@ Owns transport, security, errors and fencing, no service.
 """
 
 from paceline.rpc.channel import channel, responses, wait_healthy, wait_ready
-from paceline.rpc.epochs import EpochGuard, check_run
+from paceline.rpc.epochs import EpochGuard, check_run, leased
 from paceline.rpc.malloc import set_malloc_thresholds
-from paceline.rpc.security import check_events, is_loopback
+from paceline.rpc.security import check_events, is_loopback, scope_of
 from paceline.rpc.server import Server
 from paceline.rpc.status import error_from_rpc, rpc_errors
 
@@ -18,8 +18,10 @@ __all__ = [
     "check_run",
     "error_from_rpc",
     "is_loopback",
+    "leased",
     "responses",
     "rpc_errors",
+    "scope_of",
     "set_malloc_thresholds",
     "wait_healthy",
     "wait_ready",

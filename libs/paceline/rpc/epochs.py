@@ -1,15 +1,26 @@
-"""Refuses commands of another run, and of leases that a newer one has replaced."""
+"""Refuses commands of another run, of leases that a newer one has replaced, and of leases that the
+coordinator never gave.
+"""
 
 from __future__ import annotations
 
+import hmac
 import re
 from collections import OrderedDict
 
+from paceline.config import SecurityConfig
 from paceline.config.shared import RUN_ID
 from paceline.errors import InvalidInput, StaleEpoch
+from paceline.rpc.status import NOT_ALLOWED
 from paceline.v1.trajectory_pb2 import CommandContext
 
 _RUNS_KEPT = 64
+
+
+def leased(security: SecurityConfig, run_id: str, step: int, epoch: int) -> CommandContext:
+    """The context of a command under a lease of this epoch, as the coordinator alone makes it."""
+    proof = _proof(security.token, run_id, epoch)
+    return CommandContext(run_id=run_id, step=step, epoch=epoch, lease_proof=proof)
 
 
 def check_run(context: CommandContext, run_id: str) -> None:
@@ -19,16 +30,21 @@ def check_run(context: CommandContext, run_id: str) -> None:
 
 
 class EpochGuard:
-    """Refuses commands of leases that a newer one has replaced. For use on one event loop."""
+    """Refuses commands of leases that a newer one has replaced, or that the coordinator never gave.
 
-    def __init__(self) -> None:
+    For use on one event loop.
+    """
+
+    def __init__(self, security: SecurityConfig) -> None:
+        self._security = security
         self._highest: OrderedDict[str, int] = OrderedDict()
 
     def check(self, context: CommandContext) -> None:
         """Remember the command's epoch.
 
-        Raises StaleEpoch when a higher epoch was seen for that run, InvalidInput when the command
-        names no run.
+        Raises StaleEpoch when a higher epoch was seen for that run; InvalidInput when the command
+        names no run, and (NOT_ALLOWED) when its epoch is new and carries no proof of a lease:
+        leases grow one at a time, and one wrong number would shut everybody else out.
         """
         run, epoch = context.run_id, context.epoch
         if not re.fullmatch(RUN_ID, run):
@@ -44,12 +60,36 @@ class EpochGuard:
             raise StaleEpoch(
                 f"a newer lease of run {run} is in force", seen=epoch, allowed=f"at least {highest}"
             )
+        self.check_proof(context)
 
         self._highest[run] = epoch
         self._highest.move_to_end(run)
         if len(self._highest) > _RUNS_KEPT:
             self._highest.popitem(last=False)
 
+    def check_proof(self, context: CommandContext) -> None:
+        """Raises InvalidInput (NOT_ALLOWED) for a new epoch without the proof of a lease.
+
+        Without a token nobody can prove anything, and everything is taken.
+        """
+        token, highest = self._security.token, self.highest(context.run_id)
+        if not token or context.epoch <= highest:
+            return
+        expected = _proof(token, context.run_id, context.epoch)
+        if not hmac.compare_digest(context.lease_proof.encode(), expected.encode()):
+            raise InvalidInput(
+                f"no lease of run {context.run_id} has this epoch",
+                reason=NOT_ALLOWED,
+                seen=context.epoch,
+                allowed=f"{highest}, or a lease of the coordinator",
+            )
+
     def highest(self, run_id: str) -> int:
         """Highest epoch seen for a run; 0 for a run never seen."""
         return self._highest.get(run_id, 0)
+
+
+def _proof(token: str, run_id: str, epoch: int) -> str:
+    if not token:
+        return ""
+    return hmac.digest(token.encode(), f"lease {epoch} of {run_id}".encode(), "sha256").hex()

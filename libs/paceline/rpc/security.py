@@ -1,6 +1,7 @@
-"""Token and TLS of both ends.
+"""Tokens and TLS of both ends.
 
-Owns the rule that beyond loopback neither may be off unless the settings say so.
+Owns what a token opens, and the rule that beyond loopback neither may be off unless the settings
+say so.
 """
 
 from __future__ import annotations
@@ -8,15 +9,28 @@ from __future__ import annotations
 import hmac
 import ipaddress
 from collections.abc import Iterable
+from enum import StrEnum
 from pathlib import Path
 
 import grpc
 
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError
-from paceline.rpc.status import UNAUTHENTICATED
+from paceline.rpc.status import NOT_ALLOWED, UNAUTHENTICATED
 
 AUTHORIZATION = "authorization"
+AGENT_METHODS = frozenset(
+    f"/paceline.v1.RolloutService/{name}"
+    for name in ("Generate", "OpenSession", "PostReward", "CloseSession", "GetSession")
+)
+"""What the agents' token opens; everything else is for operators and services."""
+
+
+class Scope(StrEnum):
+    """What a token opens."""
+
+    AGENT = "agent"
+    OPERATOR = "operator"
 
 
 def is_loopback(address: str) -> bool:
@@ -44,6 +58,12 @@ def check_security(address: str, security: SecurityConfig) -> None:
             seen=f"tls_cert={security.tls_cert!r} tls_key={security.tls_key!r}",
         )
 
+    if security.agent_token and not security.token:
+        raise ConfigError(
+            "agents have a token and operators have none: they would be let in without",
+            seen=f"${security.agent_token_env}",
+            allowed=f"${security.token_env} beside it",
+        )
     if is_loopback(address) or security.allow_insecure:
         return
     needed = {
@@ -100,20 +120,44 @@ def channel_credentials(security: SecurityConfig) -> grpc.ChannelCredentials | N
     )
 
 
-def check_token(token: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
-    """Raises ConfigError (reason UNAUTHENTICATED) unless the call carries the token; compares in
-    constant time.
+def scope_of(security: SecurityConfig, given: str) -> Scope | None:
+    """What the token opens; None for a wrong one. Without tokens everybody is an operator.
+
+    Compares in constant time.
     """
-    if not token:
-        return
+    if not security.token:
+        return Scope.OPERATOR
+    if hmac.compare_digest(given.encode(), security.token.encode()):
+        return Scope.OPERATOR
+    agents = security.agent_token
+    if agents and hmac.compare_digest(given.encode(), agents.encode()):
+        return Scope.AGENT
+    return None
+
+
+def check_token(
+    security: SecurityConfig, method: str, metadata: Iterable[tuple[str, str | bytes]]
+) -> None:
+    """Raises ConfigError unless the call carries a token that opens the method: UNAUTHENTICATED
+    without a known one, NOT_ALLOWED with the agents'.
+    """
     given = next((value for key, value in metadata if key == AUTHORIZATION), "")
-    given_bytes = given if isinstance(given, bytes) else given.encode()
-    if not hmac.compare_digest(given_bytes, f"Bearer {token}".encode()):
+    text = given.decode("latin-1") if isinstance(given, bytes) else given
+    scheme, _, token = text.partition(" ")
+    scope = scope_of(security, token if scheme == "Bearer" else "")
+    if scope is None:
         raise ConfigError(
             "the call carries no token or a wrong one",
             reason=UNAUTHENTICATED,
-            seen="a token" if given_bytes else "no token",
+            seen="a token" if text else "no token",
             allowed="authorization: Bearer <the server's token>",
+        )
+    if scope is Scope.AGENT and method not in AGENT_METHODS:
+        raise ConfigError(
+            "the agents' token does not open this",
+            reason=NOT_ALLOWED,
+            seen=method,
+            allowed="authorization: Bearer <the operators' token>",
         )
 
 

@@ -50,7 +50,7 @@ class Server:
         self._health = Health()
         self._names: list[str] = []
         self._server = grpc.aio.server(
-            interceptors=[GuardedCalls(security.token, unary_cap_s)],
+            interceptors=[GuardedCalls(security, unary_cap_s)],
             options=_OPTIONS,
             maximum_concurrent_rpcs=_CONCURRENT_CALLS,
         )

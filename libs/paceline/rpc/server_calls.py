@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 from grpc_status import rpc_status
 from opentelemetry.trace import Span
 
+from paceline.config import SecurityConfig
 from paceline.errors import (
     DeadlineExceeded,
     InternalError,
@@ -24,8 +25,9 @@ from paceline.errors import (
     MissingCapability,
     PacelineError,
 )
+from paceline.rpc.metrics import REFUSED
 from paceline.rpc.security import check_token
-from paceline.rpc.status import code_of, error_from_rpc, status_of
+from paceline.rpc.status import REFUSALS, code_of, error_from_rpc, status_of
 from paceline.telemetry import current_trace_id, extract_metadata, get_logger, mark_failed, span
 
 HEALTH = "/grpc.health.v1.Health/"
@@ -49,8 +51,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     without a deadline gets `unary_cap_s`; calls that stream either way may last.
     """
 
-    def __init__(self, token: str, unary_cap_s: float) -> None:
-        self._token = token
+    def __init__(self, security: SecurityConfig, unary_cap_s: float) -> None:
+        self._security = security
         self._unary_cap_s = unary_cap_s
 
     async def intercept_service(
@@ -127,7 +129,7 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             f"{service.rpartition('.')[2]}.{method}", kind="server", parent=parent, **facts
         ) as opened:
             try:
-                check_token(self._token, metadata)
+                check_token(self._security, call.method, metadata)
                 yield
             except grpc.aio.AbortError:
                 raise
@@ -136,6 +138,8 @@ class GuardedCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 raise
             except Exception as error:  # noqa: BLE001  the last frame of ours: it is logged or told to the caller
                 known = _known(error, call.method)
+                if known.reason in REFUSALS:
+                    REFUSED.record(reason=known.reason)
                 _record(opened, code_of(known))
                 mark_failed(opened, known)
                 failed = status_of(known)

@@ -27,6 +27,12 @@ from paceline.telemetry import current_trace_id
 D = TypeVar("D", ErrorInfo, RetryInfo)
 DOMAIN = "paceline"
 UNAUTHENTICATED = "UNAUTHENTICATED"
+NOT_ALLOWED = "NOT_ALLOWED"
+REFUSALS = {
+    UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
+}
+"""Reasons for which a call is not let in, with their codes."""
 _DETAILS_KEY = "grpc-status-details-bin"
 _RETRY_AFTER_S = 1.0
 _LONGEST_RETRY_S = 3600.0
@@ -61,8 +67,8 @@ _FOREIGN: dict[grpc.StatusCode, type[PacelineError]] = {
 
 def code_of(error: PacelineError) -> grpc.StatusCode:
     """The gRPC code of an error: that of its nearest class in the table."""
-    if error.reason == UNAUTHENTICATED:
-        return grpc.StatusCode.UNAUTHENTICATED
+    if error.reason in REFUSALS:
+        return REFUSALS[error.reason]
     return next(_CODES[cls] for cls in type(error).__mro__ if cls in _CODES)
 
 

@@ -30,14 +30,16 @@ FINISH_REASON_ABORT: FinishReason
 FINISH_REASON_ERROR: FinishReason
 
 class CommandContext(_message.Message):
-    __slots__ = ("run_id", "step", "epoch")
+    __slots__ = ("run_id", "step", "epoch", "lease_proof")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LEASE_PROOF_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     step: int
     epoch: int
-    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+    lease_proof: str
+    def __init__(self, run_id: _Optional[str] = ..., step: _Optional[int] = ..., epoch: _Optional[int] = ..., lease_proof: _Optional[str] = ...) -> None: ...
 
 class VersionSet(_message.Message):
     __slots__ = ("seq", "policy", "drafter")

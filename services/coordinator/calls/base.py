@@ -18,7 +18,7 @@ from coordinator.machine.commands import StepCommand
 from coordinator.machine.events import CallFailed, Deadline, Event, ServiceLost
 from coordinator.machine.state import Service
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceExhausted, Unavailable
-from paceline.rpc import responses, rpc_errors
+from paceline.rpc import leased, responses, rpc_errors
 from paceline.v1.trajectory_pb2 import CommandContext
 
 RANK_LOST = "RANK_LOST"
@@ -58,8 +58,8 @@ class Calls:
 
     def context(self, command: StepCommand) -> CommandContext:
         """What every request carries."""
-        run_id = self.config.run.id
-        return CommandContext(run_id=run_id, step=command.step, epoch=command.epoch)
+        config = self.config
+        return leased(config.security, config.run.id, command.step, command.epoch)
 
     @contextmanager
     def reported(

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from coordinator.config import CoordinatorConfig
 from coordinator.machine.state import Evaluation
 from paceline.errors import ConfigError
+from paceline.rpc import leased
 from paceline.tasks import Task, TaskCursor, read_tasks
 from paceline.v1.rollout_pb2 import RunTasksRequest, TaskSpec
-from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, CommandContext, SamplingParams
+from paceline.v1.trajectory_pb2 import PURPOSE_EVAL, PURPOSE_TRAIN, SamplingParams
 
 EVALUATION_SEED = 20_000
 """One for all evaluations, so that their values can be compared between steps and runs."""
@@ -59,7 +60,7 @@ class TaskSource:
         """
         config = self._config
         return RunTasksRequest(
-            context=CommandContext(run_id=config.run.id, step=step, epoch=epoch),
+            context=leased(config.security, config.run.id, step, epoch),
             purpose=PURPOSE_TRAIN,
             tasks=[] if config.open_traffic else _specs(self._draw(step), f"s{step}"),
             open_groups=config.prompts_per_step if config.open_traffic else 0,
@@ -100,7 +101,7 @@ class TaskSource:
         heldout = self._stage(max(finished_steps - 1, 0)).heldout  # of the step that has just ended
         tasks = heldout[: evaluation.probe_prompts if probe else evaluation.heldout_prompts]
         return RunTasksRequest(
-            context=CommandContext(run_id=config.run.id, step=0, epoch=epoch),
+            context=leased(config.security, config.run.id, 0, epoch),
             purpose=PURPOSE_EVAL,
             tasks=_specs(tasks, f"{kind.value}-{finished_steps}-{epoch}"),
             samples_per_task=1,

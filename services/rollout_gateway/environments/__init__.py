@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from paceline.errors import NotFound
-from paceline.plugins import OWN, find_variant
+from paceline.plugins import find_variant
 from rollout_gateway.environments.base import Environment
 from rollout_gateway.environments.single_turn import SingleTurn
 from rollout_gateway.environments.tool_use import ToolUse
@@ -18,6 +18,7 @@ class Equipment:
     """What the gateway has that an environment may need."""
 
     sandbox: Sandbox | None = None
+    own: Mapping[str, str] = field(default_factory=dict)  # configured name -> import path
 
 
 ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
@@ -27,14 +28,19 @@ ENVIRONMENTS: dict[str, Callable[[Equipment], Environment]] = {
 
 
 def environment(name: str, equipment: Equipment = Equipment()) -> Environment:
-    """The environment of that name, or a user's own by import path, built from the equipment.
+    """The environment of that name, one of ours or of the configured ones, built from the
+    equipment.
 
     Raises NotFound; ConfigError for one that cannot be imported.
     """
-    if name not in ENVIRONMENTS and ":" not in name:
-        allowed = f"{', '.join(sorted(ENVIRONMENTS))}; or your own, {OWN}"
-        raise NotFound("no such environment", seen=name, allowed=allowed)
-    return find_variant(name, ENVIRONMENTS, "environment")(equipment)
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name](equipment)
+    if name not in equipment.own:
+        allowed = ", ".join(sorted([*ENVIRONMENTS, *equipment.own]))
+        raise NotFound(
+            "no such environment", seen=name, allowed=f"{allowed}; gateway.environments adds yours"
+        )
+    return find_variant(equipment.own[name], ENVIRONMENTS, "environment")(equipment)
 
 
 __all__ = ["ENVIRONMENTS", "Environment", "Equipment", "SingleTurn", "ToolUse", "environment"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
+from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
 from paceline.telemetry import get_logger
 from rollout_gateway import metrics
 from rollout_gateway.config import RewardsConfig
@@ -23,9 +23,6 @@ from rollout_gateway.rewards.remote import RemoteReward
 from rollout_gateway.sandbox import Sandbox
 
 log = get_logger(__name__)
-
-MAX_OWN = 64
-"""Users' rules that one gateway keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,6 @@ REWARDS: dict[str, Callable[[Parts], RewardRule]] = {
 }
 """Name to builder; a builder raises ConfigError when its settings are missing."""
 
-OWN = "package.module:Class, path/to/file.py:Class"
-
 
 class RewardRules:
     """All rules of one gateway, each built when it is first named.
@@ -66,10 +61,10 @@ class RewardRules:
         self._rules: dict[str, MeasuredRule] = {}
 
     def rule(self, name: str) -> MeasuredRule:
-        """The rule of that name, or a user's own by its import path.
+        """The rule of that name, one of ours or of the configured ones.
 
         Its scores are finite: what is not raises InvalidInput. Raises NotFound, ConfigError when
-        its settings are missing, ResourceExhausted.
+        its settings are missing.
         """
         if name not in self._rules:
             self._rules[name] = MeasuredRule(name, self._build(name))
@@ -104,16 +99,15 @@ class RewardRules:
             if isinstance(rule, Closes):
                 self._closing.push_async_callback(rule.close)
             return rule
-        place, _, attribute = name.rpartition(":")
-        if not place or not attribute:
+        own = self._parts.config.own
+        if name not in own:
+            allowed = ", ".join(sorted([*REWARDS, *own]))
             raise NotFound(
-                "no such reward rule", seen=name, allowed=", ".join([*sorted(REWARDS), OWN])
+                "no such reward rule",
+                seen=name,
+                allowed=f"{allowed}; gateway.rewards.own adds yours",
             )
-        if len(self._rules.keys() - REWARDS.keys()) >= MAX_OWN:
-            raise ResourceExhausted(
-                "too many reward rules by import path", seen=name, allowed=MAX_OWN
-            )
-        return ChildRule(name, self._children)
+        return ChildRule(own[name], self._children)
 
 
 class MeasuredRule:

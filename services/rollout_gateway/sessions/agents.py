@@ -7,7 +7,6 @@ Generations are calls.py's, the states of one session sessions/session.py's.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,6 +15,7 @@ from dataclasses import replace
 import redis.asyncio
 
 from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError
+from paceline.rpc import scope_of
 from paceline.streams import NOTED, OpenSessions, api_key_hash
 from paceline.telemetry import get_logger
 from paceline.trajectory import Trajectory
@@ -125,8 +125,7 @@ class Agents:
                 raise InvalidInput("the session key is not known here", reason="UNAUTHENTICATED")
             return Caller(session)
 
-        token = self._config.security.token
-        if token and not hmac.compare_digest(api_key.encode(), token.encode()):
+        if scope_of(self._config.security, api_key) is None:
             raise InvalidInput(
                 "the request carries no token or a wrong one", reason="UNAUTHENTICATED"
             )

@@ -21,7 +21,7 @@ from integration.gateway.conversations import teach
 
 from paceline.config import SecurityConfig
 from paceline.local.patience import patient
-from paceline.rpc import channel
+from paceline.rpc import channel, leased
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from paceline.v1.rollout_pb2_grpc import RolloutServiceStub
@@ -48,9 +48,7 @@ class Served:
     ) -> rpb.RunTasksRequest:
         """Two tasks, two samples each: 1+1 answered right by sample 0 or 1, 2+2 always wrong."""
         return rpb.RunTasksRequest(
-            context=tpb.CommandContext(
-                run_id=self.config.run.id, step=options.pop("step", 0), epoch=1
-            ),
+            context=leased(SecurityConfig(), self.config.run.id, options.pop("step", 0), 1),
             purpose=purpose,
             tasks=[
                 rpb.TaskSpec(task_id="a", prompt="1+1=", answer="2", group_id="g-a", task_index=0),

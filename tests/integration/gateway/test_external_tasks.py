@@ -148,8 +148,8 @@ async def test_a_repeated_complete_waits_for_the_rule_and_ends_as_the_first(
     gate, rule = tmp_path / "gate", tmp_path / "rule.py"
     rule.write_text(SLOW_RULE.format(gate=gate))
     async with (
-        serve_gateway(**ONE) as served,
-        task_run(served, one_task(served, reward=f"{rule}:Rule")) as told,
+        serve_gateway(**ONE, rewards={"own": {"slow": f"{rule}:Rule"}}) as served,
+        task_run(served, one_task(served, reward="slow")) as told,
     ):
         agent = await claim(served)
         await agent.chat([user("1+1=")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -18,9 +19,10 @@ from paceline.client import AsyncClient, Backoff, Client
 from paceline.client.answers import OpenedSession
 from paceline.client.calls import claim, complete, generate, reward
 from paceline.client.flows import Flow, HttpAnswer, Lost, Pause, Send, ask, next_task, retry_after_s
-from paceline.client.settings import ClientSettings
+from paceline.client.settings import ClientSettings, find_token
 from paceline.errors import InvalidInput, ResourceExhausted, Unavailable
 from paceline.local.patience import patient
+from paceline.local.tokens import announced
 
 NOT_WANTED = (
     "torch",
@@ -249,3 +251,21 @@ def test_claims_add_their_wait_to_the_deadline_and_are_not_asked_in_a_row() -> N
     assert max(pauses) == 1
     pauses, found = clock.play(next_task(100, None, clock.settings(5)), refused(204), each_s=30)
     assert (pauses, found) == ([], None)
+
+
+def test_without_a_token_of_the_environment_that_of_the_listening_run_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("PACELINE_TOKEN", "PACELINE_AGENT_TOKEN", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    url = "http://127.0.0.1:7408"
+    with announced({"127.0.0.1:7408": "of the run"}):
+        assert ClientSettings.of(f"{url}/v1", None).token == find_token(url) == "of the run"
+        assert ClientSettings.of(url, "").token == ""
+        assert find_token("http://localhost") == ""
+        monkeypatch.setenv("PACELINE_TOKEN", "operators")
+        assert find_token(url) == "operators"
+        monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
+        assert find_token(url) == "agents"
+    assert find_token("http://gateway.example:7408") == "agents"

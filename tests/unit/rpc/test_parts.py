@@ -1,5 +1,7 @@
 """Fencing, the rule for addresses, and the forms of errors, without a server."""
 
+import hashlib
+import hmac
 import subprocess
 import sys
 
@@ -15,9 +17,10 @@ from paceline import errors
 from paceline.config import SecurityConfig
 from paceline.errors import ConfigError, InvalidInput, PacelineError, StaleEpoch
 from paceline.local.patience import patient
-from paceline.rpc import EpochGuard, error_from_rpc, is_loopback
+from paceline.rpc import EpochGuard, error_from_rpc, is_loopback, leased
 from paceline.rpc.security import check_events, check_security, check_token
 from paceline.rpc.status import code_of, status_of
+from paceline.v1 import coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2
 from paceline.v1.trajectory_pb2 import CommandContext
 
 
@@ -166,12 +169,15 @@ def test_broken_details_leave_the_code() -> None:
     assert type(error_from_rpc(error)) is errors.NotFound
 
 
+RUN_TASKS, GENERATE = (f"/paceline.v1.RolloutService/{name}" for name in ("RunTasks", "Generate"))
+
+
 def context(epoch: int, run: str = "r") -> CommandContext:
     return CommandContext(run_id=run, epoch=epoch)
 
 
 def test_an_epoch_below_the_highest_seen_is_stale_per_run() -> None:
-    guard = EpochGuard()
+    guard = EpochGuard(SecurityConfig())
     for epoch in (1, 1, 3):
         guard.check(context(epoch))
     with pytest.raises(StaleEpoch, match="seen: 2; allowed: at least 3"):
@@ -184,11 +190,36 @@ def test_an_epoch_below_the_highest_seen_is_stale_per_run() -> None:
 def test_a_command_without_a_run_is_refused() -> None:
     for run in ("", "UPPER", "a" * 65):
         with pytest.raises(InvalidInput, match="names its run"):
-            EpochGuard().check(context(1, run=run))
+            EpochGuard(SecurityConfig()).check(context(1, run=run))
+
+
+def test_with_tokens_a_new_epoch_needs_the_proof_that_the_coordinator_alone_can_make(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "secret")
+    security = SecurityConfig()
+    guard = EpochGuard(security)
+    lease = leased(security, "r", 3, 7)
+    expected = hmac.new(b"secret", b"lease 7 of r", hashlib.sha256).hexdigest()
+    assert lease == CommandContext(run_id="r", step=3, epoch=7, lease_proof=expected)
+
+    guard.check(lease)
+    guard.check(context(7))  # known by now
+    for forged in (
+        context(2**64 - 1),
+        context(1, run="other"),
+        CommandContext(run_id="r", epoch=8, lease_proof=expected),
+        CommandContext(run_id="s", epoch=7, lease_proof=expected),
+        CommandContext(run_id="r", epoch=8, lease_proof="é"),
+    ):
+        with pytest.raises(InvalidInput, match="no lease of run"):
+            guard.check(forged)
+    guard.check(leased(security, "r", 3, 8))
+    assert (guard.highest("r"), guard.highest("other")) == (8, 0)
 
 
 def test_fencing_remembers_a_bounded_number_of_runs() -> None:
-    guard = EpochGuard()
+    guard = EpochGuard(SecurityConfig())
     for index in range(1000):
         guard.check(context(1, run=f"r{index}"))
     assert guard.highest("r0") == 0
@@ -231,13 +262,57 @@ def test_a_certificate_without_its_key_is_refused_everywhere() -> None:
     "given",
     [None, "", "Bearer", "Bearer wrong", "bearer right", "right", b"Bearer wrong", "Bearer ü"],
 )
-def test_only_the_right_token_passes(given: str | bytes | None) -> None:
+def test_only_the_right_token_passes(
+    given: str | bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    security = SecurityConfig()
+    check_token(security, RUN_TASKS, [])
+    monkeypatch.setenv("PACELINE_TOKEN", "right")
     with pytest.raises(ConfigError) as caught:
-        check_token("right", [] if given is None else [("authorization", given)])
+        check_token(security, GENERATE, [] if given is None else [("authorization", given)])
     assert caught.value.reason == "UNAUTHENTICATED"
     assert "right" not in str(caught.value)
-    check_token("right", [("x", "y"), ("authorization", "Bearer right")])
-    check_token("", [])
+    check_token(security, RUN_TASKS, [("x", "y"), ("authorization", "Bearer right")])
+
+
+def test_the_agents_token_opens_sessions_and_generation_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_TOKEN", "operators")
+    monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
+    security, metadata = SecurityConfig(), [("authorization", "Bearer agents")]
+    services = (coordinator_pb2, drafter_pb2, policy_pb2, rollout_pb2, weights_pb2)
+    methods = [
+        f"/{service.full_name}/{method.name}"
+        for module in services
+        for service in module.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+    ]
+    refused = {}
+    for method in methods:
+        check_token(security, method, [("authorization", "Bearer operators")])
+        try:
+            check_token(security, method, metadata)
+        except ConfigError as error:
+            refused[method] = code_of(error)
+    assert set(refused.values()) == {grpc.StatusCode.PERMISSION_DENIED}
+    opened = [method.rpartition("/")[2] for method in methods if method not in refused]
+    assert sorted(opened) == [
+        "CloseSession",
+        "Generate",
+        "GetSession",
+        "OpenSession",
+        "PostReward",
+    ]
+
+
+def test_agents_tokens_without_an_operators_one_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PACELINE_TOKEN", raising=False)
+    monkeypatch.setenv("PACELINE_AGENT_TOKEN", "agents")
+    with pytest.raises(ConfigError, match="operators have none"):
+        check_security("127.0.0.1:1", SecurityConfig())
 
 
 MALLOC = "from paceline.rpc import set_malloc_thresholds; print(set_malloc_thresholds())"

@@ -28,8 +28,8 @@ class Client:
     Threads may share `Client` and its sessions, not a ChatStream. `AsyncClient` has the same names,
     awaitable; it belongs to the event loop of its first call, whose tasks may share it.
 
-    `token` is the gateway's; None reads $PACELINE_TOKEN. `verify` and `ca` (a PEM file) say whom
-    TLS trusts; a context may hold a certificate of your own. Deadlines are seconds for a whole
+    `token` is the gateway's; None is what `find_token` finds. `verify` and `ca` (a PEM file) say
+    whom TLS trusts; a context may hold a certificate of your own. Deadlines are seconds for a whole
     call, retries and waits included.
 
     Calls raise errors of `paceline.errors`: InvalidInput (UNAUTHENTICATED for a wrong key),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,13 +15,12 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from paceline.errors import ConfigError, InvalidInput, NotFound, ResourceExhausted, Unavailable
+from paceline.errors import ConfigError, InvalidInput, NotFound, Unavailable
 from paceline.local.patience import patient
 from rollout_gateway.chat.messages import Message, ToolCall
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
 from rollout_gateway.rewards import RewardRules
-from rollout_gateway.rewards.rules import MAX_OWN
 
 RULES = """
 import asyncio, os, subprocess, sys, time
@@ -123,18 +123,25 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+def own(path: Path, **settings: float) -> RewardsConfig:
+    """The file's classes as rules of their names."""
+    names = re.findall(r"^(?:class|def) (\w+)", RULES, re.MULTILINE)
+    classes = {name: f"{path}:{name}" for name in (*names, "Missing", "RULES")}
+    return RewardsConfig(own=classes, **settings)
+
+
 @pytest_asyncio.fixture
-async def rules() -> AsyncIterator[RewardRules]:
-    rules = RewardRules(RewardsConfig())
+async def rules(path: Path) -> AsyncIterator[RewardRules]:
+    rules = RewardRules(own(path))
     yield rules
     await rules.stop()
 
 
 async def impatient(path: Path, name: str, text: str) -> tuple[float | None, list[int]]:
     """One score under a short deadline."""
-    rules = RewardRules(RewardsConfig(deadline_s=0.5))
+    rules = RewardRules(own(path, deadline_s=0.5))
     try:
-        return await rules.rule(f"{path}:{name}").score(episode(text)), rules.pids
+        return await rules.rule(name).score(episode(text)), rules.pids
     finally:
         await rules.stop()
 
@@ -142,7 +149,7 @@ async def impatient(path: Path, name: str, text: str) -> tuple[float | None, lis
 async def test_a_rule_is_built_once_and_may_print_read_and_start_programs(
     rules: RewardRules, path: Path
 ) -> None:
-    rule = rules.rule(f"{path}:Length")
+    rule = rules.rule("Length")
     assert await rule.score(episode()) == 3.1
     assert await rule.score(episode("ab")) == 2.2
 
@@ -152,25 +159,27 @@ async def test_a_rule_sees_messages_metadata_and_answer(rules: RewardRules, path
         Message("assistant", "", "hm", (ToolCall("c1", "f", '{"a":  1}'),)),
         Message("tool", "ok", tool_call_id="c1"),
     )
-    rule = rules.rule(f"{path}:Telling")
+    rule = rules.rule("Telling")
     task = EpisodeTask("t", "p", "6", {"level": "2"})
     assert await rule.score(Episode(task, "", "stop", messages)) == 2.0
     assert await rule.score(Episode(EpisodeTask("t", "p", ""), "", "stop", messages)) is None
 
 
 async def test_coroutines_of_a_rule_share_one_event_loop(rules: RewardRules, path: Path) -> None:
-    rule = rules.rule(f"{path}:Later")
+    rule = rules.rule("Later")
     assert [await rule.score(episode()) for _ in range(2)] == [1.0, 1.0]
 
 
 async def test_a_package_path_names_a_rule_and_loads_no_torch(
-    rules: RewardRules, path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rules = RewardRules(RewardsConfig(own={"torch": "own_rules:Torch"}))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(path.parent), os.environ.get("PYTHONPATH", "")])
     )
-    await rules.check("own_rules:Torch")
-    assert await rules.rule("own_rules:Torch").score(episode()) == 0.0
+    await rules.check("torch")
+    assert await rules.rule("torch").score(episode()) == 0.0
+    await rules.stop()
 
 
 @pytest.mark.parametrize(
@@ -179,11 +188,11 @@ async def test_a_package_path_names_a_rule_and_loads_no_torch(
 async def test_a_rule_that_raises_leaves_the_sample_unscored_and_says_why(
     rules: RewardRules, path: Path, name: str, why: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    pid = await rules.rule(f"{path}:Pid").score(episode())
-    assert await rules.rule(f"{path}:{name}").score(episode()) is None
+    pid = await rules.rule("Pid").score(episode())
+    assert await rules.rule(name).score(episode()) is None
     shown = capfd.readouterr()
     assert why in shown.out + shown.err
-    assert await rules.rule(f"{path}:Pid").score(episode()) == pid  # the same child goes on
+    assert await rules.rule("Pid").score(episode()) == pid  # the same child goes on
 
 
 async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_path: Path) -> None:
@@ -196,7 +205,7 @@ async def test_a_rule_that_hangs_is_ended_with_what_it_started(path: Path, tmp_p
 async def test_a_child_that_dies_is_replaced_once(
     rules: RewardRules, path: Path, tmp_path: Path
 ) -> None:
-    assert await rules.rule(f"{path}:DiesOnce").score(episode(str(tmp_path / "died"))) == 1.0
+    assert await rules.rule("DiesOnce").score(episode(str(tmp_path / "died"))) == 1.0
 
 
 @pytest.mark.parametrize("name", ["Dies", "Garbles"])
@@ -204,12 +213,12 @@ async def test_children_that_die_again_are_nobodys_zero(
     rules: RewardRules, path: Path, name: str
 ) -> None:
     with pytest.raises(Unavailable, match="child process of the rewards"):
-        await rules.rule(f"{path}:{name}").score(episode())
-    assert await rules.rule(f"{path}:Length").score(episode()) == 3.1
+        await rules.rule(name).score(episode())
+    assert await rules.rule("Length").score(episode()) == 3.1
 
 
 async def test_a_child_killed_while_idle_is_replaced(rules: RewardRules, path: Path) -> None:
-    rule = rules.rule(f"{path}:Pid")
+    rule = rules.rule("Pid")
     first = await rule.score(episode())
     assert first is not None
     os.kill(int(first), signal.SIGKILL)
@@ -220,8 +229,8 @@ async def test_a_child_killed_while_idle_is_replaced(rules: RewardRules, path: P
 async def test_a_score_that_is_not_finite_is_refused_by_the_rules_name(
     rules: RewardRules, path: Path, text: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=r"own_rules\.py:Says"):
-        await rules.rule(f"{path}:Says").score(episode(text))
+    with pytest.raises(InvalidInput, match="rule Says"):
+        await rules.rule("Says").score(episode(text))
 
 
 @pytest.mark.parametrize(
@@ -239,12 +248,12 @@ async def test_a_score_that_is_not_finite_is_refused_by_the_rules_name(
 async def test_a_score_is_a_number_or_none(
     rules: RewardRules, path: Path, text: str, value: float | None
 ) -> None:
-    assert await rules.rule(f"{path}:Says").score(episode(text)) == value
+    assert await rules.rule("Says").score(episode(text)) == value
 
 
 async def test_children_are_spawned_when_they_are_needed_and_no_more(path: Path) -> None:
-    rules = RewardRules(RewardsConfig(processes=2))
-    rule = rules.rule(f"{path}:Pid")
+    rules = RewardRules(own(path, processes=2))
+    rule = rules.rule("Pid")
     assert rules.pids == []
     assert len({await rule.score(episode()) for _ in range(3)}) == 1
     assert len(rules.pids) == 1
@@ -258,16 +267,16 @@ async def test_children_are_spawned_when_they_are_needed_and_no_more(path: Path)
 
 
 async def test_a_caller_that_goes_away_leaves_no_child_at_work(path: Path, tmp_path: Path) -> None:
-    rules = RewardRules(RewardsConfig())
-    await rules.check(f"{path}:Hangs")
+    rules = RewardRules(own(path))
+    await rules.check("Hangs")
     os.mkfifo(told := tmp_path / "pid")
-    asked = asyncio.create_task(rules.rule(f"{path}:Hangs").score(episode(str(told))))
+    asked = asyncio.create_task(rules.rule("Hangs").score(episode(str(told))))
     started = int(await asyncio.to_thread(told.read_text))
     pids = rules.pids
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     assert all(gone(pid) for pid in [*pids, started])
-    assert await rules.rule(f"{path}:Length").score(episode()) == 3.1
+    assert await rules.rule("Length").score(episode()) == 3.1
     await rules.stop()
 
 
@@ -285,42 +294,42 @@ async def test_a_wrong_class_fails_the_check(
     rules: RewardRules, path: Path, name: str, why: str
 ) -> None:
     with pytest.raises(ConfigError, match=why):
-        await rules.check(f"{path}:{name}")
+        await rules.check(name)
 
 
 @pytest.mark.parametrize(
     "place", ["no_such_package.module:Rule", "no/such/file.py:Rule", "json:nothing", ".:x"]
 )
-async def test_a_wrong_place_fails_the_check(rules: RewardRules, place: str) -> None:
+async def test_a_wrong_place_fails_the_check(place: str) -> None:
+    rules = RewardRules(RewardsConfig(own={"mine": place}))
     with pytest.raises(ConfigError, match="cannot be built"):
-        await rules.check(place)
+        await rules.check("mine")
+    await rules.stop()
 
 
-@pytest.mark.parametrize("name", ["luck", "", ":", "a:", ":b"])
-async def test_an_unknown_rule_names_the_known_ones(rules: RewardRules, name: str) -> None:
-    with pytest.raises(NotFound, match=r"format, math_answer.*package\.module:Class"):
-        await rules.check(name)
+@pytest.mark.parametrize("name", ["luck", "", ":", "a:", ":b", "os:getcwd", "{path}:Length"])
+async def test_a_rule_that_is_not_configured_is_refused_and_an_import_path_is_none(
+    rules: RewardRules, path: Path, name: str
+) -> None:
+    with pytest.raises(NotFound, match=r"format, math_answer.*gateway\.rewards\.own"):
+        await rules.check(name.format(path=path))
+    assert rules.pids == []
 
 
-async def test_a_mended_class_passes_the_next_check(rules: RewardRules, tmp_path: Path) -> None:
+async def test_a_mended_class_passes_the_next_check(tmp_path: Path) -> None:
     file = tmp_path / "mended.py"
+    rules = RewardRules(RewardsConfig(own={"mended": f"{file}:Rule"}))
     file.write_text(
         "class Rule:\n    def score(self, episode):\n        return 1.0\nraise ValueError('too "
         "early')"
     )
     for _ in range(2):
         with pytest.raises(ConfigError, match="too early"):
-            await rules.check(f"{file}:Rule")
+            await rules.check("mended")
     file.write_text(file.read_text().partition("raise")[0])
-    await rules.check(f"{file}:Rule")
-    assert await rules.rule(f"{file}:Rule").score(episode()) == 1.0
-
-
-async def test_rules_of_users_are_limited(rules: RewardRules) -> None:
-    for number in range(MAX_OWN):
-        rules.rule(f"m:c{number}")
-    with pytest.raises(ResourceExhausted):
-        rules.rule("m:one_more")
+    await rules.check("mended")
+    assert await rules.rule("mended").score(episode()) == 1.0
+    await rules.stop()
 
 
 async def test_a_reward_given_by_the_agent_stands(rules: RewardRules) -> None:
@@ -335,9 +344,10 @@ from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode, EpisodeTask
 from rollout_gateway.rewards import RewardRules
 async def main():
-    rules = RewardRules(RewardsConfig())
-    print(int(await rules.rule("{path}:Pid").score(Episode(EpisodeTask("t", "p", "6"), "x", "stop"))), flush=True)
-    await rules.rule("{path}:Hangs").score(Episode(EpisodeTask("t", "p", "6"), "/dev/null", "stop"))
+    own = {{name: f"{path}:{{name}}" for name in ("Pid", "Hangs")}}
+    rules = RewardRules(RewardsConfig(own=own))
+    print(int(await rules.rule("Pid").score(Episode(EpisodeTask("t", "p", "6"), "x", "stop"))), flush=True)
+    await rules.rule("Hangs").score(Episode(EpisodeTask("t", "p", "6"), "/dev/null", "stop"))
 asyncio.run(main())
 """
     with subprocess.Popen(
