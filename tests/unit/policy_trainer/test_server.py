@@ -60,7 +60,7 @@ def test_every_field_of_the_news_of_a_step_is_sent() -> None:
     news: list[News] = [
         Batched(4, batch),
         Stepped(4, Progress(8, 7, 128, 0, batch, figures)),
-        Pushed(4, 8, 100, 0.5, "cd"),
+        Pushed(4, 8, 100, 0.5, "cd", replaced=True),
     ]
     for one in news:
         response = _response(one)
