@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,7 +50,32 @@ def test_a_signal_stops_it_in_order_and_shows_in_the_status(
     assert int(pid_file.read_text()) == process.pid
     process.send_signal(number)
     assert _ended(process)[0] == 128 + number
-    assert not pid_file.exists()
+    assert pid_file.read_text() == ""
+
+
+def test_a_second_service_of_a_run_is_refused_with_the_first_ones_pid_and_start(
+    tmp_path: Path,
+) -> None:
+    first = _start(tmp_path)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "serving\n"
+    (tmp_path / "serving").unlink()
+    code, out, err = _ended(_start(tmp_path))
+    assert (code, out) == (1, "")
+    assert re.fullmatch(
+        rf"policy_trainer: the policy_trainer of {tmp_path} runs already; "
+        rf"seen: pid {first.pid}, since [0-9: +-]*; allowed: .*\n",
+        err,
+    )
+    assert not (tmp_path / "serving").exists()
+    first.kill()
+    assert _ended(first)[0] == -signal.SIGKILL
+
+    third = _start(tmp_path)
+    assert third.stdout is not None
+    assert third.stdout.readline() == "serving\n"
+    third.terminate()
+    _ended(third)
 
 
 def test_files_and_overrides_reach_the_service(tmp_path: Path) -> None:

@@ -49,6 +49,36 @@ async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
         await client.aclose()
 
 
+def test_a_second_server_over_a_directory_is_refused_while_the_first_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+    def launch() -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "paceline.local.redis", f"run.dir={tmp_path}"]
+        url = f"redis.durable_url=redis://127.0.0.1:{free_port()}/0"
+        return subprocess.Popen(
+            [*command, url], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def serves(process: subprocess.Popen[str]) -> bool:
+        assert process.stdout is not None
+        return any("Ready to accept connections" in line for line in process.stdout)
+
+    first = launch()
+    assert serves(first)
+    second = launch()
+    _, refusal = second.communicate(timeout=patient(20))
+    assert second.returncode == 1
+    assert f"the redis-durable of {tmp_path} runs already; seen: pid {first.pid}, " in refusal
+    first.kill()
+    first.communicate()
+    third = launch()
+    assert serves(third)
+    third.kill()
+    third.communicate()
+
+
 async def test_a_redis_that_others_run_and_is_not_there_fails_the_start_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,13 @@ from rich.markup import escape
 
 from paceline.cli.live import RunView
 from paceline.cli.results import collect, print_results, write_results
-from paceline.cli.run_files import DemoOptions, RunFiles, prepare_run
+from paceline.cli.run_files import DemoOptions, RunFiles, configure_run, find_run
 from paceline.cli.up import EXIT_INTERRUPTED, stop_all, supervise
 from paceline.cli.watch import follow
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import PacelineError
 from paceline.local.child import ChildEvent
+from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.local.tokens import use_run_tokens
 from paceline.streams import LedgerCount
@@ -29,9 +30,16 @@ async def run_demo(options: DemoOptions, console: Console) -> int:
     """Run to the end and write the report (0), or stop at a signal (130) or a failure (1) and say
     how to go on.
 
-    Leaves no process in any case. Raises ConfigError or NotFound for options that cannot work.
+    Leaves no process in any case. Raises ConfigError or NotFound for options that cannot work,
+    FailedPrecondition for a run that runs already.
     """
-    files = prepare_run(options)
+    files = find_run(options)
+    with owned(files.directory, SUPERVISOR):
+        configure_run(files, options)
+        return await _run(files, options, console)
+
+
+async def _run(files: RunFiles, options: DemoOptions, console: Console) -> int:
     config = load_config(ServiceConfig, "local", [files.config])
     use_run_tokens(config)
 

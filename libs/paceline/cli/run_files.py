@@ -91,20 +91,29 @@ def repository_root() -> Path:
     )
 
 
-def prepare_run(options: DemoOptions) -> RunFiles:
-    """Make the run's directory and config.toml, or bring those of a run to be resumed up to date.
+def find_run(options: DemoOptions) -> RunFiles:
+    """The directory of the run to resume, else a new one.
 
-    Raises NotFound when the demo's files or the run to resume are absent, ConfigError for an option
-    that cannot work.
+    Raises NotFound when the demo's files or the run to resume are absent, ConfigError where no
+    directory can be made.
     """
     out = options.out.absolute()
     if options.resume is not None:
-        files = _existing_run(out, options.resume)
+        return _existing_run(out, options.resume)
+    repository_root()
+    return _new_run(out, options.seed)
+
+
+def configure_run(files: RunFiles, options: DemoOptions) -> None:
+    """Write the run's config.toml, or bring that of a run to be resumed up to date.
+
+    Raises ConfigError for an option that cannot work.
+    """
+    if options.resume is not None:
         tree = files.read_config()
     else:
         root = repository_root()
         tree = _rooted(read_tables(root / EXAMPLES / "demo.toml"), root)
-        files = _new_run(out, options.seed)
         merge(tree, _engine(options))
         merge(tree, _variant(options))
         merge(tree, {"run": {"seed": options.seed}})
@@ -115,7 +124,6 @@ def prepare_run(options: DemoOptions) -> RunFiles:
     for override in options.overrides:
         merge(tree, parse_override(override))
     write_tables(files.config, tree)
-    return files
 
 
 def _existing_run(out: Path, run_id: str) -> RunFiles:

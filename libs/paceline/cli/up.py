@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from paceline.config import ServiceConfig, load_config
 from paceline.local.child import ChildEvent
+from paceline.local.owner import SUPERVISOR, owned
 from paceline.local.patience import patient
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.local.tokens import AGENT, token_file, use_run_tokens
@@ -35,11 +36,10 @@ _STYLES = {
 async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Console) -> int:
     """Start and supervise everything until the run ends (0) or Ctrl-C (130). Leaves no process.
 
-    Raises ConfigError for settings that cannot work and Unavailable, with the end of its log, for a
-    service that fails.
+    Raises ConfigError for settings that cannot work, FailedPrecondition for a run that runs already
+    and Unavailable, with the end of its log, for a service that fails.
     """
     config = load_config(ServiceConfig, "local", files, overrides)
-    use_run_tokens(config)
 
     def show(event: ChildEvent) -> None:
         console.print(event_line(event), highlight=False, soft_wrap=True)
@@ -52,12 +52,15 @@ async def run_up(files: Sequence[Path], overrides: Sequence[str], console: Conso
             highlight=False,
         )
 
+    run_dir = Path(config.run.dir)
     launches = run_launches(config, [path.absolute() for path in files], overrides)
-    supervisor = Supervisor(launches, Path(config.run.dir), on_event=show)
-    try:
-        finished = await supervise(supervisor, started)
-    finally:
-        await stop_all(supervisor)
+    supervisor = Supervisor(launches, run_dir, on_event=show)
+    with owned(run_dir, SUPERVISOR):
+        use_run_tokens(config)
+        try:
+            finished = await supervise(supervisor, started)
+        finally:
+            await stop_all(supervisor)
 
     if finished:
         return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -18,6 +17,7 @@ from rich.console import Console
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
 from paceline.errors import ConfigError, PacelineError, RunFailed
+from paceline.local.owner import owned
 from paceline.local.ports import require_free
 from paceline.local.processes import (
     EXIT_CONFIG,
@@ -86,19 +86,16 @@ def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.
     if arguments.print_config:
         sys.stdout.write(print_config(config, name))
         return EXIT_FINISHED
-    _require_free_ports(name, config)
-    use_run_tokens(config)
-    set_malloc_thresholds()
-    telemetry.setup(name, config.telemetry)
-    pid_file = Path(config.run.dir) / "pids" / f"{name}.pid"
-    pid_file.parent.mkdir(parents=True, exist_ok=True)
-    pid_file.write_text(str(os.getpid()))
-    try:
-        with announced(_tokens(name, config)):
-            stopped_by = uvloop.run(_serve_until_signal(config, serve))
-    finally:
-        pid_file.unlink(missing_ok=True)
-        telemetry.shutdown()
+    with owned(Path(config.run.dir), name):
+        _require_free_ports(name, config)
+        use_run_tokens(config)
+        set_malloc_thresholds()
+        telemetry.setup(name, config.telemetry)
+        try:
+            with announced(_tokens(name, config)):
+                stopped_by = uvloop.run(_serve_until_signal(config, serve))
+        finally:
+            telemetry.shutdown()
     return 128 + stopped_by if stopped_by else EXIT_FINISHED
 
 

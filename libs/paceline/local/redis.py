@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 
 from paceline.config import ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.local.owner import own
 from paceline.local.ports import require_free
 from paceline.local.processes import die_with_parent
 from paceline.streams.connection import connect
@@ -92,7 +93,12 @@ class RedisLauncher:
         return [str(find_redis_server()), *words]
 
     def exec(self) -> None:
-        """Become the server. Raises Unavailable when there is none or the port is in use."""
+        """Become the server, which then owns its directory.
+
+        Raises Unavailable when there is none or the port is in use, FailedPrecondition while
+        another server runs over the same directory.
+        """
+        own(self.directory.parent, self.directory.name, through_exec=True)
         require_free(f"127.0.0.1:{self.port}", f"redis.{self.role}_url")
         self.directory.mkdir(parents=True, exist_ok=True)
         words = self.command()

@@ -12,8 +12,9 @@ import pytest
 from paceline.cli.run_files import (
     DemoOptions,
     RunFiles,
+    configure_run,
+    find_run,
     parse_override,
-    prepare_run,
     repository_root,
 )
 from paceline.config import ServiceConfig, load_config
@@ -28,6 +29,13 @@ SERVICES = {
     "policy_trainer": ("policy_trainer.config", "PolicyTrainerConfig"),
     "drafter_trainer": ("drafter_trainer.config", "DrafterTrainerConfig"),
 }
+
+
+def prepare_run(options: DemoOptions) -> RunFiles:
+    """A run as `paceline demo` makes it."""
+    files = find_run(options)
+    configure_run(files, options)
+    return files
 
 
 def load(section: str, path: Path) -> ServiceConfig:
