@@ -127,7 +127,9 @@ class Agents:
 
         if scope_of(self._config.security, api_key) is None:
             raise InvalidInput(
-                "the request carries no token or a wrong one", reason="UNAUTHENTICATED"
+                "the request carries no token or a wrong one",
+                reason="UNAUTHENTICATED",
+                allowed="a session's key, or the token in tokens/agent of the run's directory",
             )
 
         return Caller()
