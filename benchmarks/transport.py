@@ -18,6 +18,8 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from benchmarks.processes import Meter, child
 from benchmarks.receivers import CHUNK_HEAD, GROUP, TOTAL
 from benchmarks.result import BenchResult, Goal, Ratio, Row, paired_ratio, ratio_goal
 from paceline.config import SecurityConfig
+from paceline.local.redis import RedisLauncher
 from paceline.rpc import channel, set_malloc_thresholds
 from paceline.streams import FeatureBatch, RedisStream, connect, encode_features
 from paceline.tensors import NamedTensor, from_numpy
@@ -203,12 +206,11 @@ async def _raw_copy(
 
 async def _redis(stack: AsyncExitStack) -> tuple[str, int]:
     """URL and process of a features server of our own, started the way a local run starts it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+    run = Path(stack.enter_context(TemporaryDirectory(prefix="paceline-bench-")))
     environment = {name: value for name, value in os.environ.items() if name != "REDIS_URL"}
     environment["PACELINE_PARENT_PID"] = str(os.getpid())  # the server ends with this process
-    argv = ("-m", "paceline.local.redis", "--role", "features", f"redis.features_url={url}")
+    url = RedisLauncher("features", run / "redis-features").url
+    argv = ("-m", "paceline.local.redis", "--role", "features", f"run.dir={run}")
     process = await asyncio.create_subprocess_exec(
         sys.executable, *argv, stdout=asyncio.subprocess.DEVNULL, env=environment
     )

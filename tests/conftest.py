@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
-import subprocess
 import uuid
 from collections.abc import AsyncIterator, Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,10 +13,10 @@ from hypothesis import HealthCheck, settings
 from opentelemetry.metrics import NoOpMeterProvider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from redis_servers import RedisServer
 
 from paceline.local.patience import patient
-from paceline.local.ports import free_port
-from paceline.local.redis import RedisLauncher, wait_redis
+from paceline.local.redis import RedisLauncher
 from paceline.streams import connect
 from paceline.telemetry.metrics import use_meter
 
@@ -43,40 +40,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     return (yield)
 
 
-@dataclass
-class RedisServer:
-    """A redis-server process that a test may kill and start again over the same data."""
-
-    launcher: RedisLauncher
-    process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.launcher.url
-
-    def start(self) -> None:
-        self.launcher.directory.mkdir(parents=True, exist_ok=True)
-        log = self.launcher.directory / "redis.log"
-        with log.open("ab") as output:
-            self.process = subprocess.Popen(self.launcher.command(), stdout=output, stderr=output)
-        asyncio.run(wait_redis(self.url, patient(10.0)))
-
-    def start_without_waiting(self) -> None:
-        self.process = subprocess.Popen(
-            self.launcher.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
-
-
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     """One server for the whole session; tests keep apart by their run prefix."""
-    server = RedisServer(RedisLauncher("features", free_port(), tmp_path_factory.mktemp("redis")))
+    server = RedisServer(RedisLauncher("features", tmp_path_factory.mktemp("redis")))
     server.start()
     yield server
     server.kill()
@@ -90,7 +57,7 @@ def redis_url(redis_server: RedisServer) -> str:
 @pytest.fixture
 def durable_server(tmp_path: Path) -> Iterator[RedisServer]:
     """A durable server of this test's own, which it may kill."""
-    server = RedisServer(RedisLauncher("durable", free_port(), tmp_path / "redis"))
+    server = RedisServer(RedisLauncher("durable", tmp_path / "redis"))
     server.start()
     yield server
     server.kill()

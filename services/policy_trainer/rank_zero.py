@@ -62,7 +62,7 @@ class RankZero:
         self._algorithm = algorithm
         self._runner = asyncio.Runner()
         self._records = RecordFile(config.checkpoints_dir / "records.jsonl")
-        self._client = connect(config.redis.durable)
+        self._client = connect(config.redis.durable_url)
         self._stream = RedisStream(self._client, run_key(config.run.id, "trajectories"))
         self._batcher = Batcher(
             self._stream,

@@ -224,7 +224,7 @@ def _clients(
     """(durable, features); none without trajectories."""
     if not config.trajectories:
         return None, None
-    return connect(config.redis.durable), connect(config.redis.features)
+    return connect(config.redis.durable_url), connect(config.redis.features)
 
 
 def _initial_versions(config: GatewayConfig) -> dict[int, Path]:

@@ -11,7 +11,7 @@ from paceline.local.patience import patient
 from paceline.streams import RedisStream, connect, run_key
 
 if TYPE_CHECKING:
-    from conftest import RedisServer
+    from redis_servers import RedisServer
 
 pytestmark = pytest.mark.chaos
 

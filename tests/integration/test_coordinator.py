@@ -360,7 +360,7 @@ async def run_to_end(config: CoordinatorConfig) -> None:
 
 
 async def journal_of(config: CoordinatorConfig) -> list[dict[str, Any]]:
-    client = connect(config.redis.durable)
+    client = connect(config.redis.durable_url)
     entries = await client.xrange(run_key(config.run.id, "journal"))
     await client.aclose()
     return [json.loads(fields[b"entry"]) for _, fields in entries]
@@ -701,7 +701,7 @@ async def test_a_run_that_has_not_begun_or_is_over_cannot_be_stopped(
         words = overrides(peers, redis_url, tmp_path, steps=1)
         config = config_of(words)
         await run_to_end(config)
-        client = connect(config.redis.durable)
+        client = connect(config.redis.durable_url)
         runner = Runner(config, Journal(client, config.run.id), None, None, lambda: 0.0)  # type: ignore[arg-type]
         servicer: Any = server.CoordinatorServicer(config.run.id, runner)
         with pytest.raises(FailedPrecondition, match="no run goes on; seen: new"):

@@ -7,34 +7,40 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import redis
+from redis.exceptions import AuthenticationError, ResponseError
+from redis_servers import RedisServer
 
 from paceline.config import RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import Unavailable
 from paceline.local.child import RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
+from paceline.local.redis import RedisLauncher, resolved
 from paceline.local.supervisor import Supervisor, run_launches
 from paceline.streams import RedisStream, connect, run_key
 
 
+@pytest.mark.parametrize("ports", [False, True], ids=["sockets", "ports"])
 async def test_both_roles_run_and_the_durable_one_keeps_its_data_over_a_kill(
-    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_id: str, monkeypatch: pytest.MonkeyPatch, ports: bool
 ) -> None:
     monkeypatch.delenv("REDIS_URL", raising=False)
-    urls = RedisConfig(
-        durable_url=f"redis://127.0.0.1:{free_port()}/0",
-        features_url=f"redis://127.0.0.1:{free_port()}/0",
-    )
+    durable, features = (f"redis://127.0.0.1:{free_port()}/0" if ports else "" for _ in range(2))
+    urls = RedisConfig(durable_url=durable, features_url=features)
     config = ServiceConfig(run=RunConfig(dir=str(tmp_path)), redis=urls)
-    launches = run_launches(config, [], [f"run.dir={tmp_path}"])[:2]
+    words = [f"run.dir={tmp_path}", f"redis.durable_url={durable}"]
+    launches = run_launches(config, [], [*words, f"redis.features_url={features}"])[:2]
     async with Supervisor(launches, tmp_path, policy=RestartPolicy(base_s=0.05)) as supervisor:
         await supervisor.start(patient(20.0))
-        client = connect(urls.durable)
+        client = connect(resolved(config).redis.durable_url)
         stream = RedisStream(client, run_key(run_id, "s"))
         await stream.create_group("g")
         await stream.append({"n": "1"}, b"x")
@@ -105,3 +111,53 @@ def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_sign
     process.terminate()
     assert process.wait(patient(10)) == 0
     process.stdout.close()
+
+
+async def test_nobody_makes_a_server_of_ours_load_code_or_write_files(
+    durable_server: RedisServer,
+) -> None:
+    client = connect(durable_server.url)
+    for words in (
+        ("CONFIG", "SET", "dir", "/tmp"),
+        ("MODULE", "LOAD", "/tmp/x.so"),
+        ("DEBUG", "RELOAD"),
+        ("REPLICAOF", "127.0.0.1", "1"),
+        ("SLAVEOF", "127.0.0.1", "1"),
+        ("MIGRATE", "127.0.0.1", "1", "k", "0", "1"),
+        ("ACL", "SETUSER", "default", "+@all"),
+        ("SAVE",),
+        ("BGSAVE",),
+        ("BGREWRITEAOF",),
+        ("SHUTDOWN", "NOSAVE"),
+        ("FLUSHALL",),
+        ("RESTORE", "k", "0", "x"),
+        ("MONITOR",),
+        ("EVAL", "return redis.call('CONFIG', 'GET', 'dir')", "0"),
+    ):
+        with pytest.raises(ResponseError, match=r"no permissions|not allowed"):
+            await client.execute_command(*words)
+    await client.aclose()
+
+
+@pytest.mark.parametrize("given", ["", "redis://127.0.0.1:{port}/0"], ids=["socket", "port"])
+def test_a_server_of_ours_listens_where_nobody_else_gets_in(tmp_path: Path, given: str) -> None:
+    launcher = RedisLauncher("durable", tmp_path / "r", given.format(port=free_port()))
+    server = RedisServer(launcher)
+    server.start()
+    try:
+        assert server.process is not None
+        process = psutil.Process(server.process.pid)
+        assert launcher.url.partition("@")[0].removeprefix("redis://:") not in process.cmdline()
+        listening = [each.laddr for each in process.net_connections("tcp")]
+        if given:
+            assert {address.ip for address in listening} == {"127.0.0.1"}
+            with pytest.raises(AuthenticationError):
+                redis.Redis.from_url(launcher.given_url).ping()
+        else:
+            assert listening == []
+            assert stat.S_IMODE(launcher.socket.stat().st_mode) == 0o700
+        with pytest.raises(Unavailable) as taken:
+            launcher.prepare()  # a second server of the directory would steal the socket
+        assert taken.value.reason == "PORT_IN_USE"
+    finally:
+        server.kill()

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from paceline.cli.run_files import RunFiles
 from paceline.config import ServiceConfig
+from paceline.local.redis import resolved
 from paceline.report.charts import duration
 from paceline.report.html import render
 from paceline.report.journal import copy_journal, read_history, write_steps, write_whole
@@ -28,7 +29,7 @@ async def collect(config: ServiceConfig, files: RunFiles) -> LedgerCount:
 
     Raises Unavailable.
     """
-    client = connect(config.redis.durable)
+    client = connect(resolved(config).redis.durable_url)
     try:
         await copy_journal(client, config.run.id, files.directory / JOURNAL)
         return await Ledger(client, config.run.id).count()

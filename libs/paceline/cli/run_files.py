@@ -198,18 +198,16 @@ def _workers(tree: Tree) -> Tree:
 def _placement(files: RunFiles) -> Tree:
     """Where the run lives: its directory and ports that are free now.
 
-    An own $REDIS_URL is used as it is.
+    An own $REDIS_URL is used as it is, also when the run is resumed without it.
     """
     own = os.environ.get("REDIS_URL")
-    roles = ("durable_url", "features_url")
     services = ("coordinator", "gateway", "policy_trainer", "drafter_trainer", "http")
-    ports = iter(free_ports(len(roles) + len(services) + 1))
-    redis = {role: own or f"redis://127.0.0.1:{next(ports)}/0" for role in roles}
+    ports = iter(free_ports(len(services) + 1))
     addresses = {name: f"127.0.0.1:{next(ports)}" for name in services}
     addresses["events"] = f"tcp://127.0.0.1:{next(ports)}"
     return {
         "run": {"id": files.run_id, "dir": str(files.directory)},
-        "redis": redis,
+        "redis": dict.fromkeys(("durable_url", "features_url"), own) if own else {},
         "addresses": addresses,
         "telemetry": {"spans_dir": str(files.spans)},
     }

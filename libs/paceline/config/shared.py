@@ -16,8 +16,6 @@ RUN_ID = r"[a-z0-9-]{1,64}"
 SHARED_SECTIONS = ("run", "redis", "telemetry", "security", "addresses")
 SERVICE_SECTIONS = ("coordinator", "gateway", "policy_trainer", "drafter_trainer")
 
-DEFAULT_REDIS_URL = "redis://127.0.0.1:7410/0"
-
 
 class RunConfig(Config):
     """Which run this is."""
@@ -31,22 +29,21 @@ class RunConfig(Config):
 
 
 class RedisConfig(Config):
-    """Where the two roles of Redis are served."""
+    """Where the two roles of Redis are served; paceline.local.redis.resolved fills in what is
+    empty.
+    """
 
     durable_url: str = ""
-    """Trajectories, ledger and journal; empty is $REDIS_URL, else redis://127.0.0.1:7410/0."""
+    """Trajectories, ledger and journal; empty is $REDIS_URL, else a server of the run's own on a
+    unix socket. One at redis://127.0.0.1:PORT without a password is started too, and gets one."""
     features_url: str = ""
-    """Hidden-state batches; empty is the durable one."""
-
-    @property
-    def durable(self) -> str:
-        """URL of the durable role."""
-        return self.durable_url or os.environ.get("REDIS_URL", "") or DEFAULT_REDIS_URL
+    """Hidden-state batches; empty is the durable one where that is given, else a server of the
+    run's own."""
 
     @property
     def features(self) -> str:
         """URL of the features role."""
-        return self.features_url or self.durable
+        return self.features_url or self.durable_url
 
 
 class TelemetryConfig(Config):

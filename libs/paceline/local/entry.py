@@ -26,6 +26,7 @@ from paceline.local.processes import (
     EXIT_RUN_FAILED,
     die_with_parent,
 )
+from paceline.local.redis import resolved
 from paceline.local.services import service
 from paceline.local.tokens import announced, use_run_tokens
 from paceline.rpc import set_malloc_thresholds
@@ -86,6 +87,7 @@ def _run(name: str, config_class: type[C], serve: Serve[C], arguments: argparse.
     if arguments.print_config:
         sys.stdout.write(print_config(config, name))
         return EXIT_FINISHED
+    config = resolved(config)
     with owned(Path(config.run.dir), name):
         _require_free_ports(name, config)
         use_run_tokens(config)

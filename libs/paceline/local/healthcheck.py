@@ -1,6 +1,7 @@
 """Checks that one server serves: exits with 0, or with 1 when it does not.
 
-`python -m paceline.local.healthcheck --address HOST:PORT | --redis URL`, for readiness probes.
+`python -m paceline.local.healthcheck --address HOST:PORT | --redis ROLE [--config FILE]`, for
+readiness probes.
 """
 
 from __future__ import annotations
@@ -9,21 +10,24 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
 
-from paceline.config import SecurityConfig
+from paceline.config import SecurityConfig, ServiceConfig, load_config
 from paceline.errors import PacelineError
-from paceline.local.redis import wait_redis
+from paceline.local.redis import Role, resolved, wait_redis
 from paceline.rpc import wait_healthy
 
 
-async def check(address: str, redis_url: str, timeout_s: float) -> None:
+async def check(address: str, role: Role, files: Sequence[Path], timeout_s: float) -> None:
     """Return when the server serves; a PacelineError says why it does not within `timeout_s`
     seconds.
     """
     if address:
         await wait_healthy(address, SecurityConfig(), timeout_s)
     else:
-        await wait_redis(redis_url, timeout_s)
+        redis = resolved(load_config(ServiceConfig, "local", files)).redis
+        await wait_redis(redis.durable_url if role == "durable" else redis.features, timeout_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paceline.local.healthcheck")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--address", default="", help="host:port of a gRPC server")
-    where.add_argument("--redis", default="", metavar="URL")
+    where.add_argument("--redis", choices=get_args(Role), help="role, of the run that --config has")
+    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE")
     parser.add_argument("--timeout", type=float, default=2.0, metavar="SECONDS")
     words = parser.parse_args(argv)
     try:
-        asyncio.run(check(words.address, words.redis, words.timeout))
+        asyncio.run(check(words.address, words.redis, words.config, words.timeout))
     except PacelineError as error:
         sys.stderr.write(f"{error}\n")
         return 1

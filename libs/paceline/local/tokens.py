@@ -35,7 +35,7 @@ def use_run_tokens(config: ServiceConfig) -> None:
         return
     for variable, name in ((security.token_env, OPERATOR), (security.agent_token_env, AGENT)):
         if variable and not os.environ.get(variable):
-            os.environ[variable] = _read_or_make(token_file(config, name))
+            os.environ[variable] = read_or_make(token_file(config, name))
 
 
 def token_file(config: ServiceConfig, name: str) -> Path:
@@ -82,7 +82,10 @@ def _loopback_port(address: str) -> str:
     return port if host.strip("[]") in _LOOPBACK and port.isdecimal() and int(port) else ""
 
 
-def _read_or_make(path: Path) -> str:
+def read_or_make(path: Path) -> str:
+    """The secret in a file of this user alone, a random one where there is none. Raises
+    ConfigError.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():

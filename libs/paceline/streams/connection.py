@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from paceline.config.shared import DEFAULT_REDIS_URL, RUN_ID
+from paceline.config.shared import RUN_ID
 from paceline.errors import ConfigError, InvalidInput, ResourceExhausted, Unavailable
 
 OUTAGE_S = 10.0
@@ -47,30 +46,29 @@ def run_key(run_id: str, name: str) -> str:
     return f"paceline:{{{run_id}}}:{name}"
 
 
-def connect(url: str = "", *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
-    """Client that outlives an outage of `outage_s` seconds; "" means $REDIS_URL, else the port of a
-    local run.
+def connect(url: str, *, outage_s: float = OUTAGE_S) -> redis.asyncio.Redis:
+    """Client that outlives an outage of `outage_s` seconds.
 
     Every command here that is repeated after a lost answer is idempotent. Raises ConfigError for a
     URL that is none.
     """
     retries = math.ceil(outage_s / _BACKOFF_CAP_S) + 4
-    chosen = url or os.environ.get("REDIS_URL", "") or DEFAULT_REDIS_URL
     try:
         client: redis.asyncio.Redis = redis.asyncio.Redis.from_url(
-            chosen,
+            url,
             protocol=2,
             decode_responses=False,
             socket_timeout=max(5.0, outage_s / 2),
             socket_connect_timeout=2.0,
-            **({} if chosen.startswith("unix:") else {"socket_keepalive": True}),
+            **({} if url.startswith("unix:") else {"socket_keepalive": True}),
             health_check_interval=0,
             max_connections=64,
             retry=Retry(ExponentialWithJitterBackoff(cap=_BACKOFF_CAP_S, base=0.02), retries),
             retry_on_error=[*OUTAGE_ERRORS],
         )
     except ValueError as error:
-        raise ConfigError("not a Redis URL", seen=chosen, allowed="redis://host:port/db") from error
+        allowed = "redis://host:port/db, rediss://host:port/db, unix:///path?db=0"
+        raise ConfigError("not a Redis URL", seen=url, allowed=allowed) from error
 
     return client
 

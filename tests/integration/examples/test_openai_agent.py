@@ -59,8 +59,6 @@ def _own_places(tmp_path: Path, ports: list[int]) -> list[str]:
         f'addresses.{name}="127.0.0.1:{port}"' for name, port in zip(names, ports, strict=False)
     ]
     words += [f'addresses.events="tcp://127.0.0.1:{ports[5]}"']
-    words += [f'redis.durable_url="redis://127.0.0.1:{ports[6]}/0"']
-    words += [f'redis.features_url="redis://127.0.0.1:{ports[7]}/0"']
     return [
         *words,
         f'run.dir="{tmp_path / "run"}"',

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import AddressesConfig, RedisConfig, ServiceConfig
+from paceline.config import AddressesConfig, RedisConfig, RunConfig, ServiceConfig
 from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
 from paceline.local import healthcheck
 from paceline.local import redis as local_redis
 from paceline.local.child import Launch
 from paceline.local.ports import free_port, free_ports, require_free, split_address
 from paceline.local.processes import describe_exit, last_lines, last_words
-from paceline.local.redis import RedisLauncher, find_redis_server, launcher, local_urls
+from paceline.local.redis import RedisLauncher, find_redis_server, launcher, resolved
 from paceline.local.services import SERVICES, service
 from paceline.local.supervisor import in_order, run_launches
+from paceline.local.user_directory import user_directory
 
 NOBODY = "/nonexistent"
 
@@ -57,68 +58,87 @@ def test_the_launches_of_a_run_give_every_service_the_same_settings() -> None:
     assert list(launches) == [spec.name for spec in SERVICES]
     for launch in launches.values():
         assert launch.command[0] == sys.executable
-        assert launch.command[-5:] == (
-            "--config",
-            "a.toml",
-            "run.id=x",
-            "redis.durable_url=redis://127.0.0.1:7410/0",
-            "redis.features_url=redis://127.0.0.1:7411/0",
-        )
+        assert launch.command[-3:] == ("--config", "a.toml", "run.id=x")
     ports = [
         split_address(address)[1] for launch in launches.values() for address, _ in launch.ports
     ]
-    assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408, 7410, 7411]
+    assert sorted(ports) == [7400, 7401, 7402, 7403, 7405, 7408]
 
 
-def test_a_redis_that_others_run_is_only_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REDIS_URL", "redis://127.0.0.1:6379/0")
+def test_a_redis_that_others_run_is_only_waited_for_and_its_password_on_no_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("REDIS_URL", "redis://:secret@127.0.0.1:6379/0")
     launches = run_launches(_config(), [], [])
     assert [launch.name for launch in launches if not launch.command] == ["redis", "redis_features"]
-    assert "redis.durable_url=redis://127.0.0.1:6379/0" in launches[2].command
-    assert "redis.features_url=redis://127.0.0.1:6379/0" in launches[2].command
+    assert "secret" not in str([launch.command for launch in launches])
+    assert resolved(_config()).redis.features_url == "redis://:secret@127.0.0.1:6379/0"
 
 
 @pytest.mark.parametrize(
     ("urls", "expected"),
     [
-        ({}, ("redis://127.0.0.1:7410/0", "redis://127.0.0.1:7411/0")),
         ({"durable_url": "redis://db:1/0"}, ("redis://db:1/0", "redis://db:1/0")),
+        ({"durable_url": "unix:///a/s?db=0"}, ("unix:///a/s?db=0", "unix:///a/s?db=0")),
         (
-            {"durable_url": "redis://db:1/0", "features_url": "redis://f:2/0"},
-            ("redis://db:1/0", "redis://f:2/0"),
+            {"durable_url": "redis://db:1/0", "features_url": "redis://:p@127.0.0.1:2/0"},
+            ("redis://db:1/0", "redis://:p@127.0.0.1:2/0"),
         ),
+        ({"durable_url": "rediss://localhost:1/0"}, ("rediss://localhost:1/0",) * 2),
     ],
 )
-def test_each_role_has_its_own_server_unless_told_otherwise(
+def test_servers_that_others_run_keep_their_urls_and_nothing_is_started(
     urls: dict[str, str], expected: tuple[str, str]
 ) -> None:
-    assert tuple(local_urls(_config(**urls)).values()) == expected
+    redis = resolved(_config(**urls)).redis
+    assert (redis.durable_url, redis.features_url) == expected
+    assert launcher(_config(**urls), "durable") is launcher(_config(**urls), "features") is None
 
 
-def test_a_remote_server_is_not_started_here() -> None:
-    assert launcher(_config(durable_url="redis://db.example:6379/0"), "durable") is None
-    assert launcher(_config(durable_url="redis://127.0.0.1:7000/0"), "features") is None
-    found = launcher(_config(durable_url="redis://127.0.0.1:7000/0"), "durable")
+def test_without_a_url_each_role_has_a_socket_in_the_runs_directory(tmp_path: Path) -> None:
+    config = ServiceConfig(run=RunConfig(dir=str(tmp_path)))
+    redis = resolved(config).redis
+    assert redis.durable_url == f"unix://{tmp_path}/redis-durable/redis.sock?db=0"
+    assert redis.features_url == f"unix://{tmp_path}/redis-features/redis.sock?db=0"
+    assert resolved(resolved(config)) == resolved(config)
+
+
+def test_a_path_too_long_for_a_socket_gives_one_in_the_users_directory(tmp_path: Path) -> None:
+    long = tmp_path / ("x" * 100)
+    sockets = {RedisLauncher(role, long / role).socket for role in ("durable", "features")}
+    assert len(sockets) == 2
+    assert {each.parent for each in sockets} == {user_directory()}
+
+
+def test_a_port_of_ours_has_a_random_password_in_a_private_file(tmp_path: Path) -> None:
+    config = ServiceConfig(
+        run=RunConfig(dir=str(tmp_path)),
+        redis=RedisConfig(durable_url="redis://127.0.0.1:7000/3"),
+    )
+    url = resolved(config).redis.durable_url
+    password = (tmp_path / "redis-durable/password").read_text()
+    assert url == f"redis://:{password}@127.0.0.1:7000/3" == resolved(config).redis.features_url
+    assert len(password) > 40
+    found = launcher(config, "durable")
     assert found is not None
-    assert found.port == 7000
-
-
-def test_a_local_server_with_a_password_cannot_be_started() -> None:
-    with pytest.raises(ConfigError, match=r"redis\.durable_url"):
-        launcher(_config(durable_url="redis://:secret@127.0.0.1:7000/0"), "durable")
+    assert password not in " ".join([*found.command(), found.settings()])
+    assert launcher(config, "features") is None
+    for path in (tmp_path / "redis-durable", tmp_path / "redis-durable/password"):
+        assert path.stat().st_mode & 0o077 == 0
 
 
 def test_the_durable_role_is_on_disk_before_it_answers_and_neither_role_evicts(
     tmp_path: Path,
 ) -> None:
-    durable = " ".join(RedisLauncher("durable", 7000, tmp_path).command())
-    features = " ".join(RedisLauncher("features", 7001, tmp_path, 1000).command())
-    assert "--appendonly yes --appendfsync always" in durable
-    assert "--maxmemory 1000" in features
-    assert "--appendonly no" in features
-    for words in (durable, features):
-        assert "--maxmemory-policy noeviction" in words
-        assert "--bind 127.0.0.1" in words
+    durable = RedisLauncher("durable", tmp_path).settings()
+    features = RedisLauncher("features", tmp_path, "redis://127.0.0.1:7001/0", 1000).settings()
+    assert "appendonly yes\nappendfsync always\n" in durable
+    assert "maxmemory 1000\n" in features
+    assert "appendonly no\n" in features
+    assert "port 0\n" in durable
+    assert "bind 127.0.0.1\nport 7001\n" in features
+    for lines in (durable, features):
+        assert "maxmemory-policy noeviction\n" in lines
 
 
 def test_redis_server_on_the_path_comes_first(
@@ -207,16 +227,24 @@ def test_last_words_are_of_this_life_and_of_a_signal_only_what_speaks_of_an_erro
 
 
 def test_the_health_check_of_a_server_that_is_not_there_exits_1(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     port = free_port()
+    config = tmp_path / "c.toml"
+    config.write_text(f"[run]\ndir = '{tmp_path}'")
     assert healthcheck.main(["--address", f"127.0.0.1:{port}", "--timeout", "0.2"]) == 1
-    assert healthcheck.main(["--redis", f"redis://127.0.0.1:{port}/0", "--timeout", "0.2"]) == 1
-    assert str(port) in capsys.readouterr().err
+    words = ["--redis", "durable", "--config", str(config), "--timeout", "0.2"]
+    assert healthcheck.main(words) == 1
+    said = capsys.readouterr().err
+    assert str(port) in said
+    assert str(tmp_path) in said
 
 
-def test_the_health_check_of_a_serving_redis_exits_0(redis_url: str) -> None:
-    assert healthcheck.main(["--redis", redis_url]) == 0
+def test_the_health_check_of_a_serving_redis_exits_0(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", redis_url)
+    assert healthcheck.main(["--redis", "features"]) == 0
 
 
 def test_free_ports_are_different_and_below_the_ports_of_outgoing_connections() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from foreign_redis import foreign_redis
+from redis_servers import foreign_redis
 
 from paceline.errors import InvalidInput, ResourceExhausted
 from paceline.local.patience import patient

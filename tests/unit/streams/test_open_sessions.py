@@ -29,7 +29,7 @@ from paceline.streams import (
 from paceline.trajectory import BranchKey, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
-    from conftest import RedisServer
+    from redis_servers import RedisServer
 
 DEADLINE_S = patient(20)
 KEY = "sk-paceline-1"

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 import pytest
 import redis.asyncio
+from redis_servers import foreign_redis
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
@@ -99,23 +101,26 @@ async def test_what_was_delivered_into_a_lost_connection_is_read_next(
 
 
 async def test_a_killed_connection_does_not_end_a_blocking_read(
-    redis_client: redis.asyncio.Redis, run_id: str
+    tmp_path: Path, run_id: str
 ) -> None:
-    stream = RedisStream(redis_client, run_key(run_id, "s"))
-    await stream.create_group("g")
-    reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
-    blocked: list[dict[str, str]] = []
-    async with asyncio.timeout(patient(10)):
-        while not blocked:
-            clients = await redis_client.client_list()
-            blocked = [
-                each for each in clients if each["cmd"] == "xreadgroup" and "b" in each["flags"]
-            ]
-            await asyncio.sleep(0.01)
-    assert await redis_client.client_kill_filter(_id=blocked[0]["id"]) == 1
-    await stream.append({"n": "1"}, b"x")
-    assert [entry.fields["n"] for entry in await reading] == ["1"]
-    await stream.close()
+    with foreign_redis(tmp_path / "r") as url:
+        redis_client = connect(url)
+        stream = RedisStream(redis_client, run_key(run_id, "s"))
+        await stream.create_group("g")
+        reading = asyncio.create_task(stream.read("g", "c", 1, 20.0))
+        blocked: list[dict[str, str]] = []
+        async with asyncio.timeout(patient(10)):
+            while not blocked:
+                clients = await redis_client.client_list()
+                blocked = [
+                    each for each in clients if each["cmd"] == "xreadgroup" and "b" in each["flags"]
+                ]
+                await asyncio.sleep(0.01)
+        assert await redis_client.client_kill_filter(_id=blocked[0]["id"]) == 1
+        await stream.append({"n": "1"}, b"x")
+        assert [entry.fields["n"] for entry in await reading] == ["1"]
+        await stream.close()
+        await redis_client.aclose()
 
 
 async def test_a_server_that_stays_away_is_unavailable_within_the_outage_allowed() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from foreign_redis import foreign_redis
+from redis_servers import foreign_redis
 
 from coordinator.journal.entry import EntryBody, JournalEntry
 from coordinator.journal.journal import Journal
