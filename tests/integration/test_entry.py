@@ -27,6 +27,7 @@ def _start(tmp_path: Path, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "40"},
+        umask=0o022,
     )
 
 
@@ -47,6 +48,8 @@ def test_a_signal_stops_it_in_order_and_shows_in_the_status(
     assert process.stdout is not None
     assert process.stdout.readline() == "serving\n"
     pid_file = tmp_path / "pids" / "policy_trainer.pid"
+    for path in (pid_file, pid_file.parent, tmp_path / "serving"):
+        assert path.stat().st_mode & 0o077 == 0
     assert int(pid_file.read_text()) == process.pid
     process.send_signal(number)
     assert _ended(process)[0] == 128 + number

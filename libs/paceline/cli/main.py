@@ -16,6 +16,7 @@ from rich.markup import escape
 
 import paceline
 from paceline.errors import NotFound, PacelineError
+from paceline.local.processes import keep_files_private
 from paceline.local.services import SERVICES
 from paceline.local.services import service as service_named
 from paceline.speculators.kinds import SPECULATORS, drafter_directory
@@ -239,6 +240,7 @@ def _refused(error: PacelineError) -> typer.Exit:
 
 
 def _run(coroutine: Coroutine[Any, Any, int]) -> NoReturn:
+    keep_files_private()
     try:
         raise typer.Exit(asyncio.run(coroutine))
     except PacelineError as error:

@@ -25,6 +25,7 @@ from paceline.local.processes import (
     EXIT_FINISHED,
     EXIT_RUN_FAILED,
     die_with_parent,
+    keep_files_private,
 )
 from paceline.local.redis import resolved
 from paceline.local.services import service
@@ -47,6 +48,7 @@ def run_service(
     stderr.
     """
     die_with_parent()
+    keep_files_private()
     try:
         code = _run(name, config_class, serve, _arguments(name).parse_intermixed_args(argv))
     except (PacelineError, ExceptionGroup) as raised:

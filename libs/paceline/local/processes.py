@@ -46,6 +46,11 @@ def die_with_parent(death_signal: int = signal.SIGKILL) -> bool:
     return True
 
 
+def keep_files_private() -> None:
+    """What this process and its children write is for this user alone."""
+    os.umask(0o077)
+
+
 def _exists(pid: int) -> bool:
     try:
         os.kill(pid, 0)

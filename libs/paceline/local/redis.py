@@ -32,7 +32,7 @@ from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.owner import own
 from paceline.local.ports import require_free
-from paceline.local.processes import die_with_parent
+from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
 from paceline.local.user_directory import user_directory
 from paceline.rpc import is_loopback
@@ -247,6 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.
     """
     die_with_parent()
+    keep_files_private()
     parser = argparse.ArgumentParser(prog="python -m paceline.local.redis", allow_abbrev=False)
     parser.add_argument("--role", choices=get_args(Role), default="durable")
     parser.add_argument("--config", type=Path, action="append", default=[])
