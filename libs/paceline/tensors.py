@@ -46,6 +46,16 @@ NUMPY_CODES = {
     "F64": "<f8",
 }
 """Element of an array, by safetensors dtype name."""
+_ALL_ONES = {
+    "F8_E4M3": 0x7F,
+    "F8_E5M2": 0x7C,
+    "F16": 0x7C00,
+    "BF16": 0x7F80,
+    "F32": 0x7F80_0000,
+    "F64": 0x7FF0_0000_0000_0000,
+}
+"""Bits that are all 1 in what is no finite number: the exponent's, in E4M3 also the fraction's."""
+_BLOCK = 1 << 16  # words looked at together: they stay in the cache
 _NAMES = {
     np.dtype(code): name for name, code in NUMPY_CODES.items() if not name.startswith(("BF", "F8"))
 }
@@ -141,6 +151,16 @@ def from_numpy(name: str, array: npt.NDArray[Any], dtype: str | None = None) -> 
             allowed=list(_NAMES),
         )
     return NamedTensor(name, dtype or known, tuple(rows.shape), rows.reshape(-1).view("u1").data)
+
+
+def is_finite(tensor: NamedTensor) -> bool:
+    """Whether no number of the tensor is NaN or infinite."""
+    if tensor.dtype not in _ALL_ONES:
+        return True
+    ones = _ALL_ONES[tensor.dtype]
+    words = np.frombuffer(tensor.view, dtype=f"<u{np.dtype(NUMPY_CODES[tensor.dtype]).itemsize}")
+    blocks = (words[start : start + _BLOCK] for start in range(0, len(words), _BLOCK))
+    return all(int(np.bitwise_and(block, words.dtype.type(ones)).max()) != ones for block in blocks)
 
 
 def head_hash(data: bytes | bytearray | memoryview) -> str:

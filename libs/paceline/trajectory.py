@@ -6,6 +6,7 @@ Owns their invariants; not their wire formats (streams, v1).
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,10 @@ from itertools import zip_longest
 from typing import Any
 
 from paceline.errors import InvalidInput
+
+LARGEST_REWARD = 1e15
+"""Squares of larger ones leave the range of fp32 when a group's are summed."""
+REWARD_RANGE = f"-{LARGEST_REWARD:g} to {LARGEST_REWARD:g}"
 
 NEAR_TIE_GAP = 1e-5
 """A draw whose perturbed top-two gap is below this may flip with the batch composition."""
@@ -127,9 +132,19 @@ class Trajectory:
             )
 
     @property
+    def finite(self) -> bool:
+        """Whether every log-prob and the reward are numbers to compute with."""
+        return all(map(math.isfinite, self.behavior_logprobs)) and is_reward(self.reward or 0.0)
+
+    @property
     def trained_tokens(self) -> int:
         """Tokens with loss."""
         return sum(self.loss_mask)
+
+
+def is_reward(value: float) -> bool:
+    """Whether a number can be a reward: NaN, infinity and what is beyond LARGEST_REWARD cannot."""
+    return abs(value) <= LARGEST_REWARD
 
 
 def request_seed(run_seed: int, step: int, task_id: str, sample_index: int) -> int:

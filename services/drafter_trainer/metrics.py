@@ -23,6 +23,12 @@ SAMPLES = Counter(
     "paceline.drafter.samples", "{sample}", DRAFTER, "samples of all ranks; its rate is samples/s"
 )
 STEPS = Counter("paceline.drafter.steps", "{step}", DRAFTER, "whole optimiser steps")
+STEPS_SKIPPED = Counter(
+    "paceline.drafter.steps_skipped",
+    "{step}",
+    DRAFTER,
+    "optimiser steps not taken, because the gradient was NaN or infinite",
+)
 LOSS = Gauge(
     "paceline.drafter.loss",
     "1",
@@ -81,6 +87,7 @@ def record_micro_step(kind: str, result: MicroResult, *, samples: int) -> None:
     POSITIONS.record(result.positions, drafter=kind)
     SAMPLES.record(samples, drafter=kind)
     STEPS.record(int(result.stepped), drafter=kind)
+    STEPS_SKIPPED.record(int(result.skipped), drafter=kind)
     for term, value in {"total": result.loss, **result.terms}.items():
         LOSS.record(value, drafter=kind, term=term)
 

@@ -63,6 +63,7 @@ class StepFacts:
     clip_fraction: float = 0.0
     train_s: float = 0.0
     world_size: int = 0
+    skipped_updates: int = 0  # not taken: the loss or the gradient was not finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Progress:
     checkpoint_version: int = 0
     batch: BatchFacts = field(default_factory=BatchFacts)  # of that step
     figures: StepFacts = field(default_factory=StepFacts)  # of that step
+    skipped_in_row: int = 0  # last steps that skipped an update
 
 
 @dataclass(frozen=True, slots=True)

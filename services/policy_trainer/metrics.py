@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from paceline.telemetry.metrics import Counter
 
-VERSIONS_REPLACED = Counter(
-    "paceline.policy.versions_replaced",
-    "{version}",
-    (),
-    "versions pushed again with other bits, in the place of those that did not serve yet",
-)
 VERSIONS_TAKEN = Counter(
     "paceline.policy.versions_taken",
     "{version}",
     (),
     "versions whose served bits a restarted trainer took, because its replay came to others",
+)
+NOT_FINITE = Counter(
+    "paceline.policy.not_finite",
+    "1",
+    ("what",),
+    "left out because a number was NaN or infinite. session: of a group, not trained; update: of "
+    "the optimiser, not taken, because the loss or the gradient's norm was",
 )

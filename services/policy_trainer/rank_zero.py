@@ -37,7 +37,7 @@ from policy_trainer.messages import (
     Stepped,
     Train,
 )
-from policy_trainer.metrics import VERSIONS_REPLACED, VERSIONS_TAKEN
+from policy_trainer.metrics import NOT_FINITE, VERSIONS_TAKEN
 from policy_trainer.publish import make_publication, merged, pull_served, push
 
 _log = get_logger(__name__)
@@ -177,6 +177,9 @@ class RankZero:
             trajectories=progress.batch.trajectories,
             zero_variance_groups=progress.batch.zero_variance_groups,
         )
+        if skipped := progress.figures.skipped_updates:
+            NOT_FINITE.record(skipped, what="update")
+            _log.error("updates_skipped", step=progress.step, updates=skipped)
 
     async def _collect(self, command: Train, wanted: Wanted) -> Collected:
         with span(
@@ -200,7 +203,6 @@ class RankZero:
             report = await push(publication, self._config, command.sender.context())
             current.set_attribute("bytes", report.bytes)
         if report.replaced:
-            VERSIONS_REPLACED.record()
             _log.warning("version_replaced", version=progress.policy_version)
 
         for record in self._records.load():

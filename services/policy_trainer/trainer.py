@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.errors import DataLoss, Unavailable, WeightsError
+from paceline.errors import DataLoss, InternalError, Unavailable, WeightsError
 from paceline.ranks.messages import Save
 from paceline.tagged_json import from_object, to_object
 from paceline.telemetry import extract, span
@@ -28,6 +28,8 @@ from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Trai
 from policy_trainer.rank_zero import Collected, RankZero
 
 _PREFIX = "step-"  # a checkpoint is numbered by the policy version it holds
+SKIPPED_IN_ROW = 3
+"""Steps whose updates were not taken that end the run: it would learn nothing for ever."""
 _NO_TRACE: Mapping[str, str] = {}
 
 
@@ -108,7 +110,7 @@ class PolicyTrainer:
             command.sender.step,
             self.zero.collect(command) if self.zero else None,
             command.sender.carrier,
-        ):
+        ) or self._stands_still(command):
             return
 
         weights = self.learner.weights()
@@ -150,6 +152,19 @@ class PolicyTrainer:
         self._resumed = not known
         return known
 
+    def _stands_still(self, command: Train) -> bool:
+        """Whether steps in a row were not taken; the parent is told that the run must end."""
+        steps = self.progress.skipped_in_row
+        if steps >= SKIPPED_IN_ROW and self.zero:
+            error = InternalError(
+                "the loss or the gradient was not finite in several steps in a row",
+                reason="NOT_FINITE",
+                seen=f"{steps} steps up to step {self.progress.step}",
+                allowed=f"at most {SKIPPED_IN_ROW - 1}",
+            )
+            self.zero.failed(command.command_id, error)
+        return steps >= SKIPPED_IN_ROW
+
     def _advance(
         self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE
     ) -> bool:
@@ -172,6 +187,7 @@ class PolicyTrainer:
             trajectories_trained=self.progress.trajectories_trained + facts.trajectories,
             batch=facts,
             figures=figures,
+            skipped_in_row=self.progress.skipped_in_row + 1 if figures.skipped_updates else 0,
         )
         if self.zero:
             self.zero.log_step(self.progress)

@@ -144,6 +144,12 @@ REQUESTS = Counter(
 REQUESTS_REFUSED = Counter(
     "paceline.gateway.requests_refused", "{request}", (), "those that were refused"
 )
+NOT_FINITE = Counter(
+    "paceline.gateway.not_finite",
+    "{request}",
+    (),
+    "requests ended because the engine gave a log-prob that is NaN or infinite",
+)
 TOKENS = Counter("paceline.gateway.tokens", "{token}", (), "tokens that workers sent")
 WORKER_RESTARTS = Counter(
     "paceline.gateway.worker_restarts", "{restart}", (), "workers started again"

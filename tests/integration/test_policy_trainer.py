@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import os
 import signal
 import sys
@@ -23,7 +24,7 @@ from safetensors.numpy import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import SecurityConfig
-from paceline.errors import StaleEpoch, Unavailable, WeightsError
+from paceline.errors import InternalError, StaleEpoch, Unavailable, WeightsError
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
 from paceline.rpc import EpochGuard, Server, channel, rpc_errors, wait_healthy
@@ -43,6 +44,19 @@ from paceline.weights import (
 
 SECURITY = SecurityConfig()
 GROUPS, SIBLINGS, VOCABULARY = 3, 4, 61
+
+
+NAN_LOSS = """
+import dataclasses
+
+from policy_trainer.algorithms.grpo import Grpo
+
+
+class NanLoss(Grpo):
+    def loss(self, tokens):
+        loss = super().loss(tokens)
+        return dataclasses.replace(loss, loss_sum=loss.loss_sum * float("nan"))
+"""
 
 
 class NoHooks:
@@ -299,6 +313,42 @@ async def test_empty_groups_cost_no_wait_and_a_session_of_several_branches_count
     assert batch.trajectories == 4 * GROUPS
     assert (stepped.reward_mean, stepped.reward_std) == pytest.approx((0.5, 0.5))
     assert stepped.grad_norm > 0
+
+
+async def test_a_session_with_a_log_prob_that_is_nan_is_left_out_and_the_others_are_trained(
+    world: World,
+) -> None:
+    await world.start(ranks=1, **{"algorithm.behavior_cap": 2.0})
+    ledger = Ledger(world.client, world.run)
+    broken, *others = made(world.run, 0, 0)
+    logprobs = (*broken.behavior_logprobs[:-1], math.nan)
+    for one in (dataclasses.replace(broken, behavior_logprobs=logprobs), *others):
+        await ledger.append_final(one, *encode_trajectory(one))
+    batch, stepped, _ = await asyncio.wait_for(world.step(0, 0, deadline_s=60), patient(40))
+    assert (batch.trajectories, stepped.skipped_updates) == (GROUPS * SIBLINGS - 1, 0)
+    assert all(np.isfinite(tensor).all() for tensor in world.weights(1).values())
+    count = await ledger.count()
+    assert (count.trained, count.dropped) == (GROUPS * SIBLINGS - 1, {"not_finite": 1})
+
+
+async def test_steps_whose_loss_is_nan_leave_the_weights_alone_and_the_third_in_a_row_ends_it(
+    world: World,
+) -> None:
+    own = world.directory.parent / "own.py"
+    own.write_text(NAN_LOSS)
+    await world.start(ranks=2, **{"algorithm.name": f"{own}:NanLoss"})
+    start = load_file(world.model / "model.safetensors")
+    for step in range(2):
+        await world.append(step, step)
+        _, stepped, _ = await world.step(step, step)
+        assert (stepped.skipped_updates, stepped.loss) == (1, 0.0)
+        assert moved(world.weights(step + 1), start) == 0.0
+        await world.commit(step + 1)
+    pids = (await world.status()).rank_pids
+    await world.append(2, 2)
+    with pytest.raises(InternalError, match="not finite in several steps in a row; seen: 3 steps"):
+        await world.step(2, 2)
+    assert (await world.status()).rank_pids == pids, "a rank was left waiting"
 
 
 @pytest.mark.slow

@@ -14,7 +14,9 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from counted import counted
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from safetensors.numpy import load_file
 
 from paceline.config import SecurityConfig
@@ -50,7 +52,7 @@ from paceline.weights import (
     pull_weights,
     push_weights,
 )
-from paceline.weights.manifest import cut_chunks
+from paceline.weights.manifest import content_hash, cut_chunks
 from paceline.weights.wire import PushChunk, encode_push
 
 P, D = WEIGHT_TARGET_POLICY, WEIGHT_TARGET_DRAFTER
@@ -349,7 +351,7 @@ async def test_policy_versions_only_grow(start: Start) -> None:
 
 
 async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
-    start: Start,
+    start: Start, metric_reader: InMemoryMetricReader
 ) -> None:
     receiver = await start()
     await receiver.push(P, 1, seed=1)
@@ -362,6 +364,7 @@ async def test_other_content_of_a_version_that_does_not_serve_takes_its_place(
         given[0].data
     )
     assert not (await push_weights(receiver.channel, manifest, given, CONTEXT)).replaced
+    assert counted(metric_reader, "paceline.weights.versions_replaced", target="policy") == 1
 
 
 async def test_other_content_of_a_half_pushed_version_takes_its_place(start: Start) -> None:
@@ -486,6 +489,26 @@ async def test_chunks_of_other_bytes_than_the_manifest_names_are_refused(start: 
     assert receiver.spool.prepared == frozenset()
     report = await push_weights(receiver.channel, manifest, given, CONTEXT)
     assert report.bytes == manifest.total_bytes
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+async def test_a_version_with_a_number_that_is_not_finite_is_neither_sent_nor_taken(
+    start: Start, value: float, metric_reader: InMemoryMetricReader
+) -> None:
+    receiver = await start()
+    given = tensors(1)
+    broken = [given[0], given[1], from_numpy("c", np.where(np.arange(9000) == 8999, value, 0.0))]
+    with pytest.raises(WeightsError, match="tensor c holds numbers that are not finite"):
+        manifest_of(broken, P, 1)
+    manifest = manifest_of(given, P, 1)
+    indices = range(-(-manifest.total_bytes // CHUNK))
+    crcs = (zlib.crc32(data) for _, data in cut_chunks(manifest, broken, indices))
+    manifest.content_hash = content_hash(crcs)  # as a sender that does not look would write it
+    with pytest.raises(WeightsError, match="tensor c holds numbers that are not finite"):
+        await send(receiver.channel, broken, manifest, list(indices))
+    assert (receiver.hooks.told, receiver.spool.prepared) == ([], frozenset())
+    assert counted(metric_reader, "paceline.weights.versions_refused", target="policy") == 1
+    await receiver.push(P, 1)
 
 
 async def test_versions_in_flight_are_bounded(start: Start) -> None:

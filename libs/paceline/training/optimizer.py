@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from paceline.config import OptimizerConfig
@@ -43,17 +45,19 @@ class NamedAdamW:
         found: dict[str, Tensor] = self.adamw.state[self.parameters[name]]
         return found
 
-    def step(self, number: int) -> Tensor:
+    def step(self, number: int) -> float:
         """Takes step `number`, counted from 1, and forgets the gradients.
 
         lr_t = lr * min(1, t / warmup_steps). Returns the global norm of the gradients before they
-        were clipped.
+        were clipped, the same on all ranks; the step is not taken where it is not finite.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_norm)
-        warm = min(1.0, number / max(self._config.warmup_steps, 1))
-        for group in self.adamw.param_groups:
-            group["lr"] = self._config.lr * warm
-        self.adamw.step()
+        found = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self._config.clip_norm)
+        norm = float(found.full_tensor() if isinstance(found, DTensor) else found)
+        if math.isfinite(norm):
+            warm = min(1.0, number / max(self._config.warmup_steps, 1))
+            for group in self.adamw.param_groups:
+                group["lr"] = self._config.lr * warm
+            self.adamw.step()
         self.adamw.zero_grad()
         return norm
 

@@ -57,7 +57,7 @@ class BatchReady(_message.Message):
     def __init__(self, trajectories: _Optional[int] = ..., dropped: _Optional[_Mapping[str, int]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class PolicyStepped(_message.Message):
-    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash")
+    __slots__ = ("policy_version", "loss", "grad_norm", "reward_mean", "reward_std", "entropy", "behavior_gap", "train_s", "world_size", "batch_hash", "skipped_updates")
     POLICY_VERSION_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class PolicyStepped(_message.Message):
     TRAIN_S_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     BATCH_HASH_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_UPDATES_FIELD_NUMBER: _ClassVar[int]
     policy_version: int
     loss: float
     grad_norm: float
@@ -78,7 +79,8 @@ class PolicyStepped(_message.Message):
     train_s: float
     world_size: int
     batch_hash: str
-    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ...) -> None: ...
+    skipped_updates: int
+    def __init__(self, policy_version: _Optional[int] = ..., loss: _Optional[float] = ..., grad_norm: _Optional[float] = ..., reward_mean: _Optional[float] = ..., reward_std: _Optional[float] = ..., entropy: _Optional[float] = ..., behavior_gap: _Optional[float] = ..., train_s: _Optional[float] = ..., world_size: _Optional[int] = ..., batch_hash: _Optional[str] = ..., skipped_updates: _Optional[int] = ...) -> None: ...
 
 class PolicyPrepared(_message.Message):
     __slots__ = ("policy_version", "bytes", "push_s", "lm_head_hash", "replaced")

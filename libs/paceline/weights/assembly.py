@@ -11,8 +11,10 @@ import zlib
 from collections.abc import Iterator
 
 from paceline.errors import DataLoss, InvalidInput, ResourceExhausted
+from paceline.tensors import NamedTensor
 from paceline.v1.weights_pb2 import Manifest
 from paceline.weights.manifest import (
+    check_finite,
     check_manifest,
     chunk_count,
     chunk_span,
@@ -90,7 +92,9 @@ class Assembly:
             self.finished_s = time.monotonic()
 
     def check_content(self) -> None:
-        """Raises DataLoss when the chunks are not the content that the manifest names."""
+        """Raises DataLoss when the chunks are not the content that the manifest names, WeightsError
+        when a number is not finite.
+        """
         if (
             self.manifest.content_hash
             and (seen := content_hash(self._known())) != self.manifest.content_hash
@@ -100,6 +104,19 @@ class Assembly:
                 seen=seen,
                 allowed=self.manifest.content_hash,
             )
+        check_finite(self.tensors())
+
+    def tensors(self) -> list[NamedTensor]:
+        """Views of the buffer, in stream order."""
+        return [
+            NamedTensor(
+                spec.name,
+                spec.dtype,
+                tuple(spec.shape),
+                self.buffer[spec.offset : spec.offset + spec.nbytes],
+            )
+            for spec in self.manifest.tensors
+        ]
 
     def _known(self) -> Iterator[int]:
         return (checksum for checksum in self._checksums if checksum is not None)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from paceline.errors import InvalidInput
-from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout
+from paceline.errors import InvalidInput, WeightsError
+from paceline.tensors import MAX_TENSORS, NamedTensor, TensorLayout, is_finite
 from paceline.v1.engine_pb2 import WeightTarget
 from paceline.v1.weights_pb2 import WEIGHT_ENCODING_FULL, Manifest, TensorSpec, WeightEncoding
 
@@ -45,9 +45,11 @@ def build_manifest(
     lm_head_hash: str = "",
     metadata: Mapping[str, str] | None = None,
 ) -> Manifest:
-    """Manifest of a full push of `tensors` in this order; reads every byte once for
-    content_hash.
+    """Manifest of a full push of `tensors` in this order; reads every byte.
+
+    Raises WeightsError when a number is not finite.
     """
+    check_finite(tensors)
     manifest = Manifest(
         target=WeightTarget.Name(target),
         version=version,
@@ -77,6 +79,18 @@ def build_manifest(
     )
     manifest.content_hash = content_hash(checksums)
     return manifest
+
+
+def check_finite(tensors: Iterable[NamedTensor]) -> None:
+    """Raises WeightsError for a tensor with NaN or infinity: no version with one is served."""
+    for tensor in tensors:
+        if not is_finite(tensor):
+            raise WeightsError(
+                f"tensor {tensor.name} holds numbers that are not finite",
+                reason="NOT_FINITE",
+                seen="NaN or infinity",
+                allowed="finite numbers",
+            )
 
 
 def content_hash(checksums: Iterator[int]) -> str:

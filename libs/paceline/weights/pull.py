@@ -45,12 +45,7 @@ async def pull_weights(
     if assembly is None or not assembly.complete:
         raise DataLoss("what serves did not come whole", seen="end of stream")
     assembly.check_content()
-    return [
-        NamedTensor(
-            spec.name, spec.dtype, tuple(spec.shape), assembly.buffer[spec.offset :][: spec.nbytes]
-        )
-        for spec in assembly.manifest.tensors
-    ]
+    return assembly.tensors()
 
 
 def _chunk(message: pb.PushRequest) -> PushChunk:

@@ -23,6 +23,7 @@ from paceline.v1.engine_pb2 import PAUSE_MODE_IN_PLACE, WEIGHT_TARGET_DRAFTER, W
 from paceline.v1.weights_pb2_grpc import WeightServiceServicer
 from paceline.weights.assembly import Assembly
 from paceline.weights.manifest import check_manifest, chunk_count, target_name
+from paceline.weights.metrics import VERSIONS_REFUSED, VERSIONS_REPLACED
 from paceline.weights.spool import Part, Spool, part_version
 from paceline.weights.wire import PushChunk
 
@@ -132,7 +133,8 @@ class WeightServicer(WeightServiceServicer):
                 seen=manifest.content_hash,
                 allowed=known.content_hash,
             )
-        _log.warning("a version is announced with other content", version=_name(part))
+        VERSIONS_REPLACED.record(target=target_name(part[0]))
+        _log.warning("version_replaced", version=_name(part))
         await self._forget(part)
         return True
 
@@ -295,7 +297,7 @@ class WeightServicer(WeightServiceServicer):
                 raise WeightsError(
                     f"{_name(part)} misses {len(missing)} chunks", seen=f"{missing[:8]} and on"
                 )
-            self._check_content(part, assembly)
+            await self._check_content(part, assembly)
             spool_started_s = time.monotonic()
             await asyncio.to_thread(self._spool.write, assembly.manifest, assembly.buffer)
             del self._receiving[part]
@@ -308,11 +310,13 @@ class WeightServicer(WeightServiceServicer):
                 fan_out_s=time.monotonic() - load_started_s,
             )
 
-    def _check_content(self, part: Part, assembly: Assembly) -> None:
+    async def _check_content(self, part: Part, assembly: Assembly) -> None:
         try:
-            assembly.check_content()
-        except DataLoss:
+            await asyncio.to_thread(assembly.check_content)
+        except (DataLoss, WeightsError) as error:
             del self._receiving[part]  # no later chunk could repair it
+            VERSIONS_REFUSED.record(target=target_name(part[0]))
+            _log.error("version_refused", version=_name(part), error=str(error))
             raise
 
     async def _load(self, part: Part) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class MicroResult:
     positions: int
     stepped: bool  # it completed an optimiser step
     terms: dict[str, float]  # means over its positions, see Objective.terms
+    skipped: bool = False  # a step was due, and its gradient not finite
 
 
 class DrafterLearner:
@@ -76,12 +78,11 @@ class DrafterLearner:
         count = int(positions)
         self._pending_rows += self.members.size
         self._pending_positions += count
-        stepped = self._pending_rows >= self._micro_batches
-        if stepped:
-            self._optimizer_step()
+        due = self._pending_rows >= self._micro_batches
+        stepped = due and self._optimizer_step()
         share = 1.0 / max(count, 1)
         means = {name: float(value) * share for name, value in terms.items()}
-        return MicroResult(float(loss.detach()) * share, count, stepped, means)
+        return MicroResult(float(loss.detach()) * share, count, stepped, means, due and not stepped)
 
     def _bind(self, head: PolicyHead) -> None:
         if self._bound is not head:
@@ -89,17 +90,20 @@ class DrafterLearner:
             self.sharded.net.bind(head.embed_tokens.to(device), head.lm_head.to(device))
             self._bound = head
 
-    def _optimizer_step(self) -> None:
+    def _optimizer_step(self) -> bool:
+        """False when the gradient was not finite: it is forgotten, and no step counted."""
         positions = torch.tensor(float(self._pending_positions), dtype=torch.float64)
         if self.members.size > 1:
             dist.all_reduce(positions, group=self.members.group)
         for parameter in self.sharded.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(1.0 / max(float(positions), 1.0))
-        self.total_steps += 1
-        self.sharded.optimizer.step(self.total_steps)
-        self.total_tokens += int(positions)
         self._pending_rows, self._pending_positions = 0, 0
+        if not math.isfinite(self.sharded.optimizer.step(self.total_steps + 1)):
+            return False
+        self.total_steps += 1
+        self.total_tokens += int(positions)
+        return True
 
     def attach(self, members: Members) -> None:
         """Brings everything to where `members` compute; shards anew when they are others.

@@ -21,6 +21,7 @@ from paceline.streams import Entry, Stream, decode_trajectory, trajectory_key
 from paceline.telemetry import get_logger, span
 from paceline.trajectory import Trajectory
 from policy_trainer.batches.records import StepRecord
+from policy_trainer.metrics import NOT_FINITE
 
 GROUP, CONSUMER = "policy", "policy-0"
 LEAST_SIBLINGS = 2
@@ -289,6 +290,11 @@ class Batcher:
             refused = self._refusal(session, policy_version)
             if refused:
                 reason = refused
+                if refused == "not_finite":
+                    NOT_FINITE.record(what="session")
+                    _log.warning(
+                        "session_not_finite", branch=str(session.branches[0].trajectory.key)
+                    )
                 choice.drop_session(session, refused)
             else:
                 usable.append(session)
@@ -312,6 +318,8 @@ class Batcher:
             return "incomplete_session"
         if any(held.trajectory.reward is None for held in session.branches):
             return "unscored"
+        if not all(held.trajectory.finite for held in session.branches):
+            return "not_finite"
         return (
             "stale" if any(self._stale(held, policy_version) for held in session.branches) else ""
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from paceline.training.optimizer import NamedAdamW
 from paceline.training.process import on_device
@@ -40,31 +40,33 @@ class Learner:
         """Updates the weights on the batch; leaves them as they are when no token carries gradient.
 
         The proximal log-probs are those of the first pass, detached: the weights have not moved
-        yet, so this is exact and saves a forward.
+        yet, so this is exact and saves a forward. An update whose figures or gradient are not
+        finite is taken on no rank.
         """
         started = time.perf_counter()
         trained = batch.trained_tokens
         if trained == 0:
             return StepFacts(train_s=time.perf_counter() - started, world_size=self.mesh.size())
         micro_batches = self._micro_batches(batch)
-        first = torch.zeros(4, dtype=torch.float64)
-        first_norm = 0.0
         proximal: list[Tensor] = []
-        for update in range(self.config.algorithm.updates_per_step):
+        updates: list[tuple[Tensor, float]] = []
+        for _ in range(self.config.algorithm.updates_per_step):
             sums = self._accumulate(micro_batches, proximal, trained)
-            norm = self._update()
-            if update == 0:
-                first, first_norm = sums, norm
+            updates.append((sums, self._update(sums)))
 
-        loss, entropy, gap, clipped = (first / trained).tolist()
+        sums, norm = updates[0]
+        loss, entropy, gap, clipped, grad_norm = (
+            value if math.isfinite(value) else 0.0 for value in (*(sums / trained).tolist(), norm)
+        )
         return StepFacts(
             loss,
-            first_norm,
+            grad_norm,
             entropy,
             gap,
             clipped,
             train_s=time.perf_counter() - started,
             world_size=self.mesh.size(),
+            skipped_updates=sum(not math.isfinite(norm) for _, norm in updates),
         )
 
     def _micro_batches(self, batch: TrainBatch) -> list[MicroBatch]:
@@ -105,11 +107,15 @@ class Learner:
         dist.all_reduce(sums)
         return sums.cpu()
 
-    def _update(self) -> float:
-        """Clips by the global norm, steps; returns the norm before clipping."""
-        self.updates += 1
-        norm = self.optimizer.step(self.updates)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    def _update(self, sums: Tensor) -> float:
+        """Clips by the global norm, steps; returns the norm before clipping, NaN where a sum over
+        all ranks is not finite.
+        """
+        if not sums.isfinite().all():
+            return math.nan
+        norm = self.optimizer.step(self.updates + 1)
+        self.updates += math.isfinite(norm)
+        return norm
 
     def weights(self) -> dict[str, Tensor]:
         """Whole fp32 weights under their Hugging Face names; {} on other ranks than 0."""

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import DataLoss, InvalidInput, Unavailable
 from paceline.messages import stats_from_proto
 from paceline.telemetry import span
 from paceline.v1 import engine_pb2 as pb
@@ -219,8 +219,10 @@ class Call:
 
 
 def _refuse(chunk: pb.TokenChunk) -> None:
-    """Raises what the engine refused for the caller's reasons, or for now."""
-    for kind in (Unavailable, InvalidInput):
+    """Raises what the engine refused for the caller's reasons, or for now, and what its numbers
+    make worthless.
+    """
+    for kind in (Unavailable, InvalidInput, DataLoss):
         if chunk.error.startswith(f"{kind.reason}: "):
             raise kind(chunk.error.partition(": ")[2])
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError
 from paceline.telemetry import get_logger
+from paceline.trajectory import REWARD_RANGE, is_reward
 from rollout_gateway import metrics
 from rollout_gateway.config import RewardsConfig
 from rollout_gateway.environments.base import Episode
@@ -154,9 +154,9 @@ class MeasuredRule:
         return value
 
     def _finite(self, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
+        if value is not None and not is_reward(value):
             message = f"the reward rule {self._name} gave what is no reward"
             raise InvalidInput(
-                message, reason="REWARD_NOT_FINITE", seen=value, allowed="a finite number or None"
+                message, reason="REWARD_NOT_FINITE", seen=value, allowed=f"{REWARD_RANGE} or None"
             )
         return value

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.errors import DeadlineExceeded, InvalidInput, PacelineError, Unavailable
+from paceline.errors import DataLoss, DeadlineExceeded, InvalidInput, PacelineError, Unavailable
 from paceline.messages import stats_to_proto
 from paceline.telemetry import span
 from paceline.trajectory import SpeculationStats, request_seed, tokens_hash
@@ -134,14 +134,14 @@ class SampleRuns:
     async def _led_here(self, job: Job, asked: EpisodeTask, session: Session) -> Episode:
         """A built-in environment leads the session.
 
-        What is wrong with one task ends that sample alone.
+        What is wrong with one task or its numbers ends that sample alone.
         """
         model = _SessionModel(self._gateway, job, session)
         try:
             return await environment(job.request.environment, self._gateway.equipment).run(
                 asked, model
             )
-        except InvalidInput as error:
+        except (InvalidInput, DataLoss) as error:
             self._gateway.agents.finish(session, fail=FailReason.DATA, message=str(error))
             return Episode(asked, "", "error")
 

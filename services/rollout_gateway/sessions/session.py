@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
 
 from paceline.errors import (
@@ -13,7 +12,7 @@ from paceline.errors import (
     ResourceExhausted,
     TrainabilityError,
 )
-from paceline.trajectory import Trajectory
+from paceline.trajectory import REWARD_RANGE, Trajectory, is_reward
 from rollout_gateway.config import SessionsConfig
 from rollout_gateway.engines.sampling import Sampling
 from rollout_gateway.sessions.assignment import Assignment, FailReason, SessionState
@@ -138,8 +137,10 @@ class Session:
         Raises FailedPrecondition for another one in its place or a late one, NotFound for an
         unknown completion.
         """
-        if not math.isfinite(grant.value):
-            raise InvalidInput("a reward is a finite number", seen=grant.value)
+        if not is_reward(grant.value):
+            raise InvalidInput(
+                "a reward is a finite number", seen=grant.value, allowed=REWARD_RANGE
+            )
         turn = self._turn(grant.completion_id)
         known = self.reward if turn is None else turn.reward
         if grant.accumulate:
@@ -210,9 +211,11 @@ class Session:
         if len(self._added) >= 2 * self._limits.max_turns:
             raise ResourceExhausted("too many rewards in one session", seen=len(self._added))
         total = (known or 0.0) + grant.value
-        if not math.isfinite(total):
+        if not is_reward(total):
             raise InvalidInput(
-                "accumulated rewards stay a finite number", seen=f"{known:g} + {grant.value:g}"
+                "accumulated rewards stay a finite number",
+                seen=f"{known:g} + {grant.value:g}",
+                allowed=REWARD_RANGE,
             )
 
         self._added[grant.idempotency_key] = grant

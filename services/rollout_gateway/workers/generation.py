@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 
-from paceline.errors import InternalError, PacelineError
+from paceline.errors import DataLoss, InternalError, PacelineError
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
+from rollout_gateway import metrics
 
 
 class Generation:
@@ -51,9 +53,13 @@ class Generation:
 
     def accept(self, chunk: pb.TokenChunk) -> None:
         """Take news from the worker; after a restart, tokens given out before must come again and
-        are left out.
+        are left out. Log-probs that are not finite end the request: nothing could be trained on
+        it, and no answer be trusted.
         """
-        if self.tries and not self._leave_out_replayed(chunk):
+        if not all(map(math.isfinite, chunk.behavior_logprobs)):
+            metrics.NOT_FINITE.record()
+            self.fail("the engine gave a log-prob that is no finite number", DataLoss)
+        elif self.tries and not self._leave_out_replayed(chunk):
             self.fail(
                 "the worker was lost and its replacement drew other tokens (weights changed "
                 "meanwhile)"

@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 import pytest
+from counted import counted
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import ConfigError, InvalidInput, NotFound, PacelineError, ResourceExhausted
 from paceline.local.patience import patient
@@ -333,3 +335,25 @@ async def test_a_taken_port_is_refused(serve_gateway: Any) -> None:
             with pytest.raises(ConfigError, match="in use"):
                 async with serve_gateway(addresses=addresses):
                     pass
+
+
+async def test_a_sample_whose_log_prob_is_nan_fails_for_its_data_and_the_others_are_scored(
+    serve_gateway: Any, script: dict[str, Any], metric_reader: InMemoryMetricReader
+) -> None:
+    three = script["script"][0]["responses"][1][4]  # of "1+1=3 #3" alone
+    script["nan_token"] = three
+    async with serve_gateway() as served:
+        found = samples(await run_tasks(served.stub, served.tasks_request(samples_per_task=8)))
+        refused = [key for key, one in found.items() if not one.HasField("reward")]
+        assert 1 <= len(refused) < 8
+        assert {key[0] for key in refused} == {"a"}
+        answers = [
+            await served.http.post(
+                "/v1/completions",
+                json={"model": "tiny-model", "prompt": "1+1=", "seed": seed, "max_tokens": 64},
+            )
+            for seed in range(2)
+        ]
+        assert sorted(answer.status_code for answer in answers) == [200, 500]
+        assert any("no finite number" in answer.text for answer in answers)
+    assert counted(metric_reader, "paceline.gateway.not_finite") == len(refused) + 1

@@ -4,6 +4,7 @@ rank 0.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from paceline.config import OptimizerConfig
 from paceline.training.process import from_rank_zero
 from paceline.trajectory import BranchKey, Trajectory
 from policy_trainer.batches.batch import make_batch
-from policy_trainer.config import PolicyTrainerConfig
+from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
 from policy_trainer.learn.parallel import form_mesh, gather_full, shard
@@ -51,10 +52,11 @@ def trajectories(count: int = 24, vocabulary: int = 61) -> list[Trajectory]:
     return made
 
 
-def main(model: Path, out: Path) -> None:
-    """Steps once on the fixed batch."""
+def main(model: Path, out: Path, broken: int) -> None:
+    """Steps once on the fixed batch; trajectory `broken` has a log-prob that is NaN, -1 for none."""
     config = PolicyTrainerConfig(
         device="cpu",
+        algorithm=AlgorithmConfig(behavior_cap=2.0 if broken >= 0 else 0.0),
         tokens_per_micro_batch=192,
         row_tokens=64,
         optimizer=OptimizerConfig(lr=1e-3, clip_norm=0.5),
@@ -65,12 +67,14 @@ def main(model: Path, out: Path) -> None:
     own = None
     if dist.get_rank() == 0:
         own = make_batch(trajectories(), torch.linspace(-1.5, 2.0, 24))
+        if broken >= 0:
+            own.behavior_logprobs[int(own.lengths[: broken + 1].sum()) - 1] = math.nan
     batch = from_rank_zero(own)
     assert batch is not None
     micro_batches = learner._micro_batches(batch)
     sums = learner._accumulate(micro_batches, [], batch.trained_tokens)
     gradients = gather_full((f"grad.{n}", p.grad) for n, p in policy.named_parameters())
-    norm = learner._update()
+    norm = learner._update(sums)
     weights = gather_full(policy.named_parameters())
     if dist.get_rank() == 0:
         figures = torch.tensor(
@@ -83,7 +87,7 @@ def main(model: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
     # Not a plain return: gloo's threads may still run while the interpreter is torn down, and abort
     # the process.
     sys.stdout.flush()

@@ -56,7 +56,7 @@ def test_models_and_directories_that_cannot_be_trained_are_config_errors(tmp_pat
 
 def test_every_field_of_the_news_of_a_step_is_sent() -> None:
     batch = BatchFacts(8, 90, {"stale": 1}, 1, 0.5, 0.25, "ab")
-    figures = StepFacts(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 2)
+    figures = StepFacts(0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 2, 1)
     news: list[News] = [
         Batched(4, batch),
         Stepped(4, Progress(8, 7, 128, 0, batch, figures)),

@@ -38,8 +38,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def step(model: Path, out: Path, world_size: int) -> dict[str, torch.Tensor]:
-    """Runs the step in `world_size` real gloo processes."""
+def step(model: Path, out: Path, world_size: int, broken: int = -1) -> dict[str, torch.Tensor]:
+    """Runs the step in `world_size` real gloo processes; see sharded_step.py for `broken`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -51,7 +51,7 @@ def step(model: Path, out: Path, world_size: int) -> dict[str, torch.Tensor]:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(RANK_FILE), str(model), str(out)],
+            [sys.executable, str(RANK_FILE), str(model), str(out), str(broken)],
             env={
                 **os.environ,
                 **{k: str(v) for k, v in shared.items()},
@@ -109,3 +109,13 @@ def test_loss_gradients_and_weights_are_equal_on_one_and_two_ranks(
         assert relative(two[name].double(), gradients[name]) < 1e-5, name
     for name in set(one) - set(gradients) - {"figures"}:
         assert relative(two[name], one[name]) < 1e-5, name
+
+
+def test_one_nan_on_one_rank_moves_no_weight_of_any(model_dir: Path, tmp_path: Path) -> None:
+    start = LlamaForCausalLM.from_pretrained(model_dir).state_dict()
+    stepped = step(model_dir, tmp_path / "broken.safetensors", 2, broken=5)
+    assert stepped["figures"][4].isnan()
+    gradients = [name for name in stepped if name.startswith("grad.")]
+    assert all(stepped[name].isnan().any() for name in gradients), "the test needs a NaN everywhere"
+    for name, weight in start.items():
+        assert torch.equal(stepped[f"lm.{name}"], weight), name

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save
 
 from paceline.errors import InvalidInput
-from paceline.tensors import NamedTensor, as_numpy, from_numpy, head_hash
+from paceline.tensors import (
+    NamedTensor,
+    as_numpy,
+    decode_safetensors,
+    from_numpy,
+    head_hash,
+    is_finite,
+)
 
 
 def test_bfloat16_is_shown_as_its_bits() -> None:
@@ -59,3 +69,24 @@ def test_dtypes_without_a_name_are_refused() -> None:
 
 def test_head_is_named_by_the_start_of_its_sha256() -> None:
     assert head_hash(b"abc") == hashlib.sha256(b"abc").hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"],
+)
+@pytest.mark.parametrize("value", [0.0, -448.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 70_000])
+def test_a_tensor_is_finite_where_torch_finds_no_nan_and_no_infinity(
+    dtype: str, value: float, at: int
+) -> None:
+    numbers = torch.ones(70_001)
+    numbers[at] = value
+    stored = numbers.to(getattr(torch, dtype))
+    (tensor,) = decode_safetensors(save({"a": stored})).values()
+    assert is_finite(tensor) == bool(stored.float().isfinite().all())
+
+
+def test_whole_numbers_and_no_numbers_are_finite() -> None:
+    assert is_finite(from_numpy("a", np.full(9, -1, dtype=np.int32)))
+    assert is_finite(from_numpy("a", np.zeros((0, 4), dtype=np.float32)))

@@ -116,7 +116,7 @@ class ScriptedEngine:
         check_capabilities("scripted", self.info.capabilities, request)
         check_arm(request.forced_arm, self._spec.arms)
         answer = self._script.answer(request.prompt, request.sampling.seed)
-        self._waiting.append(ScriptedRun(sequence, answer))
+        self._waiting.append(ScriptedRun(sequence, answer, nan_token=self._spec.nan_token))
 
     def abort(self, request_ids: frozenset[int] | None) -> list[Chunk]:
         ended = [

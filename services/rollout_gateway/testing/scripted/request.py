@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,7 @@ class ScriptedRun:
     answer: ScriptedAnswer
     rows_written: int = 0  # positions whose rows are out
     credit: float = 0.0  # fraction of accepted tokens carried to the next round
+    nan_token: int | None = None
 
     @property
     def request(self) -> Request:
@@ -36,7 +38,8 @@ class ScriptedRun:
         start, endless = len(sequence.tokens), self.request.sampling.ignore_eos
         count = wanted if endless else min(wanted, len(script) - start)
         tokens = [script[index % len(script)] for index in range(start, start + count)]
-        taken = sequence.take(tokens, list(map(scripted_logprob, tokens)), [1.0] * count, version)
+        logprobs = [math.nan if one == self.nan_token else scripted_logprob(one) for one in tokens]
+        taken = sequence.take(tokens, logprobs, [1.0] * count, version)
         asked = self.request.sampling.top_logprobs
         sequence.alternatives += [_alternatives(token, asked) for token in tokens[:taken]]
         if sequence.finish is None and not endless and len(sequence.tokens) == len(script):

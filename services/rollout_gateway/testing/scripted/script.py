@@ -122,6 +122,7 @@ class ScriptedSpec(BatchSettings, RunValues):
     default_cost_s: float = 1e-3  # of arms without costs
     real_time: bool = False
     fault_token: int | None = None  # a round over a prompt that holds this token raises
+    nan_token: int | None = None  # its log-prob is NaN
 
 
 def scripted_response(spec: ScriptedSpec, prompt: tuple[int, ...], seed: int) -> tuple[int, ...]:

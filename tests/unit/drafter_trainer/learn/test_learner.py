@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_leaving_the_device_in_the_middle_of_a_step_changes_no_number() -> None:
         broken.attach(broken.members)
         learn(broken, resumed, resumed + 1)
     assert broken.total_steps == 4
+    assert same(weights(broken), weights(whole))
+
+
+def test_a_step_whose_gradient_is_nan_is_forgotten_and_the_next_one_is_taken() -> None:
+    whole, broken = learner(), learner()
+    states = torch.full_like(ROWS[0].states, torch.nan)
+    broken.micro_step(replace(ROWS[0], states=states), HEAD)
+    result = broken.micro_step(ROWS[1], HEAD)
+    assert (result.stepped, result.skipped) == (False, True)
+    assert same(weights(broken), weights(whole))
+    learn(broken, 2, 6)
+    learn(whole, 2, 6)
+    assert broken.total_steps == whole.total_steps == 2
     assert same(weights(broken), weights(whole))
 
 

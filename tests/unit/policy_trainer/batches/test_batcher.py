@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from counted import counted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_stream import MemoryStream
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from paceline.errors import DataLoss, ResourceExhausted
 from paceline.local.patience import patient
@@ -46,6 +49,7 @@ def trajectory(
     branch: int = 0,
     of: int = 1,
     group_size: int = 2,
+    logprob: float = -1.0,
 ) -> Trajectory:
     return Trajectory(
         key=BranchKey("run", f"{group}-{sample}-{step}", str(branch)),
@@ -57,7 +61,7 @@ def trajectory(
         sample_index=sample,
         token_ids=(1, 2, 3),
         loss_mask=(0, 1, 1),
-        behavior_logprobs=(0.0, -1.0, -1.0),
+        behavior_logprobs=(0.0, -1.0, logprob),
         version_spans=(VersionSpan(1, 3, version),),
         reward=reward,
         seed=0,
@@ -171,10 +175,18 @@ async def test_at_the_deadline_the_branches_of_incomplete_sessions_are_dropped()
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [({"version": 1}, "stale"), ({"reward": None}, "unscored")]
+    ("change", "reason"),
+    [
+        ({"version": 1}, "stale"),
+        ({"reward": None}, "unscored"),
+        ({"reward": math.inf}, "not_finite"),
+        ({"reward": -1e16}, "not_finite"),
+        ({"logprob": math.nan}, "not_finite"),
+        ({"logprob": -math.inf}, "not_finite"),
+    ],
 )
 async def test_one_branch_that_cannot_be_trained_drops_its_session(
-    change: dict[str, Any], reason: str
+    change: dict[str, Any], reason: str, metric_reader: InMemoryMetricReader
 ) -> None:
     bench = Bench()
     await bench.batcher.open()
@@ -183,6 +195,8 @@ async def test_one_branch_that_cannot_be_trained_drops_its_session(
     batch = await bench.batcher.collect(wanted("a", size=3))
     assert [str(t.key) for t in batch.trajectories] == ["a-0-3/0", "a-1-3/0"]
     assert set(batch.record.dropped.values()) == {("a-2-3/0", reason), ("a-2-3/1", reason)}
+    left_out = counted(metric_reader, "paceline.policy.not_finite", what="session")
+    assert left_out == (reason == "not_finite")
 
 
 async def test_a_group_of_size_zero_is_not_waited_for_and_counts_as_dropped() -> None:

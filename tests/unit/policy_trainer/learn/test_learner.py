@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +149,42 @@ def test_a_batch_without_advantage_leaves_the_weights_alone(
     figures = still.step(make_batch(trajectories(), torch.zeros(24)))
     assert (figures.loss, figures.grad_norm) == (0.0, 0.0)
     assert all(torch.equal(weight, before[name]) for name, weight in still.weights().items())
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [("behavior_logprobs", math.nan), ("behavior_logprobs", math.inf), ("advantages", math.inf)],
+)
+def test_an_update_whose_numbers_are_not_finite_is_not_taken_and_the_next_one_is(
+    model_dir: Path, mesh: DeviceMesh, part: str, value: float
+) -> None:
+    capped = AlgorithmConfig(behavior_cap=2.0)
+    one, other = (learner(model_dir, mesh, algorithm=capped) for _ in range(2))
+    before = one.weights()
+    broken = batch(0)
+    getattr(broken, part)[-1] = value
+    figures = one.step(broken)
+    assert (figures.skipped_updates, figures.grad_norm) == (1, 0.0)
+    assert all(math.isfinite(value) for value in dataclasses.astuple(figures))
+    assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
+    assert one.step(batch(1)).skipped_updates == other.step(batch(1)).skipped_updates == 0
+    expected = other.weights()
+    for name, weight in one.weights().items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def test_a_gradient_that_is_not_finite_is_not_taken_where_the_loss_is(
+    model_dir: Path, mesh: DeviceMesh
+) -> None:
+    one = learner(model_dir, mesh)
+    before = one.weights()
+    one.model.lm.model.norm.register_full_backward_hook(
+        lambda module, inwards, outwards: tuple(gradient * math.inf for gradient in inwards)
+    )
+    figures = one.step(batch(0))
+    assert (figures.skipped_updates, figures.grad_norm) == (1, 0.0)
+    assert figures.loss != 0.0
+    assert all(torch.equal(weight, before[name]) for name, weight in one.weights().items())
 
 
 def test_a_directory_without_a_model_is_a_config_error(tmp_path: Path) -> None:

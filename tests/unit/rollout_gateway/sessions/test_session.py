@@ -62,7 +62,7 @@ def test_the_same_reward_is_idempotent_and_another_is_refused() -> None:
     assert where.reward == 0.5
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 2e15])
 @pytest.mark.parametrize("key", ["", "k"])
 def test_a_reward_is_finite(value: float, key: str) -> None:
     with pytest.raises(InvalidInput, match="finite"):
@@ -116,11 +116,11 @@ def test_a_key_names_one_value() -> None:
 
 def test_accumulated_rewards_stay_finite() -> None:
     where = session()
-    where.score(Grant(1e308, accumulate=True, idempotency_key="a"))
+    where.score(Grant(1e15, accumulate=True, idempotency_key="a"))
     for _ in range(2):
         with pytest.raises(InvalidInput, match="finite"):
-            where.score(Grant(1e308, accumulate=True, idempotency_key="b"))
-    assert where.reward == 1e308
+            where.score(Grant(1e15, accumulate=True, idempotency_key="b"))
+    assert where.reward == 1e15
 
 
 def test_keys_are_bounded() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,3 +74,16 @@ async def test_a_slow_reader_gets_merged_news() -> None:
         news = [piece async for piece in generation.chunks()]
     assert [list(piece.token_ids) for piece in news] == [[1, 2, 3, 4]]
     assert generation.whole.finish_reason == tpb.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_log_prob_that_is_not_finite_ends_the_request(value: float) -> None:
+    generation = Generation(pb.EngineRequest(request_id=1), None)
+    generation.accept(chunk(0, [1, 2]))
+    broken = chunk(2, [3, 4])
+    broken.behavior_logprobs[1] = value
+    generation.accept(broken)
+    generation.accept(chunk(4, [5], last=True))
+    assert generation.whole.finish_reason == tpb.FINISH_REASON_ERROR
+    assert generation.whole.error.startswith("DATA_LOSS: ")
+    assert list(generation.whole.token_ids) == [1, 2]

@@ -1,0 +1,20 @@
+"""Metrics of receivers of weights. `make docs` writes them into docs/metrics.md."""
+
+from __future__ import annotations
+
+from paceline.telemetry.metrics import Counter
+
+TARGET = ("target",)
+
+VERSIONS_REPLACED = Counter(
+    "paceline.weights.versions_replaced",
+    "{version}",
+    TARGET,
+    "versions announced again with other content, in the place of those that did not serve yet",
+)
+VERSIONS_REFUSED = Counter(
+    "paceline.weights.versions_refused",
+    "{version}",
+    TARGET,
+    "pushed versions with bytes that are not their manifest's or numbers that are not finite",
+)
