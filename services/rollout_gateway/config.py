@@ -118,9 +118,9 @@ class SandboxConfig(Config):
     cpu_s: int = Field(default=5, ge=1)
     """Seconds of CPU time of a process."""
     memory_bytes: int = Field(default=512 << 20, ge=1 << 24)
-    """Address space of a process."""
+    """Memory of all its processes together, and address space of each."""
     file_bytes: int = Field(default=16 << 20, ge=0)
-    """Bytes of one file."""
+    """Bytes of one file; in namespaces its directory holds four such, apart from memory_bytes."""
     output_bytes: int = Field(default=64 << 10, ge=1)
     """Bytes kept of stdout, and of stderr."""
     processes: int = Field(default=16, ge=1)
@@ -128,8 +128,9 @@ class SandboxConfig(Config):
     parallel: int = Field(default=4, ge=1)
     """Sandboxes at once; more wait."""
     isolation: Literal["auto", "namespaces", "landlock", "limits"] = "auto"
-    """What shuts a sandbox in: "namespaces" and "landlock" refuse to start without them, "auto"
-    takes what is there.
+    """What shuts a sandbox in: "namespaces" with Landlock and a system-call filter, "landlock" with
+    the filter, "auto" the strongest of both that is there; each refuses to start without. "limits":
+    nothing, the code reads files and opens sockets as the gateway's user.
     """
 
 

@@ -88,16 +88,22 @@ class Gateway:
         # One more than fits into each engine: it is there when a place comes free, and no round
         # runs short.
         self.queue = FairQueue(config.queue, config.worker_count * (config.engine.max_batch + 1))
-        sandbox = Sandbox(config.rewards.sandbox)
-        self.rewards = RewardRules(config.rewards, sandbox)
-        self.equipment = Equipment(sandbox, config.environments)
+        self.sandbox = Sandbox(config.rewards.sandbox)
+        self.rewards = RewardRules(config.rewards, self.sandbox)
+        self.equipment = Equipment(self.sandbox, config.environments)
         self.planner = Planner(config, self.codec, self.agents.sessions, lambda: self.router.ready)
         self._request_ids = itertools.count(1)
         self._forced_arm = config.speculation.forced_arm
         self.router.on_ready = self._equip
 
     async def start(self) -> None:
-        """Start workers and senders; returns when every worker serves."""
+        """Start workers and senders; returns when every worker serves.
+
+        Raises ConfigError where code cannot be shut in as asked for by name; "auto", which many
+        never need, is tried out by the first run that does.
+        """
+        if self.config.rewards.sandbox.isolation != "auto":
+            await self.sandbox.layers()
         await self.router.start()
         self.outbox.start()
         self.publisher.start(wire.rows_from(self.router.ready))

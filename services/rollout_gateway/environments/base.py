@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollout_gateway.chat.messages import Message
 
@@ -73,4 +73,16 @@ class Environment(Protocol):
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """From task to episode. An episode whose finish is "abort" or "error" is not scored."""
+        ...
+
+
+@runtime_checkable
+class PreparesTasks(Protocol):
+    """An environment that can say beforehand whether it will work."""
+
+    async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
+        """Load what tasks of this metadata need.
+
+        Raises ConfigError for what can never work, Unavailable.
+        """
         ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.errors import InvalidInput, Unavailable
 from paceline.telemetry import get_logger
@@ -40,8 +40,16 @@ class ToolUse:
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         """Without a sandbox there is no tool `python`."""
+        self._sandbox = sandbox
         found = [CALCULATOR] if sandbox is None else [CALCULATOR, python(sandbox)]
         self._tools: Mapping[str, Tool] = {tool.name: tool for tool in found}
+
+    async def prepare(self, metadata: Iterable[Mapping[str, str]]) -> None:
+        """Raises ConfigError where a task offers `python` and code cannot be shut in as
+        configured.
+        """
+        if self._sandbox and any("python" in one.get("tools", "python") for one in metadata):
+            await self._sandbox.layers()
 
     async def run(self, task: EpisodeTask, model: Model) -> Episode:
         """Raises InvalidInput for a task that says something else than the above."""

@@ -100,6 +100,10 @@ class CodeTests:
         self._sandbox = sandbox
         self._harness = _HARNESS.read_text(encoding="utf-8")
 
+    async def prepare(self) -> None:
+        """Raises ConfigError where code cannot be shut in as configured."""
+        await self._sandbox.layers()
+
     async def score(self, episode: Episode) -> float | None:
         """Raises Unavailable when the sandbox fails."""
         if episode.finish in ("abort", "error"):

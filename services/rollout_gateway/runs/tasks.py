@@ -20,6 +20,7 @@ from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
 from rollout_gateway.engines.worker import wire
 from rollout_gateway.environments import environment
+from rollout_gateway.environments.base import PreparesTasks
 from rollout_gateway.gateway import Gateway
 from rollout_gateway.runs.open import OpenRuns
 from rollout_gateway.runs.sample import (
@@ -102,7 +103,9 @@ class TaskRuns:
         if len({task.task_id for task in request.tasks}) != len(request.tasks):
             raise InvalidInput("a task stands twice in one call", allowed="distinct task ids")
         if request.environment != EXTERNAL:
-            environment(request.environment, self._gateway.equipment)
+            found = environment(request.environment, self._gateway.equipment)
+            if isinstance(found, PreparesTasks):
+                await found.prepare([task.metadata for task in request.tasks])
         if request.reward != AGENT:
             await self._gateway.rewards.check(request.reward)
         if request.purpose == tpb.PURPOSE_TRAIN:

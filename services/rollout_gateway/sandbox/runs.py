@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
@@ -35,16 +35,12 @@ START_S = 30.0
 """A launcher that takes so much longer than its code may is lost."""
 STOP_S = 5.0
 _START = "import sys; sys.path.insert(0, sys.argv[1]); from launcher.main import main; main()"
-# Of each setting, what is tried, the strongest first.
+ALL_LAYERS = ("namespaces", "landlock", "seccomp")
+# Of each setting, what is tried, the strongest first. Files and sockets of the host are out of
+# reach in all but the last.
 _LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "auto": (
-        ("namespaces", "landlock", "seccomp"),
-        ("namespaces", "seccomp"),
-        ("namespaces",),
-        ("landlock", "seccomp"),
-        (),
-    ),
-    "namespaces": (("namespaces",),),
+    "auto": (ALL_LAYERS, ("namespaces", "seccomp"), ("landlock", "seccomp")),
+    "namespaces": (ALL_LAYERS,),
     "landlock": (("landlock", "seccomp"),),
     "limits": ((),),
 }
@@ -53,9 +49,10 @@ _LAYERS: Mapping[str, tuple[tuple[str, ...], ...]] = {
 class Sandbox:
     """Runs Python programs; each in a fresh process and an empty directory, both gone afterwards.
 
-    CPU time and memory are limited for each process of a program, and the number of processes, so a
-    program can use the product. Without namespaces its directory lies on the host's disk and only
-    each file is limited. Safe for concurrent use within one event loop.
+    Memory is limited for all processes of a program together, CPU time for each of them, and their
+    number, so a program can use the product of these two. Without namespaces its directory lies on
+    the host's disk, of which the last GiB is kept from it. Safe for concurrent use within one event
+    loop.
     """
 
     def __init__(self, config: SandboxConfig) -> None:
@@ -67,7 +64,7 @@ class Sandbox:
     async def layers(self) -> tuple[str, ...]:
         """What shuts the code in besides limits; found out by the first call, by running a program.
 
-        Raises Unavailable when the kind of isolation that was asked for cannot be had here.
+        Raises ConfigError when the isolation that was asked for cannot be had here.
         """
         async with self._choosing:
             if self._layers is None:
@@ -82,7 +79,8 @@ class Sandbox:
 
         `files` maps relative paths to texts; modules among them can be imported. Waits while
         `parallel` others run. Cancelling kills the program. Raises InvalidInput for a path outside,
-        Unavailable when the sandbox fails: that says nothing about the code.
+        ConfigError as `layers` does, Unavailable when the sandbox fails: that says nothing about
+        the code.
         """
         checked = _checked_files(files or {})
         layers = await self.layers()
@@ -100,10 +98,12 @@ class Sandbox:
                 _tell(layers, failures)
                 return layers
             failures.append(f"{'+'.join(layers) or 'limits'}: {failure}")
-        raise Unavailable(
-            f"no sandbox of the kind {self.config.isolation!r} can be had here",
+        raise ConfigError(
+            f"code of models cannot be shut in here by isolation {self.config.isolation!r}",
             seen="; ".join(failures),
-            allowed="rewards.sandbox.isolation that this kernel supports, memory enough for Python",
+            allowed="a machine with these layers and memory enough for Python, or another "
+            'gateway.rewards.sandbox.isolation; "limits" bounds time, memory and output alone: '
+            "the code reads files and opens sockets as the gateway's user",
         )
 
     async def _trial(self, layers: tuple[str, ...]) -> str:

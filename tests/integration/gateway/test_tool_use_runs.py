@@ -4,10 +4,15 @@ and sandboxes.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
+import grpc
+import pytest
 from integration.gateway.conversations import SPEAK, teach
 
+from paceline.errors import ConfigError
 from paceline.local.patience import patient
 from paceline.v1 import rollout_pb2 as rpb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -79,3 +84,56 @@ async def test_code_is_scored_by_the_share_of_its_tests(
     async with serve_gateway() as served:
         samples = await ran(served, [task], "single_turn", "code_tests")
     assert samples["f"].reward.value == 0.5
+
+
+@pytest.fixture
+def no_walls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sandbox's interpreter is a program that cannot shut anything in."""
+    other = tmp_path / "python"
+    other.write_text('#!/bin/sh\ncat >/dev/null; echo \'{"failed": "no namespaces here"}\'\n')
+    other.chmod(0o755)
+    monkeypatch.setattr(sys, "_base_executable", str(other))
+
+
+@pytest.mark.parametrize(
+    ("environment", "reward", "tools"),
+    [
+        ("single_turn", "code_tests", "[]"),
+        ("tool_use", "math_answer", '["calculator", "python"]'),
+    ],
+)
+async def test_a_run_of_code_that_cannot_be_shut_in_is_refused_before_it_begins(
+    serve_gateway: Any, no_walls: None, environment: str, reward: str, tools: str
+) -> None:
+    task = rpb.TaskSpec(task_id="f", prompt="increment", group_id="g", metadata={"tools": tools})
+    async with serve_gateway() as served:
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be shut in here") as caught:
+            await ran(served, [task], environment, reward)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_task_without_python_needs_no_walls(
+    serve_gateway: Any, no_walls: None, model_dir: Any, script: dict[str, Any]
+) -> None:
+    teach(model_dir, script)
+    script["replies"] = REPLIES
+    script["max_sequence_tokens"] = 4096
+    task = rpb.TaskSpec(
+        task_id="product",
+        prompt="6 times 7",
+        answer="42",
+        group_id="p",
+        metadata={"tools": '["calculator"]'},
+    )
+    async with serve_gateway() as served:
+        samples = await ran(served, [task], "tool_use", "math_answer")
+    assert samples["product"].reward.value == 1.0
+
+
+@pytest.mark.parametrize("isolation", ["namespaces", "landlock"])
+async def test_a_gateway_does_not_start_without_the_walls_that_it_was_asked_for(
+    serve_gateway: Any, no_walls: None, isolation: str
+) -> None:
+    with pytest.raises(ConfigError, match="no namespaces here"):
+        async with serve_gateway(rewards={"sandbox": {"isolation": isolation}}):
+            pass

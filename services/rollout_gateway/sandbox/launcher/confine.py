@@ -6,11 +6,12 @@ layer missing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,7 +58,8 @@ class Confinement:
         os.close(asked)
         os.close(answered)
         if os.read(asking, 1):  # nothing: it failed and has said why
-            self._map_ids(child)
+            with _layer("namespaces"):
+                self._map_ids(child)
             os.write(answer, b"m")
         os.close(asking)
         os.close(answer)
@@ -86,7 +88,8 @@ class Confinement:
 
     def _broker(self, asked: int, answered: int) -> None:
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-        linux.unshare(linux.ALL_NAMESPACES)
+        with _layer("namespaces"):
+            linux.unshare(linux.ALL_NAMESPACES)
         os.write(asked, b"u")
         if not os.read(answered, 1):
             raise OSError("the ids of a user namespace could not be mapped")
@@ -98,7 +101,8 @@ class Confinement:
         box, request = self._request.box, self._request
         if self._spaces:
             characters = len(request.code) + sum(map(len, request.files.values()))
-            mounts.build(box, self._python, request.file_bytes, 4 * characters)
+            with _layer("namespaces"):
+                mounts.build(box, self._python, request.file_bytes, 4 * characters)
             box = mounts.BOX
 
         self._fill(box)
@@ -142,11 +146,16 @@ class Confinement:
         hidden = not self._spaces and (self._python.private() or not python_files.enterable(box))
         identity.become(self._inner_id(), read_everything=hidden)
         linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of ids clears it
+        # most of a huge page can be given back without the kernel's taking it
+        linux.prctl(linux.PR_SET_THP_DISABLE, 1)
+        scoped = False
         if "landlock" in self._request.layers:
-            landlock.restrict(self._rules(box))
+            with _layer("landlock"):
+                landlock.restrict(self._rules(box))
+                scoped = landlock.scopes_signals(landlock.abi())
         if "seccomp" in self._request.layers:
-            scoped = "landlock" in self._request.layers and landlock.scopes_signals(landlock.abi())
-            seccomp.install(alone=self._spaces, signals_are_scoped=scoped)
+            with _layer("seccomp"):
+                seccomp.install(alone=self._spaces, signals_are_scoped=scoped)
         _report(self._ends.report, {"started": True})
         replace_process()
 
@@ -179,6 +188,15 @@ class Confinement:
             (resource.RLIMIT_AS, request.memory_bytes, 0),
         ):
             resource.setrlimit(kind, (limit, limit + more))
+
+
+@contextlib.contextmanager
+def _layer(name: str) -> Iterator[None]:
+    """What fails inside says which layer cannot be had."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"no {name} here: {error}") from error
 
 
 def _report(report: int, line: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ from . import linux, reaping
 from .confine import Confinement, Ends
 from .removal import remove_tree
 from .request import MEMORY_EXIT, RunRequest, SandboxResult, encode
+from .usage import BoxUsage
 
 _PIECE = 1 << 16
 # for output of processes that could not be killed; only reached without any isolation
@@ -61,15 +62,13 @@ class _Launcher:
         signal.set_wakeup_fd(self._wake_writer)
         signal.signal(signal.SIGTERM, lambda *_: None)
         self._began: float | None = None
+        self._next_look = 0.0
         self._seconds = 0.0
         self._stopped_by = ""
 
     def run(self) -> SandboxResult:
         """Start, watch, kill what is left, drain. Raises OSError before the start."""
-        stdin = os.memfd_create("stdin")
-        with open(stdin, "wb", closefd=False) as file:
-            file.write(self._request.stdin.encode("utf-8", "replace"))
-        os.lseek(stdin, 0, os.SEEK_SET)
+        stdin = _stdin(self._request.stdin.encode("utf-8", "replace"))
         out, err = (output.writer for output in self._outputs.values())
         confinement = Confinement(self._request, Ends(stdin, out, err, self._report_writer))
         child = confinement.start()
@@ -83,21 +82,18 @@ class _Launcher:
         return self._answer()
 
     def _watch(self, child: int) -> None:
-        """Until the child has ended, the time is over or somebody says stop."""
+        """Until the child has ended, the time is over, it takes too much or somebody says stop."""
+        usage = BoxUsage(self._request, child)
+        usage.look()
         ended = os.pidfd_open(child)
         poll = select.poll()
         for fd in (*self._outputs, self._report_reader, self._wake_reader, ended):
             poll.register(fd, select.POLLIN)
         while not self._stopped_by:
-            left = (
-                None
-                if self._began is None
-                else self._began + self._request.wall_s - time.monotonic()
-            )
-            if left is not None and left <= 0:
-                self._stopped_by = "timeout"
+            patience = self._patience(usage)
+            if self._stopped_by:
                 break
-            ready = [fd for fd, _ in poll.poll(None if left is None else left * 1000)]
+            ready = [fd for fd, _ in poll.poll(None if patience is None else patience * 1000)]
             for fd in ready:
                 if fd == self._wake_reader:
                     self._stopped_by = "killed"
@@ -109,6 +105,22 @@ class _Launcher:
         if self._began is not None:
             self._seconds = time.monotonic() - self._began
         os.close(ended)
+
+    def _patience(self, usage: BoxUsage) -> float | None:
+        """Seconds until the next look at the run or the end of its time, whichever it is that stops
+        it; None before the code has begun.
+        """
+        if self._began is None:
+            return None
+        if time.monotonic() >= self._next_look:
+            too_much, pause = usage.look()
+            self._stopped_by = "memory" if too_much else ""
+            self._next_look = time.monotonic() + pause
+        now = time.monotonic()
+        left = self._began + self._request.wall_s - now
+        if left <= 0:
+            self._stopped_by = "timeout"
+        return max(0.0, min(left, self._next_look - now))  # poll takes less for: ever
 
     def _take(self, fd: int) -> bool:
         if fd in self._outputs:
@@ -161,6 +173,15 @@ class _Launcher:
         if exit_code == MEMORY_EXIT:
             return "memory"
         return "killed" if exit_code < 0 else "exit"
+
+
+def _stdin(text: bytes) -> int:
+    """A file in memory that can be read alone: the code may not make it larger."""
+    whole = os.memfd_create("stdin")
+    with open(whole, "wb") as file:
+        file.write(text)
+        file.flush()
+        return os.open(f"/proc/self/fd/{whole}", os.O_RDONLY)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+DEVICES = ("/dev/null", "/dev/urandom", "/dev/random")  # not zero: mapped, it is hidden memory
 _LIBRARY_CACHE = "/etc/ld.so.cache"  # names of the installed libraries, nothing else
 _PT_INTERP = 3
 

@@ -15,7 +15,11 @@ from . import linux
 
 
 def adopt_orphans() -> None:
-    """From now on orphaned descendants become children of this process. Raises OSError."""
+    """From now on orphaned descendants become children of this process.
+
+    Raises OSError, also where the kernel does not tell whose children processes are.
+    """
+    os.stat("/proc/thread-self/children")
     linux.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -30,7 +34,7 @@ def kill_all(group: int, sweep: Callable[[], None]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
         sweep()
-        for pid in _descendants():
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -48,18 +52,20 @@ def _has_children() -> bool:
             return True
 
 
-def _descendants() -> list[int]:
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name in parentheses may hold anything, so count from its end: state, then the
-            # parent.
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-            children.setdefault(parent, []).append(int(name))
-    found, new = [], [os.getpid()]
+def children(pid: int) -> list[int]:
+    """Process ids of a process's children; none when it has ended."""
+    found: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all that come from a process."""
+    found, new = [], [pid]
     while new:
-        new = [child for pid in new for child in children.get(pid, [])]
+        new = [child for parent in new for child in children(parent)]
         found += new
     return found

@@ -43,8 +43,8 @@ class SandboxResult:
     stderr: str = ""
     truncated: bool = False  # whether output was cut
     exit_code: int = 0  # minus the signal's number where one ended it
-    # "exit", "timeout", "cpu", "memory": nothing caught a MemoryError, or "killed": a signal that
-    # no limit of ours sent.
+    # "exit", "timeout", "cpu", "memory": nothing caught a MemoryError, or all processes together
+    # held too much, or "killed": a signal that no limit of ours sent.
     reason: str = "exit"
     wall_s: float = 0.0  # seconds, without the building of the walls
     failed: str = ""

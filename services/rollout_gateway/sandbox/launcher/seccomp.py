@@ -11,54 +11,80 @@ import ctypes
 import errno
 import os
 import struct
+from collections.abc import Mapping, Sequence
 
 from . import syscalls
-from .linux import ALL_NAMESPACES, MACHINE, PR_SET_SECCOMP, prctl
+from .linux import (
+    ALL_NAMESPACES,
+    MACHINE,
+    PR_SET_DUMPABLE,
+    PR_SET_SECCOMP,
+    PR_SET_THP_DISABLE,
+    prctl,
+)
 
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MODE_FILTER = 2
-_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _AND, _RETURN = 0x20, 0x54, 0x06
+_JUMP_EQUAL, _JUMP_AT_LEAST = 0x15, 0x35
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# offsets in struct seccomp_data; low word of a little-endian long
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = (
-    0,
-    4,
-    16,
-)
-_X32 = 0x40000000
-_AF_UNIX = 1
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
+_AF_UNIX = _SOCK_STREAM = 1
+_SOCKET_TYPE = 0xF
+_SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
+_FILE_COMMANDS = (8, 15, 1024, 1026, 1031)
+"""F_SETOWN and F_SETOWN_EX (then a pipe signals whom one likes), F_SETLEASE, F_NOTIFY,
+F_SETPIPE_SZ.
+"""
+_SOCKET_OWNERS = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP: the same by ioctl
 
 Instruction = tuple[int, int, int, int]
-
-
-def _return_error(number: int) -> Instruction:
-    return (_RETURN, 0, 0, _ERRNO | number)
 
 
 def _refuse(number: int, error: int = errno.EPERM) -> list[Instruction]:
     return [(_JUMP_EQUAL, 0, 1, number), _return_error(error)]
 
 
-def _refuse_unless(number: int, first_argument: int) -> list[Instruction]:
-    """The call passes only with that first argument."""
-    return [
-        (_JUMP_EQUAL, 0, 4, number),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_JUMP_EQUAL, 1, 0, first_argument),
-        _return_error(errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+def _return_error(number: int) -> Instruction:
+    return (_RETURN, 0, 0, _ERRNO | number)
 
 
-def _refuse_bits(number: int, bits: int) -> list[Instruction]:
-    """The call passes only without any of these bits in its first argument."""
-    return [
-        (_JUMP_EQUAL, 0, 4, number),
-        (_LOAD, 0, 0, _FIRST_ARGUMENT),
-        (_JUMP_BITS, 0, 1, bits),
-        _return_error(errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+def _check(number: int, *conditions: list[Instruction]) -> list[Instruction]:
+    """The call passes when every condition on its arguments holds."""
+    body = [*(one for condition in conditions for one in condition), (_RETURN, 0, 0, _ALLOW)]
+    return [(_JUMP_EQUAL, 0, len(body), number), *body]
+
+
+def _is(argument: int, value: int, mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return [*_masked(argument, mask), (_JUMP_EQUAL, 1, 0, value), _return_error(errno.EPERM)]
+
+
+def _is_none_of(argument: int, values: Sequence[int], mask: int = 0xFFFFFFFF) -> list[Instruction]:
+    return _masked(argument, mask) + [one for value in values for one in _refuse(value)]
+
+
+def _masked(argument: int, mask: int) -> list[Instruction]:
+    """Load the low word (of a little-endian long) of the argument with that index."""
+    return [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (_AND, 0, 0, mask)]
+
+
+def _conditions(known: Mapping[str, int]) -> list[Instruction]:
+    checks: Mapping[str, list[list[Instruction]]] = {
+        "clone": [_is(0, 0, mask=ALL_NAMESPACES)],
+        # a datagram socket of a pair can still be sent from to any address
+        "socketpair": [_is(0, _AF_UNIX), _is(1, _SOCK_STREAM, mask=_SOCKET_TYPE)],
+        "prlimit64": [_is(0, 0)],
+        # both are memory that stays, uncounted, when all but a page of it is unmapped
+        "mmap": [
+            _is_none_of(3, [_SHARED_ANONYMOUS], mask=_SHARED_ANONYMOUS),
+            _is(3, 0, mask=_HUGE_PAGES),
+        ],
+        "fcntl": [_is_none_of(1, _FILE_COMMANDS)],
+        "ioctl": [_is_none_of(1, _SOCKET_OWNERS)],
+        # its size and its huge pages stay as they are set
+        "prctl": [_is_none_of(0, [PR_SET_DUMPABLE, PR_SET_THP_DISABLE])],
+    }
+    return [one for name, asked in checks.items() for one in _check(known[name], *asked)]
 
 
 def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) -> list[Instruction]:
@@ -77,29 +103,28 @@ def program(machine: str, *, alone: bool, signals_are_scoped: bool, pid: int) ->
         (_LOAD, 0, 0, _ARCHITECTURE),
         (_JUMP_EQUAL, 1, 0, _ARCHITECTURES[machine]),
         (_RETURN, 0, 0, _KILL_PROCESS),
+        (_LOAD, 0, 0, _NUMBER),
+        (_JUMP_AT_LEAST, 0, 1, syscalls.UNKNOWN),  # x32's numbers too
+        _return_error(errno.ENOSYS),
     ]
-    filter_ += [(_LOAD, 0, 0, _NUMBER)]
-    if machine == "x86_64":
-        filter_ += [(_JUMP_AT_LEAST, 0, 1, _X32), _return_error(errno.ENOSYS)]
     for number in syscalls.numbers(machine, refused).values():
         filter_ += _refuse(number)
     # its flags lie in memory; libc then falls back to clone
     filter_ += _refuse(known["clone3"], errno.ENOSYS)
-    filter_ += _refuse_bits(known["clone"], ALL_NAMESPACES)
-    filter_ += _refuse_unless(known["socketpair"], _AF_UNIX)
-    if not alone:
-        filter_ += _refuse_unless(known["prlimit64"], 0)
-        if not signals_are_scoped:
-            filter_ += _refuse_unless(known["tgkill"], pid)
+    filter_ += _conditions(known)
+    if not alone and not signals_are_scoped:
+        filter_ += _check(known["tgkill"], _is(0, pid))
 
     return [*filter_, (_RETURN, 0, 0, _ALLOW)]
 
 
 def install(*, alone: bool, signals_are_scoped: bool) -> None:
     """Filter this process and its children from now on; needs no_new_privs. Raises OSError."""
-    instructions = program(
-        MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid()
-    )
+    apply(program(MACHINE, alone=alone, signals_are_scoped=signals_are_scoped, pid=os.getpid()))
+
+
+def apply(instructions: Sequence[Instruction]) -> None:
+    """Put a filter before the system calls of this process and its children. Raises OSError."""
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HP", len(instructions), ctypes.addressof(buffer))

@@ -126,6 +126,7 @@ CHEATS = {
     "prints what a harness might": "print('passed'); print('0'); print('1')",
     "exits well": "import os; os._exit(0)",
     "exits within a call": "import os\ndef add(a, b): os._exit(0)",
+    "ends the loops of the tests": "def add(a, b): raise StopIteration",
     "raises SystemExit": "import sys\ndef add(a, b): sys.exit(0)",
     "equals everything": """
 class Any:
@@ -225,6 +226,7 @@ async def test_a_cheat_earns_nothing(rule: CodeTests, code: str) -> None:
     tests = (
         f"import heapq\nfrom statistics import mean\n{ADD_TESTS}assert abs(add(2, 2) - 4) < 1e-6\n"
     )
+    tests += "assert all(map(lambda n: add(n, 1) == n + 1, range(3)))\n"
     tests += "assert math.isclose(add(2, 5), 7)\nassert add(9, 9) > 100\nassert 8 in [add(4, 4)]"
     assert await rule.score(episode(code, tests=tests)) == 0.0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import psutil
 import pytest
 import uvloop
 
-from paceline.errors import InvalidInput, Unavailable
+from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox import Sandbox
@@ -183,10 +185,59 @@ async def test_an_isolation_that_cannot_be_had_is_told(
     monkeypatch.setattr(sys, "_base_executable", str(other))
     for kind in ("auto", "namespaces", "landlock", "limits"):
         sandbox = Sandbox(SandboxConfig.model_validate({"isolation": kind}))
-        with pytest.raises(
-            Unavailable, match=f"no sandbox of the kind '{kind}'.*PermissionError: unshare"
-        ):
+        with pytest.raises(ConfigError, match=f"isolation '{kind}'.*PermissionError: unshare"):
             await sandbox.run("print(1)")
+
+
+WITHOUT = """
+import asyncio, sys
+from paceline.errors import ConfigError
+from rollout_gateway.config import SandboxConfig
+from rollout_gateway.sandbox import Sandbox
+from rollout_gateway.sandbox.launcher import linux, seccomp
+
+# clone, unshare: of another user namespace; landlock_create_ruleset; prctl: of a filter
+bits = {"namespaces": {56: (0, 0x10000000), 272: (0, 0x10000000)}, "landlock": {444: None},
+        "seccomp": {157: (0, 22)}}
+filter_ = [(0x20, 0, 0, 0)]
+for layer in sys.argv[2:]:
+    for number, argument in bits[layer].items():
+        refused = [] if argument is None else seccomp._is_none_of(0, [argument[1]], argument[1])
+        filter_ += seccomp._refuse(number) if argument is None else seccomp._check(number, refused)
+linux.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
+seccomp.apply([*filter_, (0x06, 0, 0, 0x7FFF0000)])
+try:
+    print(*asyncio.run(Sandbox(SandboxConfig(isolation=sys.argv[1])).layers()))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names system calls by number")
+@pytest.mark.parametrize(
+    ("isolation", "lacking", "said"),
+    [
+        ("auto", ("namespaces",), r"^landlock seccomp$"),  # as in most containers
+        ("auto", ("landlock",), r"^namespaces seccomp$"),
+        (
+            "auto",
+            ("namespaces", "landlock"),
+            r"no namespaces .*no landlock .*isolation; \"limits\"",
+        ),
+        ("auto", ("seccomp",), r"no seccomp here.*isolation; \"limits\""),
+        ("namespaces", ("landlock",), r"no landlock here.*another gateway.rewards.sandbox.isola"),
+        ("namespaces", ("seccomp",), r"no seccomp here"),
+        ("limits", ("namespaces", "landlock", "seccomp"), r"^$"),
+    ],
+)
+def test_a_layer_that_is_not_there_is_named_and_nothing_weaker_taken_than_asked_for(
+    isolation: str, lacking: tuple[str, ...], said: str
+) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT, isolation, *lacking]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    found = done.stdout.splitlines()[-1]
+    assert re.search(said, found), found
 
 
 async def test_a_launcher_that_is_killed_is_no_result() -> None:
@@ -247,6 +298,45 @@ print(open("/etc/passwd").read()[:4])
     assert ("root" in answer.stdout) == (not layers)
 
 
+FULL_DISK = """
+import asyncio, os, subprocess, sys, tempfile
+from paceline.errors import Unavailable
+from rollout_gateway.config import SandboxConfig
+from rollout_gateway.sandbox import Sandbox
+
+free = (1 << 30) + (256 << 20)
+mount = ["mount", "-t", "tmpfs", "-o", f"size={free},mode=755", "none", sys.argv[1]]
+subprocess.run(mount, check=True)
+tempfile.tempdir = sys.argv[1]
+code = '''
+import os
+kept = []
+while True:
+    file = open("big", "wb", buffering=0)
+    os.remove("big")
+    kept.append(file)
+    for _ in range(8):
+        file.write(bytes(1 << 20))
+'''
+try:
+    print(asyncio.run(Sandbox(SandboxConfig(isolation="landlock")).run(code)))
+except Unavailable as error:
+    print(error)
+print(os.listdir(sys.argv[1]))
+"""
+
+
+def test_code_does_not_fill_the_disk_where_it_has_no_file_system_of_its_own(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["unshare", *([] if os.geteuid() == 0 else ["-Ur"]), "-m", sys.executable, "-c"]
+    command += [FULL_DISK, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr[-200:]}")
+    assert "is nearly full" in done.stdout, done
+    assert done.stdout.endswith("[]\n")
+
+
 def test_a_directory_of_any_depth_and_mode_is_removed(tmp_path: Path) -> None:
     top = tmp_path / "box"
     top.mkdir()
@@ -271,5 +361,5 @@ def test_a_directory_of_any_depth_and_mode_is_removed(tmp_path: Path) -> None:
 async def _layers(sandbox: Sandbox) -> None:
     try:
         await sandbox.layers()
-    except Unavailable as error:
+    except ConfigError as error:
         pytest.skip(str(error))
