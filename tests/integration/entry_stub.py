@@ -6,13 +6,13 @@ import asyncio
 from pathlib import Path
 
 from paceline.config import ServiceConfig
-from paceline.errors import FailedPrecondition, RunFailed
+from paceline.errors import FailedPrecondition, ResourceExhausted, RunFailed
 from paceline.local.entry import run_service
 
 
 class StubConfig(ServiceConfig):
     mode: str = "wait"
-    """wait, finish, fail, run, group or bug."""
+    """wait, finish, fail, full, run, group or bug."""
 
 
 async def _fail() -> None:
@@ -26,6 +26,8 @@ async def _bug() -> None:
 async def serve(config: StubConfig, stop: asyncio.Event) -> None:
     if config.mode == "fail":
         raise FailedPrecondition("the model is [bold]not[/bold] there", seen="models/x")
+    if config.mode == "full":
+        raise ResourceExhausted("Redis has no memory left")
     if config.mode == "run":
         raise RunFailed("run r failed in step 3: the loss is not finite", seen="nan")
     if config.mode == "group":

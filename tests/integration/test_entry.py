@@ -14,7 +14,7 @@ import pytest
 
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.local.processes import EXIT_RUN_FAILED
+from paceline.local.processes import EXIT_FULL, EXIT_RUN_FAILED
 
 STUB = Path(__file__).parent / "entry_stub.py"
 
@@ -102,6 +102,11 @@ def test_a_failed_run_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
     code, _, err = _ended(_start(tmp_path, "mode=run"))
     assert code == EXIT_RUN_FAILED
     assert err == "policy_trainer: run r failed in step 3: the loss is not finite; seen: nan\n"
+
+
+def test_what_may_pass_by_itself_has_an_exit_status_of_its_own(tmp_path: Path) -> None:
+    code, _, err = _ended(_start(tmp_path, "mode=full"))
+    assert (code, err) == (EXIT_FULL, "policy_trainer: Redis has no memory left\n")
 
 
 def test_an_error_in_a_task_group_is_one_line_too(tmp_path: Path) -> None:

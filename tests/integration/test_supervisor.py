@@ -21,7 +21,7 @@ from paceline.errors import DeadlineExceeded, RunFailed, Unavailable
 from paceline.local.child import ChildEvent, Launch, RestartPolicy
 from paceline.local.patience import patient
 from paceline.local.ports import free_port
-from paceline.local.processes import EXIT_RUN_FAILED
+from paceline.local.processes import EXIT_FULL, EXIT_RUN_FAILED
 from paceline.local.supervisor import Supervisor
 from paceline.rpc import wait_healthy
 
@@ -143,6 +143,24 @@ async def test_a_service_that_dies_too_often_fails_the_run_with_its_log(tmp_path
             await asyncio.wait_for(supervisor.wait_finished(), patient(60))
         assert str(tmp_path / "logs" / "gateway.log") in str(caught.value)
         assert starts.read_text() == "xxx"
+
+
+async def test_a_service_that_finds_memory_or_disk_full_is_started_again_without_a_limit(
+    tmp_path: Path,
+) -> None:
+    events = Events()
+    end = _end_when_healthy("gateway")
+    policy = RestartPolicy(tries=1, base_s=0.01, cap_s=0.01)
+
+    def hear(event: ChildEvent) -> None:
+        events.hear(event)
+        if events.kinds("gateway").count("died") < 3:
+            end(event)
+
+    launch = _launch("gateway", "--exits", str(EXIT_FULL))
+    async with Supervisor([launch], tmp_path, on_event=hear, policy=policy) as supervisor:
+        await supervisor.start(patient(30.0))
+        await events.until(lambda heard: heard.kinds("gateway").count("healthy") == 4)
 
 
 async def test_a_death_is_told_with_its_reason_and_its_log(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STYLES = {
     "died": "bold red",
     "impaired": "red",
+    "waits": "bold yellow",
     "restarted": "yellow",
     "healthy": "green",
     "recovered": "green",

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +14,10 @@ from typing import Literal
 
 from paceline.errors import PacelineError, RunFailed, Unavailable
 from paceline.local import news
+from paceline.local.disk import lack_of_room
 from paceline.local.processes import (
     EXIT_CONFIG,
+    EXIT_FULL,
     EXIT_RUN_FAILED,
     child_environment,
     describe_exit,
@@ -24,7 +26,10 @@ from paceline.local.processes import (
     signal_group,
 )
 
-EventKind = Literal["started", "healthy", "died", "restarted", "finished", "stopped"] | news.News
+EventKind = (
+    Literal["started", "healthy", "died", "waits", "restarted", "finished", "stopped"] | news.News
+)
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +78,17 @@ class Child:
         policy: RestartPolicy,
         on_event: Callable[[ChildEvent], None],
         health_s: float,
+        needs: Sequence[Child] = (),
     ) -> None:
+        """`needs`: those without which it cannot work; it starts when all of them are healthy."""
         self.launch = launch
         self.log = logs / f"{launch.name}.log"
         self.is_healthy = asyncio.Event()
         self._policy = policy
         self._on_event = on_event
         self._health_s = health_s
+        self.needs = needs
+        self._was_healthy = False
         self._process: asyncio.subprocess.Process | None = None
         self._log_begins = 0  # byte of the log where the process that runs began
         self._crashes: deque[float] = deque()
@@ -95,8 +104,10 @@ class Child:
 
         Raises RunFailed when it says that the run has failed; Unavailable, with the end of the log,
         when it dies before it was ever healthy, is not healthy in time, exits for a config error or
-        dies too often.
+        dies too often. A death counts as one only where the disk has room and what it needs is
+        healthy: else it waits for that, for as long as it takes.
         """
+        await self._needs_healthy()
         if not self.launch.command:
             await self._become_healthy()
             return
@@ -108,6 +119,7 @@ class Child:
                 self.is_healthy.set()  # it may have done its work before anyone saw it serve
                 self._tell("finished")
                 return
+            self.is_healthy.clear()
             self._tell("died", last_words(code, self.log, self._log_begins))
             await self._pause_before_restart(code)
             first = False
@@ -183,6 +195,7 @@ class Child:
     async def _become_healthy(self) -> None:
         if self.launch.healthy is not None:
             await self.launch.healthy(self._health_s)
+        self._was_healthy = True
         self.is_healthy.set()
         self._tell("healthy")
 
@@ -191,12 +204,17 @@ class Child:
             end = last_lines(self.log, since=self._log_begins)
             reason = end.rfind(f"\n{self.launch.name}: ") + 1  # printed last, under its name
             raise RunFailed(f"{end[reason:]}; log {self.log}")
+        if not self._was_healthy or code == EXIT_CONFIG:
+            raise self._failure(f"{describe_exit(code)} at its start")
+        if await self._room() or await self._needs_healthy():
+            return
+        if code == EXIT_FULL:
+            await asyncio.sleep(self._policy.cap_s)
+            return
         now = asyncio.get_running_loop().time()
         self._crashes.append(now)
         while now - self._crashes[0] > self._policy.window_s:
             self._crashes.popleft()
-        if not self.is_healthy.is_set() or code == EXIT_CONFIG:
-            raise self._failure(f"{describe_exit(code)} at its start")
         if len(self._crashes) > self._policy.tries:
             raise self._failure(
                 f"{describe_exit(code)}, time {len(self._crashes)} in {self._policy.window_s:.0f} s"
@@ -204,6 +222,24 @@ class Child:
         await asyncio.sleep(
             min(self._policy.base_s * 2 ** (len(self._crashes) - 1), self._policy.cap_s)
         )
+
+    async def _room(self) -> bool:
+        """Wait until the disk has room; whether it had none."""
+        waited = False
+        while lack := lack_of_room(self.log.parent):
+            if not waited:
+                self._tell("waits", lack)
+            waited = True
+            await asyncio.sleep(_LOOK_S)  # no event tells of room on a disk
+        return waited
+
+    async def _needs_healthy(self) -> bool:
+        """Wait until what it needs is healthy; whether something was not."""
+        waited = False
+        while late := [need for need in self.needs if not need.is_healthy.is_set()]:
+            waited = True
+            await late[0].is_healthy.wait()
+        return waited
 
     @property
     def _running(self) -> asyncio.subprocess.Process:

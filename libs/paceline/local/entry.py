@@ -16,13 +16,14 @@ from rich.console import Console
 
 from paceline import telemetry
 from paceline.config import ServiceConfig, load_config, print_config
-from paceline.errors import ConfigError, PacelineError, RunFailed
+from paceline.errors import ConfigError, PacelineError, ResourceExhausted, RunFailed
 from paceline.local.owner import owned
 from paceline.local.ports import require_free
 from paceline.local.processes import (
     EXIT_CONFIG,
     EXIT_FAILED,
     EXIT_FINISHED,
+    EXIT_FULL,
     EXIT_RUN_FAILED,
     die_with_parent,
     keep_files_private,
@@ -32,7 +33,11 @@ from paceline.local.services import service
 from paceline.local.tokens import announced, use_run_tokens
 from paceline.rpc import set_malloc_thresholds
 
-_STATUSES = {ConfigError: EXIT_CONFIG, RunFailed: EXIT_RUN_FAILED}
+_STATUSES = {
+    ConfigError: EXIT_CONFIG,
+    RunFailed: EXIT_RUN_FAILED,
+    ResourceExhausted: EXIT_FULL,
+}
 
 C = TypeVar("C", bound=ServiceConfig)
 Serve = Callable[[C, asyncio.Event], Awaitable[None]]
@@ -44,8 +49,8 @@ def run_service(
     """Run one service until it ends by itself or a signal stops it; leaves the process.
 
     Exit status: 0 when serve() ended by itself, 128 + signal after SIGTERM or SIGINT, 2 for a
-    config error, 3 when the run failed, 1 for any other error of Paceline, printed as one line on
-    stderr.
+    config error, 3 when the run failed, 4 when memory or disk is full, 1 for any other error of
+    Paceline, printed as one line on stderr.
     """
     die_with_parent()
     keep_files_private()

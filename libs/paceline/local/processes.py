@@ -20,9 +20,14 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2
 EXIT_RUN_FAILED = 3
-"""Exit statuses of a service: the last two would be the same after a restart."""
+EXIT_FULL = 4
+"""Exit statuses of a service: 2 and 3 would be the same after a restart, 4 may pass at any time."""
 
-_MEANINGS = {EXIT_CONFIG: "a wrong setting", EXIT_RUN_FAILED: "the run failed"}
+_MEANINGS = {
+    EXIT_CONFIG: "a wrong setting",
+    EXIT_RUN_FAILED: "the run failed",
+    EXIT_FULL: "memory or disk is full",
+}
 _PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 1 << 16
 _NOT_SHOWN = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")

@@ -40,10 +40,13 @@ class Supervisor:
         health_s: float = 120.0,
     ) -> None:
         made = policy or RestartPolicy()
-        self._children = {
-            launch.name: Child(launch, run_dir / "logs", made, on_event, health_s)
-            for launch in in_order(launches)
-        }
+        self._children: dict[str, Child] = {}
+        for launch in in_order(launches):
+            direct = [self._children[name] for name in launch.depends_on]
+            needs = dict.fromkeys([*direct, *(far for near in direct for far in near.needs)])
+            self._children[launch.name] = Child(
+                launch, run_dir / "logs", made, on_event, health_s, tuple(needs)
+            )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -65,7 +68,7 @@ class Supervisor:
             for address, setting in child.launch.ports:
                 require_free(address, setting)
         self._tasks = {
-            name: asyncio.create_task(self._run(child)) for name, child in self._children.items()
+            name: asyncio.create_task(child.run()) for name, child in self._children.items()
         }
         healthy = asyncio.create_task(self._all_healthy())
         waits: set[asyncio.Future[None]] = {healthy, self._failing()}
@@ -120,11 +123,6 @@ class Supervisor:
 
     async def __aexit__(self, *exception: object) -> None:
         await self.stop()
-
-    async def _run(self, child: Child) -> None:
-        for name in child.launch.depends_on:
-            await self._children[name].is_healthy.wait()
-        await child.run()
 
     async def _all_healthy(self) -> None:
         for child in self._children.values():

@@ -1,0 +1,34 @@
+"""Says whether a directory's disk has room to go on with."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from pathlib import Path
+
+ROOM_BYTES = 32 << 20
+"""Less than this counts as full: a batch of trajectories, a rewritten log."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def lack_of_room(directory: Path) -> str:
+    """What a full disk, quota or limit on files leaves, in words; "" where there is room."""
+    usage, why = shutil.disk_usage(directory), "the disk is full"
+    if usage.free >= ROOM_BYTES:
+        try:
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+                left = memoryview(bytes(ROOM_BYTES))
+                while left:
+                    left = left[probe.write(left) :]
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            why = error.strerror or why
+        else:
+            return ""
+    free, total = usage.free / 2**20, usage.total / 2**20
+    return (
+        f"{why}: {free:.1f} MiB free of {total:.0f} MiB where {directory} lies, "
+        f"{ROOM_BYTES >> 20} MiB needed; the run goes on when there is room"
+    )
