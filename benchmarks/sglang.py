@@ -62,11 +62,9 @@ class BenchWorker:
     def __init__(self, kind: str, folder: Path, *, captures: bool) -> None:
         self.captures = captures
         self.start_s = 0.0
-        path = folder / f"{kind}.ring"
-        ring = RowRing.create(path, 1 << 14, 2 * HIDDEN) if captures else None
-        spec = WorkerSpec(
-            worker_index=0, kind=kind, ring_path=str(path) if ring else "", engine=settings(kind)
-        )
+        ring = RowRing.create(1 << 14, 2 * HIDDEN) if captures else None
+        path = str(ring.path) if ring else ""
+        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=path, engine=settings(kind))
         self._process = WorkerProcess(spec, ring, folder, self._on_tokens)
         self._next = 0
         self._done: dict[int, pb.TokenChunk] = {}

@@ -60,8 +60,8 @@ class WorkerClient:
         self, kind: str, engine: dict[str, Any], folder: Path, row_bytes: int, ready_s: float = 120
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.ring = RowRing.create(folder / "ring", 1 << 14, row_bytes)
-        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(folder / "ring"), engine=engine)
+        self.ring = RowRing.create(1 << 14, row_bytes)
+        spec = WorkerSpec(worker_index=0, kind=kind, ring_path=str(self.ring.path), engine=engine)
         spec.write(folder / "spec.json")
         address = f"ipc://{folder / 'socket'}"
         self._context = zmq.Context()
@@ -152,7 +152,7 @@ class WorkerClient:
                 self.process.wait()
         self._socket.close(linger=0)
         self._context.term()
-        self.ring.unlink()
+        self.ring.seal()
 
 
 def chunk_from(message: pb.TokenChunk) -> Chunk:

@@ -15,6 +15,7 @@ import redis.asyncio
 
 from paceline.arm_names import OFF
 from paceline.errors import InvalidInput, PacelineError, ResourceExhausted
+from paceline.local.process_directory import process_directory
 from paceline.plugins import import_object
 from paceline.streams import connect
 from paceline.telemetry import get_logger
@@ -63,7 +64,7 @@ class Gateway:
         self.codec = TextCodec(Path(config.tokenizer) if config.tokenizer else config.model_dir)
         self._temporary = ExitStack()
         spool = config.spool or self._temporary.enter_context(
-            tempfile.TemporaryDirectory(prefix="paceline-spool-")
+            tempfile.TemporaryDirectory(prefix="spool-", dir=process_directory())
         )
         self.spool = Spool(Path(spool), initial=_initial_versions(config))
         durable, features = _clients(config)

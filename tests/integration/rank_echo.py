@@ -13,8 +13,7 @@ NAMES = (
     "LOCAL_RANK",
     "WORLD_SIZE",
     "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
+    "PACELINE_RANK_STORE",
     "OMP_NUM_THREADS",
 )
 

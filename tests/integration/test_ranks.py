@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,12 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from listening import beyond_loopback, open_doors
 
 from paceline.errors import DeadlineExceeded
 from paceline.local.patience import patient
+from paceline.local.process_directory import process_directory
 from paceline.ranks.group import RankGroup, RankLost
 
 HERE = Path(__file__).parent
+IMPORTS = os.pathsep.join([str(HERE), *sys.path])
 
 
 def _group(tmp_path: Path, world_size: int = 2, **env: str) -> RankGroup:
@@ -39,15 +43,37 @@ async def test_every_rank_answers_a_message_to_all(ranks: RankGroup) -> None:
     assert answers == {0: b"x" * 2_000_000, 1: b"x" * 2_000_000}
 
 
-async def test_ranks_have_the_environment_of_torchrun(ranks: RankGroup) -> None:
+async def test_ranks_know_their_places_and_the_file_they_meet_at(ranks: RankGroup) -> None:
     await ranks.send(b"environment")
     answers = dict([await ranks.receive(10.0), await ranks.receive(10.0)])
     first, second = json.loads(answers[0]), json.loads(answers[1])
     assert (first["RANK"], second["RANK"], second["LOCAL_RANK"]) == ("0", "1", "1")
     assert first["WORLD_SIZE"] == first["LOCAL_WORLD_SIZE"] == "2"
-    assert first["MASTER_ADDR"] == "127.0.0.1"
-    assert first["MASTER_PORT"] == second["MASTER_PORT"]
+    assert Path(first["PACELINE_RANK_STORE"]).is_relative_to(process_directory())
+    assert first["PACELINE_RANK_STORE"] == second["PACELINE_RANK_STORE"]
     assert first["OMP_NUM_THREADS"] == "1"
+
+
+async def test_ranks_of_two_groups_at_once_keep_apart_and_listen_on_loopback_alone(
+    tmp_path: Path,
+) -> None:
+    groups = [
+        RankGroup("rank_sum", 2, 1, [], tmp_path / name, {"PYTHONPATH": IMPORTS})
+        for name in ("one", "other")
+    ]
+    async with groups[0], groups[1]:
+        await asyncio.gather(*(group.start(patient(60.0)) for group in groups))
+        for number, group in enumerate(groups):
+            await group.send(b"%d" % (10 * number))
+        for number, group in enumerate(groups):
+            answers = [await group.receive(patient(30.0)) for _ in range(2)]
+            assert sorted(answers) == [(rank, b"%.1f" % (20 * number + 1)) for rank in (0, 1)]
+        inet, unix = open_doors(psutil.Process(pid) for group in groups for pid in group.pids)
+        assert len(inet) >= 4  # each rank listens for its group's others
+        assert beyond_loopback(inet) == []
+        assert unix == set()
+        assert len(list(process_directory().glob("r-*/store"))) == 2
+    assert list(process_directory().iterdir()) == []
 
 
 async def test_polling_an_empty_link_does_not_wait(ranks: RankGroup) -> None:

@@ -16,6 +16,10 @@ from paceline.local import news
 PARENT_VARIABLE = "PACELINE_PARENT_PID"
 """Set by whoever starts a child; the child ends when that process is gone."""
 
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK_ONLY = {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+"""Environment under which torch's ranks of one host listen on no other interface."""
+
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_CONFIG = 2

@@ -22,25 +22,36 @@ def user_directory() -> Path:
     somebody waits for what we would write there.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = runtime and _is_private(Path(runtime))
-    name = "paceline" if own else f"paceline-{os.getuid()}"
-    directory = Path(runtime if own else tempfile.gettempdir()) / name
+    if runtime and _is_ours(Path(runtime), 0o700):
+        return _made(Path(runtime) / "paceline", 0o700)
+    return _made(Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}", 0o700)
+
+
+def enterable_directory() -> Path:
+    """`<temporary directory>/paceline-boxes-<uid>`, mode 0711: others may pass through it, but not
+    list it. For root's sandboxes, whose code has user ids of its own. Raises as user_directory.
+    """
+    return _made(Path(tempfile.gettempdir()) / f"paceline-boxes-{os.getuid()}", 0o711)
+
+
+def _made(directory: Path, mode: int) -> Path:
     with suppress(FileExistsError):
         directory.mkdir(mode=0o700)
-    if not _is_private(directory):
+        directory.chmod(mode)
+    if not _is_ours(directory, mode):
         raise ConfigError(
             "the user's directory is not private",
             reason="NOT_PRIVATE",
             seen=directory,
-            allowed="a directory of this user with mode 0700, no link",
+            allowed=f"a directory of this user with mode {mode:04o}, no link",
         )
     return directory
 
 
-def _is_private(directory: Path) -> bool:
+def _is_ours(directory: Path, mode: int) -> bool:
     try:
         about = directory.lstat()
     except OSError:
         return False
-    private = about.st_uid == os.getuid() and not about.st_mode & 0o077
-    return private and stat.S_ISDIR(about.st_mode)
+    ours = about.st_uid == os.getuid() and not about.st_mode & 0o777 & ~mode
+    return ours and stat.S_ISDIR(about.st_mode)

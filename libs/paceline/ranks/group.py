@@ -1,6 +1,7 @@
 """Spawns one process per rank of a trainer and carries messages to and from them.
 
-The parent imports no torch; the environment of the ranks is torchrun's contract.
+The parent imports no torch. Ranks find each other over a file in this process's own directory, and
+listen on loopback alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ import zmq.asyncio
 
 from paceline.config import Config
 from paceline.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from paceline.local.ports import free_port
-from paceline.local.processes import child_environment, die_with_parent, last_lines, last_words
+from paceline.local.process_directory import process_directory
+from paceline.local.processes import (
+    LOOPBACK_ONLY,
+    child_environment,
+    die_with_parent,
+    last_lines,
+    last_words,
+)
+from paceline.training import STORE_VARIABLE
 
 SOCKET_VARIABLE = "PACELINE_RANK_SOCKET"
 CONFIG_VARIABLE = "PACELINE_RANK_CONFIG"
@@ -86,8 +94,8 @@ class RankGroup:
             raise FailedPrecondition("the ranks run already", seen=self.pids)
         self._bind()
         try:
-            for rank, master_port in enumerate([free_port()] * self._world_size):
-                await self._spawn(rank, master_port)
+            for rank in range(self._world_size):
+                await self._spawn(rank)
             await self._all_ready(deadline_s)
         except BaseException:
             await self.stop(0.0)
@@ -160,7 +168,7 @@ class RankGroup:
     def _bind(self) -> None:
         # A path of an ipc socket is limited to about 100 characters: it cannot lie in the run
         # directory.
-        self._folder = tempfile.mkdtemp(prefix="paceline-ranks-")
+        self._folder = tempfile.mkdtemp(prefix="r-", dir=process_directory())
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -168,7 +176,7 @@ class RankGroup:
         self._socket.bind(f"ipc://{self._folder}/ranks")
         self._lost = asyncio.get_running_loop().create_future()
 
-    async def _spawn(self, rank: int, master_port: int) -> None:
+    async def _spawn(self, rank: int) -> None:
         self._log_dir.mkdir(parents=True, exist_ok=True)
         environment = child_environment(
             {
@@ -177,9 +185,9 @@ class RankGroup:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(self._world_size),
                 "LOCAL_WORLD_SIZE": str(self._world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(master_port),
                 "OMP_NUM_THREADS": str(self._threads),
+                **LOOPBACK_ONLY,
+                STORE_VARIABLE: f"{self._folder}/store",
                 SOCKET_VARIABLE: f"ipc://{self._folder}/ranks",
             }
         )

@@ -20,6 +20,8 @@ from pathlib import Path, PurePosixPath
 
 from paceline.errors import ConfigError, InvalidInput, Unavailable
 from paceline.local.patience import patient
+from paceline.local.process_directory import locked_directory
+from paceline.local.user_directory import enterable_directory, user_directory
 from paceline.telemetry import get_logger
 from rollout_gateway.config import SandboxConfig
 from rollout_gateway.sandbox.launcher.removal import remove_tree
@@ -132,7 +134,7 @@ class Sandbox:
         self, layers: tuple[str, ...], code: str, stdin: str, files: dict[str, str]
     ) -> SandboxResult:
         try:
-            box = tempfile.mkdtemp(prefix="paceline-box-")
+            box = tempfile.mkdtemp(prefix="box-", dir=_boxes())
         except OSError as error:
             raise Unavailable("no directory could be made for a sandbox", seen=error) from error
 
@@ -212,6 +214,13 @@ def _remove(box: str) -> None:
             remove_tree(box)
         except OSError as error:
             log.warning("a sandbox's directory could not be removed", path=box, error=str(error))
+
+
+def _boxes() -> Path:
+    """This gateway's directory of boxes; those of gateways that were killed are removed."""
+    private = os.geteuid() != 0  # else the code has a user id of its own and must get in
+    parent = user_directory() / "boxes" if private else enterable_directory()
+    return locked_directory(parent, 0o711, remove_tree)
 
 
 def _python() -> str:

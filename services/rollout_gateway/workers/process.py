@@ -151,7 +151,7 @@ class WorkerProcess:
         await cancel(*self._tasks)
         self._socket.close()
         if self._ring is not None:
-            self._ring.unlink()
+            self._ring.seal()
 
     def kill(self) -> None:
         """End the process at once; `lost` follows."""
@@ -169,8 +169,7 @@ class WorkerProcess:
                 self._on_tokens(event.tokens, rows)
             elif kind == "ready":
                 if self._ring is not None:
-                    # both sides have it mapped; nothing is left behind by a kill
-                    self._ring.unlink()
+                    self._ring.seal()
                 self._ready.set_result(event.ready)
             elif kind == "failed" and not event.command_id and not self._ready.done():
                 self._ready.set_exception(

@@ -19,6 +19,7 @@ import zmq.asyncio
 
 from paceline.errors import ConfigError, PacelineError, Unavailable
 from paceline.local.news import tell_supervisor
+from paceline.local.process_directory import process_directory
 from paceline.telemetry import get_logger
 from paceline.v1 import engine_pb2 as pb
 from paceline.v1 import trajectory_pb2 as tpb
@@ -97,7 +98,7 @@ class Router:
 
     async def start(self) -> None:
         """Start all workers; returns when all serve. Raises what the first failing one says."""
-        self._directory = Path(tempfile.mkdtemp(prefix="paceline-"))
+        self._directory = Path(tempfile.mkdtemp(prefix="w-", dir=process_directory()))
         self._context = zmq.asyncio.Context()
         try:
             first = await asyncio.gather(*(self._start_worker(slot) for slot in self._slots))
@@ -249,16 +250,14 @@ class Router:
 
     async def _start_worker(self, slot: Seat) -> WorkerProcess:
         """A worker that serves the committed versions."""
-        ring = None
-        if self._rows is not None:
-            path = self._ring_folder() / f"{self._directory.name}-{slot.index}.ring"
-            ring = RowRing.create(path, self._rows.rows, self._rows.row_bytes)
+        rows = self._rows
+        ring = RowRing.create(rows.rows, rows.row_bytes) if rows is not None else None
         spec = WorkerSpec(
             worker_index=slot.index,
             kind=self._config.kind,
             threads=self._config.threads,
             cores=(slot.index,) if self._config.pin_cores else (),
-            ring_path=str(path) if ring is not None else "",
+            ring_path=str(ring.path) if ring is not None else "",
             engine=self._settings,
         )
         process = WorkerProcess(
@@ -284,10 +283,6 @@ class Router:
             raise ConfigError(
                 "the engine's rows do not fit their ring", seen=declared, allowed=self._rows.layout
             )
-
-    def _ring_folder(self) -> Path:
-        shared = Path("/dev/shm")  # noqa: S108 - memory, not a place for files
-        return shared if shared.is_dir() else self._directory
 
     async def _keep(self, slot: Seat) -> None:
         """Replace the worker whenever it is lost."""

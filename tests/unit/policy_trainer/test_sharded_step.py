@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.local.patience import patient
+from paceline.training import STORE_VARIABLE
 
 RANK_FILE = Path(__file__).with_name("sharded_step.py")
 trajectories = runpy.run_path(str(RANK_FILE))["trajectories"]
@@ -40,13 +40,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step(model: Path, out: Path, world_size: int, broken: int = -1) -> dict[str, torch.Tensor]:
     """Runs the step in `world_size` real gloo processes; see sharded_step.py for `broken`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        STORE_VARIABLE: out.with_suffix(".store"),
         "OMP_NUM_THREADS": 1,
     }
     ranks = [

@@ -17,6 +17,8 @@ from typing import Any
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.local.ports import free_ports
+from paceline.local.process_directory import process_directory
+from paceline.local.processes import LOOPBACK_ONLY
 from paceline.models.config import read_config_json
 from paceline.speculators.kinds import SGLANG
 from rollout_gateway.engines.sglang import VERSIONS
@@ -184,11 +186,26 @@ def launch(worker: WorkerSpec, folder: Path) -> None:
         worker.model_copy(update={"engine": settings}).write(Path(os.environ[SPEC_VARIABLE]))
 
     values = arguments(complete, worker_index=worker.worker_index, cuda=cuda)
+    os.environ |= rendezvous(folder, values["nccl_port"])
+    tempfile.tempdir = str(folder)  # where this process names the sockets of SGLang's parts
     from sglang.srt.entrypoints.engine import Engine
 
     engine = Engine(**values)
     engine._scheduler_init_result.block_until_scheduler_exits()
     engine.shutdown()
+
+
+def rendezvous(folder: Path, nccl_port: int) -> dict[str, str]:
+    """Variables by which SGLang's schedulers meet at a file of this user and listen on loopback.
+
+    Address and port only tell the shared memory of its CPU kernels from that of other engines.
+    """
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder}/store",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(nccl_port),
+        **LOOPBACK_ONLY,
+    }
 
 
 def main() -> int:
@@ -197,7 +214,7 @@ def main() -> int:
     spec = SGLangSpec.model_validate(worker.engine)
     if not restarted(spec):
         return 1  # never reached: the process has been replaced
-    with tempfile.TemporaryDirectory(prefix="paceline-sglang-") as folder:
+    with tempfile.TemporaryDirectory(prefix="sglang-", dir=process_directory()) as folder:
         try:
             launch(worker, Path(folder))
         except PacelineError as error:

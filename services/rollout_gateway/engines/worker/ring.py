@@ -1,10 +1,12 @@
 """The shared-memory ring of hidden rows between one worker (writes) and the gateway's publisher
 (reads).
 
-Owns the layout of the file; neither side ever waits for the other. The first page is the header,
-six little-endian u64: magic, capacity in rows, bytes of a row's hidden state, rows written, rows
-read, rows dropped. The three counters only grow; modulo the capacity the first two give the slot.
-Rows are published by advancing `written` after their bytes.
+Owns the layout of the memory, which has no name in any file system: the worker opens it by its
+creator's descriptor, and the kernel frees it with the last process that has it mapped. Neither side
+ever waits for the other. The first page is the header, six little-endian u64: magic, capacity in
+rows, bytes of a row's hidden state, rows written, rows read, rows dropped. The three counters only
+grow; modulo the capacity the first two give the slot. Rows are published by advancing `written`
+after their bytes.
 
 A row is the state at a token of its request's sequence, or at a draft that was verified and
 rejected. Its stamp `parent` says which, and where a draft hangs:
@@ -56,9 +58,11 @@ def row_dtype(row_bytes: int) -> np.dtype[Any]:
 class RowRing:
     """Single producer, single consumer. A RowSink for engines on the writing side."""
 
-    def __init__(self, path: Path, buffer: mmap.mmap) -> None:
-        self._path = path
+    def __init__(self, path: Path, buffer: mmap.mmap, handle: int | None = None) -> None:
+        self.path = path
+        """For `attach` by another process, until `seal`."""
         self._buffer = buffer
+        self._handle = handle
         self._header = np.frombuffer(buffer, dtype="<u8", count=6)
         if int(self._header[_MAGIC]) != MAGIC:
             raise DataLoss("this file is not a ring of hidden rows", seen=path)
@@ -68,26 +72,21 @@ class RowRing:
         self._rows = np.frombuffer(buffer, dtype=dtype, count=self.capacity, offset=HEADER_BYTES)
 
     @classmethod
-    def create(cls, path: Path, capacity: int, row_bytes: int) -> RowRing:
-        """A new empty ring; replaces a file of the same name.
-
-        Raises InvalidInput for sizes below 1.
-        """
+    def create(cls, capacity: int, row_bytes: int) -> RowRing:
+        """A new empty ring. Raises InvalidInput for sizes below 1."""
         if capacity < 1 or row_bytes < 1:
             raise InvalidInput(
                 "a ring needs rows and bytes", seen=(capacity, row_bytes), allowed=">= 1"
             )
-        path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            file.truncate(HEADER_BYTES + capacity * row_dtype(row_bytes).itemsize)
-        with path.open("r+b") as file:
-            buffer = mmap.mmap(file.fileno(), 0)
+        handle = os.memfd_create("paceline-ring")
+        os.ftruncate(handle, HEADER_BYTES + capacity * row_dtype(row_bytes).itemsize)
+        buffer = mmap.mmap(handle, 0)
         np.frombuffer(buffer, dtype="<u8", count=6)[:] = (MAGIC, capacity, row_bytes, 0, 0, 0)
-        return cls(path, buffer)
+        return cls(Path(f"/proc/{os.getpid()}/fd/{handle}"), buffer, handle)
 
     @classmethod
     def attach(cls, path: Path) -> RowRing:
-        """An existing ring. Raises DataLoss when the file is none."""
+        """The ring at another one's `path`. Raises DataLoss when there is none."""
         with path.open("r+b") as file:
             if os.fstat(file.fileno()).st_size <= HEADER_BYTES:
                 raise DataLoss("this file is too short for a ring of hidden rows", seen=path)
@@ -151,6 +150,8 @@ class RowRing:
         self._header[_READ] = start + len(rows)
         return rows
 
-    def unlink(self) -> None:
-        """Remove the file; mapped memory lives until both sides end."""
-        self._path.unlink(missing_ok=True)
+    def seal(self) -> None:
+        """Nobody attaches any more; mapped memory lives until both sides end."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

@@ -12,6 +12,7 @@ import signal
 import sys
 
 from paceline.errors import DataLoss, DeadlineExceeded, Unavailable
+from paceline.local.process_directory import process_directory
 from paceline.local.processes import child_environment
 from rollout_gateway.rewards.processes import pipes
 
@@ -48,7 +49,7 @@ class ChildProcess:
                 *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                env=child_environment(),
+                env=child_environment({"TMPDIR": str(process_directory())}),
                 limit=pipes.MAX_BYTES,
                 start_new_session=True,
             )

@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import OptimizerConfig, RunConfig
 from paceline.errors import ConfigError, DataLoss
-from paceline.local.ports import free_port
 from paceline.ranks.messages import Save
+from paceline.training import STORE_VARIABLE
 from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
@@ -31,16 +31,15 @@ trajectories = runpy.run_path(str(Path(__file__).parents[1] / "sharded_step.py")
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceMesh]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "RANK": 0,
             "WORLD_SIZE": 1,
             "LOCAL_RANK": 0,
-            "MASTER_PORT": free_port(),
+            STORE_VARIABLE: tmp_path_factory.mktemp("ranks") / "store",
         }.items():
             patch.setenv(name, str(value))
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
         yield form_mesh(PolicyTrainerConfig(device="cpu"))
         dist.destroy_process_group()
 

@@ -87,8 +87,8 @@ def run(
     return np.concatenate([*rows, ring.read(ring.rows_written)]), sequences
 
 
-def ring_of(folder: Path, capacity: int = 20_000, states: int = 1) -> RowRing:
-    return RowRing.create(folder / "ring", capacity, ROW_BYTES * states)
+def ring_of(capacity: int = 20_000, states: int = 1) -> RowRing:
+    return RowRing.create(capacity, ROW_BYTES * states)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,10 @@ def ring_of(folder: Path, capacity: int = 20_000, states: int = 1) -> RowRing:
     ],
 )
 def test_rejected_rows_are_the_states_transformers_gives_after_the_draft(
-    arm: str, options: dict[str, Any], model: tuple[Path, PreTrainedModel], tmp_path: Path
+    arm: str, options: dict[str, Any], model: tuple[Path, PreTrainedModel]
 ) -> None:
     inner = options.get("capture_inner", ())
-    ring = ring_of(tmp_path, states=len(inner) + 1)
+    ring = ring_of(states=len(inner) + 1)
     rows, sequences = run(build(model[0], ring, arm, **options), requests(), ring)
     compared = deep = 0
     for number, sequence in sequences.items():
@@ -122,12 +122,12 @@ def test_rejected_rows_are_the_states_transformers_gives_after_the_draft(
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_rows_of_the_sequence_are_the_same_bytes_in_the_same_order(
-    arm: str, model: tuple[Path, PreTrainedModel], tmp_path: Path
+    arm: str, model: tuple[Path, PreTrainedModel]
 ) -> None:
-    ring = ring_of(tmp_path)
+    ring = ring_of()
     without, said = run(build(model[0], ring, arm, rejected_rows=False), requests(), ring)
     assert not without["parent"].any()
-    ring = ring_of(tmp_path)
+    ring = ring_of()
     rows, said_again = run(build(model[0], ring, arm), requests(), ring)
     assert said_again == said
     assert rows["parent"].any()
@@ -136,9 +136,9 @@ def test_rows_of_the_sequence_are_the_same_bytes_in_the_same_order(
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_rejected_draft_is_written_or_counted_and_no_round_writes_more_than_the_bound(
-    arm: str, model: tuple[Path, PreTrainedModel], tmp_path: Path
+    arm: str, model: tuple[Path, PreTrainedModel]
 ) -> None:
-    ring = ring_of(tmp_path)
+    ring = ring_of()
     engine = build(model[0], ring, arm)
     for number in range(3):
         prompt = (5, 6, 7 + number) * 4
@@ -168,18 +168,16 @@ def test_every_rejected_draft_is_written_or_counted_and_no_round_writes_more_tha
 
 
 def test_only_requests_that_ask_for_capture_leave_rejected_rows(
-    model: tuple[Path, PreTrainedModel], tmp_path: Path
+    model: tuple[Path, PreTrainedModel],
 ) -> None:
-    ring = ring_of(tmp_path)
+    ring = ring_of()
     batch = requests(captured=lambda number: number % 2 == 0)
     rows, _ = run(build(model[0], ring, "eagle:4_3_10"), batch, ring)
     assert set(rows["request_id"][rows["parent"] > 0].tolist()) == {0, 2, 4}
 
 
-def test_without_drafts_nothing_is_rejected(
-    model: tuple[Path, PreTrainedModel], tmp_path: Path
-) -> None:
-    ring = ring_of(tmp_path)
+def test_without_drafts_nothing_is_rejected(model: tuple[Path, PreTrainedModel]) -> None:
+    ring = ring_of()
     rows, _ = run(build(model[0], ring, "off"), requests(), ring)
     assert len(rows)
     assert not rows["parent"].any()
@@ -188,11 +186,11 @@ def test_without_drafts_nothing_is_rejected(
 @pytest.mark.parametrize("arm", ["eagle:5_1_6", "eagle:4_3_10"])
 @pytest.mark.parametrize(("capacity", "drain_every"), [(5, 1), (23, 2), (61, 3), (100, 100)])
 def test_a_full_ring_drops_drafts_with_all_that_hangs_under_them(
-    capacity: int, drain_every: int, arm: str, model: tuple[Path, PreTrainedModel], tmp_path: Path
+    capacity: int, drain_every: int, arm: str, model: tuple[Path, PreTrainedModel]
 ) -> None:
-    whole_ring = ring_of(tmp_path)
+    whole_ring = ring_of()
     whole, sequences = run(build(model[0], whole_ring, arm), requests(), whole_ring)
-    ring = ring_of(tmp_path, capacity)
+    ring = ring_of(capacity)
     engine = build(model[0], ring, arm)
     rows, said = run(engine, requests(), ring, drain_every)
     assert said == sequences
@@ -208,10 +206,8 @@ def test_a_full_ring_drops_drafts_with_all_that_hangs_under_them(
         assert (mine["position"][order[parents]] + 1 == mine["position"][drafts]).all()
 
 
-def test_the_capability_needs_the_setting_and_a_ring(
-    model: tuple[Path, PreTrainedModel], tmp_path: Path
-) -> None:
-    ring = ring_of(tmp_path)
+def test_the_capability_needs_the_setting_and_a_ring(model: tuple[Path, PreTrainedModel]) -> None:
+    ring = ring_of()
     assert Capability.REJECTED_ROWS in build(model[0], ring, "off").info.capabilities
     assert (
         Capability.REJECTED_ROWS

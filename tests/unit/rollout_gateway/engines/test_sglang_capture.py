@@ -31,10 +31,10 @@ SLOTS = 40
 class FakePlugin:
     """What the hooks need of the plugin, with one request per rid."""
 
-    def __init__(self, path: Path, *, width: int = WIDTH, layers: str = "last") -> None:
+    def __init__(self, *, width: int = WIDTH, layers: str = "last") -> None:
         self.rows: RowLayout | None = RowLayout(width, layers, "post_norm")
         self.slot_rows: SlotRows | None = SlotRows(SLOTS, width, torch.float32, CPU)
-        self.memory = RowRing.create(path / "rows", 64, 4 * width)
+        self.memory = RowRing.create(64, 4 * width)
         self.ring: RowRing | None = self.memory
         self.versions = VersionSet(0, 7, 0)
         self.rows_invalid = 0
@@ -53,8 +53,8 @@ class FakePlugin:
 
 
 @pytest.fixture
-def plugin(tmp_path: Path) -> FakePlugin:
-    return FakePlugin(tmp_path)
+def plugin() -> FakePlugin:
+    return FakePlugin()
 
 
 def states(*values: float, width: int = WIDTH) -> Tensor:
@@ -296,10 +296,10 @@ def test_a_verification_without_rows_of_every_node_is_forgotten(plugin: FakePlug
 # ---- inner states
 
 
-def test_an_eagle3_row_is_three_inner_states_and_the_last_and_the_drafter_gets_the_inner_ones(
-    tmp_path: Path,
-) -> None:
-    plugin = FakePlugin(tmp_path, width=8, layers="2,4,5,last")
+def test_an_eagle3_row_is_three_inner_states_and_the_last_and_the_drafter_gets_the_inner_ones() -> (
+    None
+):
+    plugin = FakePlugin(width=8, layers="2,4,5,last")
     processor = SimpleNamespace()
     model = SimpleNamespace(
         layers=[],
@@ -335,8 +335,8 @@ def test_the_drafters_logits_are_left_alone(plugin: FakePlugin) -> None:
     )
 
 
-def test_a_model_that_captures_other_layers_than_declared_is_refused(tmp_path: Path) -> None:
-    plugin = FakePlugin(tmp_path, width=8, layers="2,4,5,last")
+def test_a_model_that_captures_other_layers_than_declared_is_refused() -> None:
+    plugin = FakePlugin(width=8, layers="2,4,5,last")
     model = SimpleNamespace(model=SimpleNamespace(layers_to_capture=[1, 3, 4]))
     plugin.scheduler = SimpleNamespace(
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model))

@@ -121,8 +121,8 @@ def test_slowing_an_arm_moves_the_shares() -> None:
     assert slow["off"] > 0.8 * sum(slow.values())
 
 
-def test_captured_rows_cover_all_tokens_but_the_last(tmp_path: Path) -> None:
-    ring = RowRing.create(tmp_path / "ring", capacity=64, row_bytes=16)
+def test_captured_rows_cover_all_tokens_but_the_last() -> None:
+    ring = RowRing.create(capacity=64, row_bytes=16)
     engine = build_scripted(SCRIPT, ring)
     engine.enqueue(request(77, capture=True))
     run(engine)

@@ -25,9 +25,10 @@ def write(ring: RowRing, request_id: int, positions: list[int], version: int = 0
     )
 
 
-def test_a_reader_sees_what_the_writer_of_another_mapping_stamped(tmp_path: Path) -> None:
-    reader = RowRing.create(tmp_path / "ring", capacity=8, row_bytes=4)
-    writer = RowRing.attach(tmp_path / "ring")
+def test_a_reader_sees_what_the_writer_of_another_mapping_stamped() -> None:
+    reader = RowRing.create(capacity=8, row_bytes=4)
+    writer = RowRing.attach(reader.path)
+    reader.seal()
     assert write(writer, 7, [3, 4], version=2) == 2
     rows = reader.read(writer.rows_written)
     assert rows["request_id"].tolist() == [7, 7]
@@ -37,10 +38,8 @@ def test_a_reader_sees_what_the_writer_of_another_mapping_stamped(tmp_path: Path
     assert rows["hidden"].tolist() == [[3] * 4, [4] * 4]
 
 
-def test_rows_say_where_they_hang_and_those_of_sequences_that_they_hang_nowhere(
-    tmp_path: Path,
-) -> None:
-    ring = RowRing.create(tmp_path / "ring", capacity=3, row_bytes=1)
+def test_rows_say_where_they_hang_and_those_of_sequences_that_they_hang_nowhere() -> None:
+    ring = RowRing.create(capacity=3, row_bytes=1)
     for stamps in ([0, 1, 2], None, [1]):
         count = len(stamps) if stamps else 3
         numbers = np.arange(count, dtype=np.uint32)
@@ -51,8 +50,8 @@ def test_rows_say_where_they_hang_and_those_of_sequences_that_they_hang_nowhere(
         assert ring.read(ring.rows_written)["parent"].tolist() == (stamps or [0, 0, 0])
 
 
-def test_rows_without_room_are_dropped_and_counted(tmp_path: Path) -> None:
-    ring = RowRing.create(tmp_path / "ring", capacity=3, row_bytes=2)
+def test_rows_without_room_are_dropped_and_counted() -> None:
+    ring = RowRing.create(capacity=3, row_bytes=2)
     assert write(ring, 1, [0, 1]) == 2
     assert write(ring, 1, [2, 3, 4]) == 1
     assert (ring.rows_written, ring.rows_dropped) == (3, 2)
@@ -62,10 +61,8 @@ def test_rows_without_room_are_dropped_and_counted(tmp_path: Path) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 5), max_size=30), capacity=st.integers(1, 7))
-def test_every_kept_row_is_read_once_and_in_order(
-    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], capacity: int
-) -> None:
-    ring = RowRing.create(tmp_path_factory.mktemp("ring") / "ring", capacity, row_bytes=1)
+def test_every_kept_row_is_read_once_and_in_order(sizes: list[int], capacity: int) -> None:
+    ring = RowRing.create(capacity, row_bytes=1)
     kept: list[int] = []
     read: list[int] = []
     position = 0
@@ -90,9 +87,9 @@ def test_a_file_that_is_no_ring_is_refused(tmp_path: Path) -> None:
         RowRing.attach(path)
 
 
-def test_rows_of_another_size_are_refused(tmp_path: Path) -> None:
-    ring = RowRing.create(tmp_path / "ring", capacity=2, row_bytes=4)
-    other = RowRing.create(tmp_path / "other", capacity=2, row_bytes=5)
+def test_rows_of_another_size_are_refused() -> None:
+    ring = RowRing.create(capacity=2, row_bytes=4)
+    other = RowRing.create(capacity=2, row_bytes=5)
     with pytest.raises(InvalidInput, match="do not fit"):
         ring.write(
             np.zeros(1, np.uint64),

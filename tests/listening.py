@@ -1,0 +1,26 @@
+"""What processes can be reached by: their listening sockets, as the kernel lists them."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+import psutil
+
+
+def open_doors(processes: Iterable[psutil.Process]) -> tuple[list[tuple[str, int]], set[str]]:
+    """(address, port) of every TCP socket that listens and UDP socket that anybody may write to, and
+    the paths of unix sockets; one in the abstract namespace begins with @.
+    """
+    inet, unix = [], set()
+    for process in processes:
+        for one in process.net_connections("inet"):
+            if not one.raddr:
+                inet.append((one.laddr.ip, one.laddr.port))
+        unix |= {str(one.laddr) for one in process.net_connections("unix") if one.laddr}
+    return inet, unix
+
+
+def beyond_loopback(inet: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those that other machines reach."""
+    return [one for one in inet if not ipaddress.ip_address(one[0]).is_loopback]
