@@ -1,0 +1,47 @@
+"""What of a running demo can be reached, and by whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from demo_runs import SMALL, demo, wait_for
+from listening import beyond_loopback, open_doors
+
+from paceline.local.patience import patient
+
+pytestmark = [pytest.mark.attack, pytest.mark.timeout(200)]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    with demo(tmp_path, "--steps", "2", *SMALL, "policy_trainer.ranks=2") as process:
+        yield process
+        process.kill()
+
+
+def is_private(folder: Path) -> bool:
+    """Whether nobody but this user passes through it; no folder holds an abstract socket."""
+    about = folder.lstat()
+    return folder.is_absolute() and (about.st_uid, about.st_mode & 0o077) == (os.getuid(), 0)
+
+
+def test_a_demo_listens_on_loopback_and_in_directories_of_its_user_alone(
+    running: subprocess.Popen[str],
+) -> None:
+    wait_for(running, "step 1/2")
+    family = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
+    inet, unix = open_doors(family)
+    modules = " ".join(word for process in family for word in process.cmdline())
+    for part in ("coordinator", "rollout_gateway", "policy_trainer.rank", "drafter_trainer.rank"):
+        assert part in modules
+    assert len(inet) >= 5  # four services and the gateway's HTTP
+    assert beyond_loopback(inet) == []
+    assert len(unix) >= 4  # two Redis, two trainers; the engine's workers
+    assert {path for path in unix if not is_private(Path(path).parent)} == set()
+    output, _ = running.communicate(timeout=patient(150))
+    assert running.returncode == 0, output
