@@ -1,0 +1,54 @@
+"""Nobody else reaches an SGLang of ours, and it leaves no file when it is killed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from listening import beyond_loopback, open_doors
+from sglang_served import DEMO, Served
+
+from paceline.local.patience import patient
+from paceline.local.process_directory import locked_directory
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def test_its_two_ranks_listen_on_loopback_alone_and_what_they_leave_is_swept(
+    temporary: Path, tmp_path: Path
+) -> None:
+    served = Served(
+        tmp_path,
+        model_dir=str(DEMO / "policy_start"),
+        drafter="ngram",
+        tensor_parallel_size=2,
+        max_sequence_tokens=256,
+    )
+    family = [served.client.process.pid]
+    family += [one.pid for one in psutil.Process(family[0]).children(recursive=True)]
+    inet, unix = open_doors(psutil.Process(pid) for pid in family)
+    assert beyond_loopback(inet) == []
+    assert inet  # gloo between the two
+    assert {path for path in unix if not Path(path).is_relative_to(temporary)} == set()
+    assert list(temporary.rglob("store")) != []
+
+    processes = [psutil.Process(pid) for pid in family]
+    for process in processes:
+        process.kill()
+    served.client.process.wait()
+    psutil.wait_procs(processes, timeout=patient(10))
+    served.client.close()
+    assert list(temporary.rglob("store")) != []
+    own = locked_directory(temporary / next(iter(temporary.iterdir())) / "live")
+    assert list(temporary.rglob("*")) == [own.parent.parent, own.parent, own]
