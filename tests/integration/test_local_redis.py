@@ -101,11 +101,11 @@ def test_with_a_redis_that_others_run_the_process_says_so_and_stays_until_a_sign
         [sys.executable, "-m", "paceline.local.redis", "--role", "features"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "REDIS_URL": "redis://user:secret@db:6379/0"},
+        env={**os.environ, "REDIS_URL": "rediss://user:secret@db:6379/0"},
     )
     assert process.stdout is not None
     assert (
-        process.stdout.readline() == "redis.features_url is redis://db:6379/0: nothing to start\n"
+        process.stdout.readline() == "redis.features_url is rediss://db:6379/0: nothing to start\n"
     )
     assert process.poll() is None
     process.terminate()

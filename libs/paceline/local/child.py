@@ -38,8 +38,8 @@ class Launch:
 
     name: str
     command: tuple[str, ...]  # () for a server that others run: only its health is awaited
-    # Gets a deadline in seconds; raises PacelineError.
-    healthy: Callable[[float], Awaitable[None]] | None = None
+    # Gets a deadline in seconds; returns what a user should know; raises PacelineError.
+    healthy: Callable[[float], Awaitable[str | None]] | None = None
     depends_on: tuple[str, ...] = ()  # names that must be healthy first
     ports: tuple[tuple[str, str], ...] = ()  # (address, setting) it binds
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -193,11 +193,11 @@ class Child:
                 signal_group(process.pid, signal.SIGKILL)
 
     async def _become_healthy(self) -> None:
-        if self.launch.healthy is not None:
-            await self.launch.healthy(self._health_s)
+        check = self.launch.healthy
+        remark = await check(self._health_s) if check is not None else None
         self._was_healthy = True
         self.is_healthy.set()
-        self._tell("healthy")
+        self._tell("healthy", remark or "")
 
     async def _pause_before_restart(self, code: int) -> None:
         if code == EXIT_RUN_FAILED:

@@ -30,12 +30,12 @@ from redis.exceptions import RedisError
 
 from paceline.config import RedisConfig, ServiceConfig, load_config
 from paceline.errors import ConfigError, PacelineError, Unavailable
+from paceline.local.foreign_redis import check_url, on_this_machine, shown
 from paceline.local.owner import own
 from paceline.local.ports import require_free
 from paceline.local.processes import die_with_parent, keep_files_private
 from paceline.local.tokens import read_or_make
 from paceline.local.user_directory import user_directory
-from paceline.rpc import is_loopback
 from paceline.streams.connection import connect
 
 Role = Literal["durable", "features"]
@@ -185,11 +185,15 @@ async def wait_redis(url: str, deadline_s: float) -> None:
 
 
 def resolved(config: C) -> C:
-    """The same settings with the URLs of both roles, passwords of our own servers included."""
+    """The same settings with the URLs of both roles, passwords of our own servers included.
+
+    Raises ConfigError for a server on another machine without password or without TLS.
+    """
     urls: dict[Role, str] = {}
     for role in get_args(Role):
         found = launcher(config, role)
         urls[role] = found.url if found is not None else _given_url(config, role)
+        check_url(urls[role], f"redis.{role}_url", config.security)
         if role == "features" and _given_url(config, role) == _given_url(config, "durable") != "":
             urls[role] = urls["durable"]
     redis = RedisConfig(durable_url=urls["durable"], features_url=urls["features"])
@@ -205,7 +209,7 @@ def launcher(config: ServiceConfig, role: Role) -> RedisLauncher | None:
     url = _given_url(config, role)
     if url:
         parts = urlsplit(url)
-        ours = parts.scheme == "redis" and parts.password is None and _on_this_machine(url)
+        ours = parts.scheme == "redis" and parts.password is None and on_this_machine(url)
         if url == os.environ.get("REDIS_URL") or not ours:
             return None
         if role == "features" and url == _given_url(config, "durable"):
@@ -217,17 +221,6 @@ def _given_url(config: ServiceConfig, role: Role) -> str:
     """URL of a role as the settings or $REDIS_URL have it; empty without one."""
     durable = config.redis.durable_url or os.environ.get("REDIS_URL", "")
     return durable if role == "durable" else config.redis.features_url or durable
-
-
-def _on_this_machine(url: str) -> bool:
-    parts = urlsplit(url)
-    return parts.scheme == "unix" or is_loopback(f"[{parts.hostname}]:{parts.port or _PORT}")
-
-
-def shown(url: str) -> str:
-    """A URL without its password."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def _wait_for_signal(why: str) -> None:
@@ -258,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = launcher(config, words.role)
         if found is not None:
             found.exec()
+        resolved(config)
         _wait_for_signal(
             f"redis.{words.role}_url is {shown(_given_url(config, words.role))}: nothing to start"
         )

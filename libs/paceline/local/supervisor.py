@@ -15,6 +15,7 @@ from typing import Any
 from paceline.config import ServiceConfig
 from paceline.errors import DeadlineExceeded, FailedPrecondition
 from paceline.local.child import Child, ChildEvent, Launch, RestartPolicy
+from paceline.local.foreign_redis import check_durable
 from paceline.local.ports import require_free
 from paceline.local.redis import Role, launcher, resolved, wait_redis
 from paceline.local.services import SERVICES, ServiceSpec
@@ -204,9 +205,12 @@ def _redis_launch(spec: ServiceSpec, config: ServiceConfig, command: tuple[str, 
     urls = resolved(config).redis
     url = urls.durable_url if role == "durable" else urls.features_url
 
-    async def healthy(deadline_s: float) -> None:
-        # A server that others run is there or it is not; one of ours may have to load its data.
-        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S) if server is None else deadline_s)
+    async def healthy(deadline_s: float) -> str:
+        if server is not None:
+            await wait_redis(url, deadline_s)  # it may have to load its data
+            return ""
+        await wait_redis(url, min(deadline_s, EXTERNAL_REDIS_S))  # it is there or it is not
+        return await check_durable(url) if role == "durable" else ""
 
     if server is None:
         return Launch(spec.name, (), healthy)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import AddressesConfig, RedisConfig, RunConfig, ServiceConfig
+from paceline.config import AddressesConfig, RedisConfig, RunConfig, SecurityConfig, ServiceConfig
 from paceline.errors import ConfigError, FailedPrecondition, NotFound, Unavailable
 from paceline.local import healthcheck
 from paceline.local import redis as local_redis
@@ -78,11 +78,11 @@ def test_a_redis_that_others_run_is_only_waited_for_and_its_password_on_no_comma
 @pytest.mark.parametrize(
     ("urls", "expected"),
     [
-        ({"durable_url": "redis://db:1/0"}, ("redis://db:1/0", "redis://db:1/0")),
+        ({"durable_url": "rediss://:p@db:1/0"}, ("rediss://:p@db:1/0", "rediss://:p@db:1/0")),
         ({"durable_url": "unix:///a/s?db=0"}, ("unix:///a/s?db=0", "unix:///a/s?db=0")),
         (
-            {"durable_url": "redis://db:1/0", "features_url": "redis://:p@127.0.0.1:2/0"},
-            ("redis://db:1/0", "redis://:p@127.0.0.1:2/0"),
+            {"durable_url": "rediss://:p@db:1/0", "features_url": "redis://:p@127.0.0.1:2/0"},
+            ("rediss://:p@db:1/0", "redis://:p@127.0.0.1:2/0"),
         ),
         ({"durable_url": "rediss://localhost:1/0"}, ("rediss://localhost:1/0",) * 2),
     ],
@@ -93,6 +93,27 @@ def test_servers_that_others_run_keep_their_urls_and_nothing_is_started(
     redis = resolved(_config(**urls)).redis
     assert (redis.durable_url, redis.features_url) == expected
     assert launcher(_config(**urls), "durable") is launcher(_config(**urls), "features") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "missing"),
+    [
+        ("redis://db.example:6379/0", "a password, TLS"),
+        ("redis://:s3cret@10.0.0.1:6379/0", "TLS"),
+        ("rediss://db.example/0", "a password"),
+    ],
+)
+def test_a_redis_on_another_machine_without_password_or_tls_is_refused(
+    url: str, missing: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"another machine; missing: {missing};") as caught:
+        resolved(_config(durable_url=url))
+    assert caught.value.reason == "INSECURE_ADDRESS"
+    assert "s3cret" not in str(caught.value)
+    careless = SecurityConfig(allow_insecure=True)
+    redis = resolved(_config(durable_url=url).model_copy(update={"security": careless})).redis
+    assert redis.durable_url == url
+    resolved(_config(durable_url="rediss://db/0?ssl_certfile=a&ssl_keyfile=b"))
 
 
 def test_without_a_url_each_role_has_a_socket_in_the_runs_directory(tmp_path: Path) -> None:
