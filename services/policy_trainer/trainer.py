@@ -21,7 +21,8 @@ from paceline.training.checkpoints import (
     read_whole,
 )
 from paceline.training.hugging_face import write_causal_lm
-from paceline.training.process import from_rank_zero
+from paceline.training.process import from_rank_zero, tensors_from_rank_zero
+from policy_trainer.batches.batch import TrainBatch
 from policy_trainer.config import PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.messages import Batched, BatchFacts, Progress, Started, Train
@@ -169,7 +170,7 @@ class PolicyTrainer:
         self, step: int, collected: Collected | None, carrier: Mapping[str, str] = _NO_TRACE
     ) -> bool:
         """One optimiser step on rank 0's batch; False when rank 0 has none."""
-        batch = from_rank_zero(collected.tensors if collected else None)
+        batch = tensors_from_rank_zero(TrainBatch, collected.tensors if collected else None)
         if batch is None:
             return False
         with (

@@ -1,14 +1,19 @@
-"""Joins the ranks of a trainer, and carries what they share from one to the others."""
+"""Joins the ranks of a trainer, and carries what they share from one to the others: as JSON and
+safetensors, never as pickle, which a stranger on the socket could use to run code.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load, save
 from torch import Tensor
 
 from paceline.training import STORE_VARIABLE
@@ -40,10 +45,36 @@ def join_ranks(device: str, deadline_s: float, *, threads: int, seed: int) -> No
 
 
 def from_rank_zero(value: T) -> T:
-    """Rank 0's value on every rank, tensors on the CPU; what the others give is ignored."""
-    held = [value]
-    dist.broadcast_object_list(held, src=0)
-    return held[0]
+    """Rank 0's value, of what JSON has, on every rank; what the others give is ignored."""
+    found: T = json.loads(_bytes_of(0, json.dumps(value).encode()))
+    return found
+
+
+def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Every rank's value, of what JSON has, by rank; `group` consists of the first ranks."""
+    own = json.dumps(value).encode()
+    return [json.loads(_bytes_of(rank, own, group)) for rank in range(dist.get_world_size(group))]
+
+
+def tensors_from_rank_zero(kind: type[D], value: D | None) -> D | None:
+    """Rank 0's dataclass of tensors, or None, on every rank, on the CPU."""
+    own = b""
+    if value is not None:
+        own = save({field.name: getattr(value, field.name) for field in fields(kind)})
+    data = _bytes_of(0, own)
+    return kind(**load(data)) if data else None
+
+
+def _bytes_of(rank: int, own: bytes, group: dist.ProcessGroup | None = None) -> bytes:
+    """That rank's bytes; what the others give is ignored."""
+    size = torch.tensor(len(own))
+    dist.broadcast(size, rank, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if rank == dist.get_rank():
+        data = torch.from_numpy(np.frombuffer(own, dtype=np.uint8).copy())
+    if len(data):
+        dist.broadcast(data, rank, group=group)
+    return data.numpy().tobytes()
 
 
 def on_device(value: D, device: torch.device | str) -> D:

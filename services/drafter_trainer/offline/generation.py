@@ -15,6 +15,7 @@ import torch.distributed as dist
 from drafter_trainer.offline.config import OfflineConfig
 from drafter_trainer.offline.data import Example, fingerprint
 from paceline.errors import InvalidInput
+from paceline.training.process import from_all_ranks
 
 BATCH = 16
 """Prompts answered at a time by one rank."""
@@ -55,9 +56,7 @@ def answer_prompts(
             own.append((index, ids))
         tell(len(own), len(order))
 
-    shares: list[list[tuple[int, list[int]]]] = [[] for _ in range(world)]
-    dist.all_gather_object(shares, own)
-    answers = dict(pair for share in shares for pair in share)
+    answers = dict(pair for share in from_all_ranks(own) for pair in share)
     return [_joined(prompt, answers[i]) for i, prompt in enumerate(prompts)]
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from paceline.config import OptimizerConfig
-from paceline.training.process import from_rank_zero
+from paceline.training.process import tensors_from_rank_zero
 from paceline.trajectory import BranchKey, Trajectory
-from policy_trainer.batches.batch import make_batch
+from policy_trainer.batches.batch import TrainBatch, make_batch
 from policy_trainer.config import AlgorithmConfig, PolicyTrainerConfig
 from policy_trainer.learn.learner import Learner
 from policy_trainer.learn.model import load_policy
@@ -69,7 +69,7 @@ def main(model: Path, out: Path, broken: int) -> None:
         own = make_batch(trajectories(), torch.linspace(-1.5, 2.0, 24))
         if broken >= 0:
             own.behavior_logprobs[int(own.lengths[: broken + 1].sum()) - 1] = math.nan
-    batch = from_rank_zero(own)
+    batch = tensors_from_rank_zero(TrainBatch, own)
     assert batch is not None
     micro_batches = learner._micro_batches(batch)
     sums = learner._accumulate(micro_batches, [], batch.trained_tokens)
